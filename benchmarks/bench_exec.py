@@ -15,7 +15,7 @@ import torch
 
 import tpplan
 from benchmarks.rows import GPUS, MODEL, TOKENS, Row, measure, rounds_wanted
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.cpu import Pending, VirtualDevices
 from tpplan.exec.programs.lower import TRANSPORTS
@@ -23,8 +23,8 @@ from tpplan.exec.programs.lower import TRANSPORTS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
-    from tpplan.plan import SplitPlan
 
 COLUMNS = 8192
 CALLS = 5

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import tpplan
 from benchmarks.rows import GPUS, MODEL, PLANS, TOKENS, Row, measure, rounds_wanted
-from tpplan import catalogue
-from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES
-from tpplan.sizes import format_bytes
+from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES
+from tpplan.core.sizes import format_bytes
+from tpplan.hardware import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tpplan.model import ModelSpec
+    from tpplan.core.model import ModelSpec
 
 #: Random tasks.
 MIXES = 2000

@@ -27,8 +27,8 @@ from tpplan import exec as tpx
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
-    from tpplan.plan import SplitPlan
 
 MODEL = ROOT / "examples" / "models" / "Llama-3.1-8B"
 #: Rows of the residual stream, of 8 KiB each.

@@ -22,7 +22,7 @@ import tpplan
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tpplan.model import ModelSpec
+    from tpplan.core.model import ModelSpec
 
 _LENGTH_BYTES = 8
 _INDEX = "model.safetensors.index.json"

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final, Self
 import torch
 from attrs import frozen
 
-from tpplan.workspace import areas
+from tpplan.core.workspace import areas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.decode_rows import Part
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 MIB: Final = 2**20
 

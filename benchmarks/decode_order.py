@@ -9,12 +9,12 @@ import torch
 from attrs import asdict, evolve, frozen
 
 import tpplan
-from tpplan.catalogue import overhead
+from tpplan.hardware.catalogue import overhead
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 #: Shares of the largest budget, device after device, and the layout.
 CUTS: Final = {"even": ((1.0,), "reduce"), "uneven": ((1.0, 40 / 60), "reduce"), "gather": ((1.0,), "gather")}

@@ -17,7 +17,7 @@ from benchmarks.decode_order import PROMPT, WARM, Order, long_prompt, prompts, s
 from benchmarks.decode_rows import Part
 from benchmarks.nccl_context import NcclContext
 from benchmarks.random_checkpoint import read_rate
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling
 from tpplan.decoder.prompt_graphs import PromptGraphs
 from tpplan.decoder.steps import Steps

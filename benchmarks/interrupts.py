@@ -29,11 +29,11 @@ import tpplan
 from benchmarks.interruption import EVERYWHERE, AtOpcode, Blocks, noted_blocks
 from benchmarks.soak import plan_for
 from tpplan import exec as tpx
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.plan import SplitPlan
 from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec.context import TPContext
 from tpplan.exec.programs.lower import TRANSPORTS
-from tpplan.plan import SplitPlan
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve, frozen
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec.compiler import build
 from tpplan.exec.gpu.cuda import CudaDevices
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.binding import Memory
     from tpplan.exec.gathered import Pending
     from tpplan.exec.programs.program import Buffer, Program
-    from tpplan.plan import SplitPlan
 
 #: How long kernels wait, and how long an error may take, in seconds.
 _TIMEOUT, _MOST = 10.0, 15

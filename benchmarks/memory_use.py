@@ -13,8 +13,8 @@ from attrs import Factory, define
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
-    from tpplan.plan import SplitPlan
 
 MIB = 2**20
 #: What may come and go: programs and their tables are remembered up to some number.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.axes import Axis
+    from tpplan.core.axes import Axis
     from tpplan.exec import TPContext
 
 

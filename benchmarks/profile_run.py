@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.decode_order import WARM, Order, long_prompt, prompts, synchronize
 from benchmarks.kernel_times import Work, tables, works_of
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights

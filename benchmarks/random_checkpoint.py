@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 import tpplan
+from tpplan.core.missing import needing
 from tpplan.errors import TpplanError
-from tpplan.extras import needing
 from tpplan.weights import iter_slices
 
 with needing("a checkpoint of random weights"):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from tpplan.formats.storage import split_name
+from tpplan.models.formats.storage import split_name
 from tpplan.weights.load import DTYPES
 
 if TYPE_CHECKING:

@@ -23,14 +23,14 @@ from benchmarks.memory_use import MIB, Driver, Growth, foretold, is_enough, mult
 from benchmarks.rows import ROOT
 from benchmarks.stress import Stress
 from tpplan import exec as tpx
-from tpplan.catalogue import overhead
 from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.hardware.catalogue import overhead
 
 if TYPE_CHECKING:
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
     from tpplan.exec.gpu.graph import Graph
-    from tpplan.plan import SplitPlan
 
 MODEL = ROOT / "examples" / "models" / "Llama-3.1-8B" / "config.json"
 SIZES = (40, 20, 30, 25, 36, 22, 28, 33)

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from benchmarks.contents import VERSIONS, Bank, Lane, Window
 from benchmarks.tasks import ADDING, Task, Tasks
-from tpplan.axes import parse_layers
+from tpplan.core.axes import parse_layers
 from tpplan.exec import HOST, Gathered
 from tpplan.exec.explain import cuts
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.axes import Axis
+    from tpplan.core.axes import Axis
+    from tpplan.core.plan import Split
     from tpplan.exec import TPContext
-    from tpplan.plan import Split
 
 #: Elements between the windows of two devices.
 _APART = 97

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 
 from benchmarks.contents import STARTS
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.exec import HOST
 from tpplan.exec.explain import cuts
 from tpplan.exec.operands import ADDABLE

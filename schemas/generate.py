@@ -10,21 +10,23 @@ from typing import Any
 import attrs
 import msgspec
 
-from tpplan.bench_report import BenchReport
-from tpplan.check import CheckReport
-from tpplan.codec import STATED, render, save_text
-from tpplan.devices_file import DevicesFile
-from tpplan.error_report import ErrorReport
+from tpplan.core.limits import CAPABILITY, DTYPES, FINGERPRINT, LEAST, LONGEST_NAME, MOST
+from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, SCHEMA_URN, STRATEGIES, SplitPlan
 from tpplan.exec.links.survey_report import SurveyReport
-from tpplan.generate_report import GenerateReport
-from tpplan.inspection import Inspection
-from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, SCHEMA_URN, STRATEGIES, SplitPlan
-from tpplan.plandiff import PlanDiff
-from tpplan.probe.report import DeviceReport
-from tpplan.report import ShowReport
-from tpplan.rules import CAPABILITY, DTYPES, FINGERPRINT, LEAST, LONGEST_NAME, MOST
-from tpplan.selftest_report import SelftestReport
-from tpplan.validation import ValidationReport
+from tpplan.files.codec import STATED
+from tpplan.files.jsontext import render
+from tpplan.files.text import save_text
+from tpplan.hardware.file import DevicesFile
+from tpplan.hardware.probe.report import DeviceReport
+from tpplan.reports.bench import BenchReport
+from tpplan.reports.check import CheckReport
+from tpplan.reports.diff import PlanDiff
+from tpplan.reports.error import ErrorReport
+from tpplan.reports.generate import GenerateReport
+from tpplan.reports.inspect import Inspection
+from tpplan.reports.selftest import SelftestReport
+from tpplan.reports.show import ShowReport
+from tpplan.reports.validate import ValidationReport
 
 #: Every document that tpplan writes, by the name of its schema.
 DOCUMENTS: dict[str, type] = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 
 CONFIG: dict[str, Any] = {

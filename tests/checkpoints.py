@@ -7,7 +7,7 @@ from math import prod
 from random import randbytes
 from typing import TYPE_CHECKING, Any
 
-from tpplan.model import DTYPE_BITS
+from tpplan.core.model import DTYPE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

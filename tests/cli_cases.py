@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.command import command
-from tpplan import codec
+from tpplan.files.jsontext import render
 
 if TYPE_CHECKING:
     from tests.command import Done
@@ -42,7 +42,7 @@ def conforms(text: str, schema: str) -> Any:
     document = json.loads(text)
     rules = json.loads((ROOT / f"schemas/{schema}.schema.json").read_text(encoding="utf-8"))
     Draft202012Validator(rules).validate(document)
-    assert text == codec.render(document)
+    assert text == render(document)
     return document
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tpplan import codec
 from tpplan.errors import PlanError
+from tpplan.planfile import codec
 
 FIXTURE = Path(__file__).parent / "data/formats/plan-1.0.json"
 TEXT = FIXTURE.read_text(encoding="utf-8")

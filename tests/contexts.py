@@ -14,14 +14,14 @@ import torch
 from attrs import evolve
 
 from tests import strategies
-from tpplan import workspace
-from tpplan.axes import Axis
-from tpplan.devices import Device
+from tpplan.core import workspace
+from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.plan import Cache, DeviceMemory, PlanModel, Request, Split, SplitPlan
 from tpplan.exec import compiler, host
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.programs.adversary import Adversary
 from tpplan.exec.selftest import attempts
-from tpplan.plan import Cache, DeviceMemory, PlanModel, Request, Split, SplitPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

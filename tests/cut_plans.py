@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from tests.planning_cases import tiny_model
 from tests.strategies import bounds
-from tpplan.devices import Device
-from tpplan.memory import demands, ledger
-from tpplan.plan import KV_MODES, LAYOUTS, Cache, Request
-from tpplan.planner import Attempt
+from tpplan.core.device import Device
+from tpplan.core.plan import KV_MODES, LAYOUTS, Cache, Request
+from tpplan.planner.attempt import Attempt
+from tpplan.planner.ledger import demands, ledger
 
 if TYPE_CHECKING:
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 
 @st.composite

@@ -15,21 +15,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import tpplan
-from tpplan.axes import Axis, bounds_of
+from tpplan.core.axes import Axis, bounds_of
+from tpplan.core.device import Device
+from tpplan.core.plan import Cache, Request
 from tpplan.decoder import Decoder, generate
 from tpplan.decoder.prompts import Prompt
-from tpplan.devices import Device
 from tpplan.exec import compile as compile_plan
-from tpplan.memory import demands, ledger
-from tpplan.plan import Cache, Request
-from tpplan.planner import Attempt
+from tpplan.planner.attempt import Attempt
+from tpplan.planner.ledger import demands, ledger
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tpplan.costs import Demand
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
+    from tpplan.planner.costs import Demand
 
 logging.set_verbosity_error()
 

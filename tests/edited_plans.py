@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve
 
-from tpplan.memory import demands, ledger
-from tpplan.plan import Cache
-from tpplan.planner import Attempt
+from tpplan.core.plan import Cache
+from tpplan.planner.attempt import Attempt
+from tpplan.planner.ledger import demands, ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tpplan.axes import Axis
-    from tpplan.model import ModelSpec
-    from tpplan.plan import SplitPlan
+    from tpplan.core.axes import Axis
+    from tpplan.core.model import ModelSpec
+    from tpplan.core.plan import SplitPlan
 
-    #: Returns an edited plan, and how differences begin that :mod:`tpplan.recount` must find in it.
+    #: Returns an edited plan, and how differences begin that :mod:`tpplan.planner.recount` must find in it.
     Edit = Callable[[SplitPlan], tuple[SplitPlan, list[str]]]
 
 

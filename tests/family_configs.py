@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tpplan.families.wrappers import WRAPPERS
+from tpplan.models.families.wrappers import WRAPPERS
 
 Keys = dict[str, st.SearchStrategy[Any]]
 

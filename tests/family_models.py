@@ -13,15 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from tpplan import families
-from tpplan.axes import Axis
-from tpplan.config import Config, read_config
-from tpplan.families.wrappers import VISION, WRAPPERS
+from tpplan.core.axes import Axis
+from tpplan.models import families
+from tpplan.models.config import Config, read_config
+from tpplan.models.families.wrappers import VISION, WRAPPERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tpplan.model import Block, ModelSpec, Parameter
+    from tpplan.core.model import Block, ModelSpec, Parameter
 
 logging.set_verbosity_error()
 

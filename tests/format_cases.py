@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tpplan.model import ModelSpec, Parameter
+    from tpplan.core.model import ModelSpec, Parameter
 
     Matrix = Callable[[int, int, int], Tensors]
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from tpplan.config import parse_config
-from tpplan.devices import Device
-from tpplan.families import spec_from_config
-from tpplan.memory import demands
-from tpplan.model import ModelSpec
-from tpplan.plan import Cache, Request
+from tpplan.core.device import Device
+from tpplan.core.model import ModelSpec
+from tpplan.core.plan import Cache, Request
+from tpplan.models.config import parse_config
+from tpplan.models.families import spec_from_config
+from tpplan.planner.ledger import demands
 
 if TYPE_CHECKING:
-    from tpplan.costs import Demands
+    from tpplan.planner.costs import Demands
 
 
 MIB = 2**20

@@ -5,17 +5,17 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-from tpplan import codec
+from tpplan.files.codec import unstructure
 from tpplan.render.screen import write
-from tpplan.report import show_report
+from tpplan.reports.show import show_report
 
 if TYPE_CHECKING:
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 
 def data(plan: SplitPlan) -> dict[str, Any]:
     """Return what the views of a plan read."""
-    return codec.unstructure(show_report(plan))
+    return unstructure(show_report(plan))
 
 
 def plain(lines: list[Any], encoding: str = "utf-8") -> str:

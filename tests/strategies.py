@@ -7,9 +7,10 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from tpplan.axes import Axis, bounds_of, format_layers, minimum_units, unit_count
-from tpplan.devices import Device
-from tpplan.plan import (
+from tpplan.core.axes import Axis, bounds_of, format_layers, minimum_units, unit_count
+from tpplan.core.device import Device
+from tpplan.core.limits import DTYPES
+from tpplan.core.plan import (
     CACHE_KINDS,
     KV_MODES,
     LAYOUTS,
@@ -21,7 +22,6 @@ from tpplan.plan import (
     Split,
     SplitPlan,
 )
-from tpplan.rules import DTYPES
 
 #: Names as people choose them, in any script, but nothing that a reviewer would not see.
 names = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), min_size=1, max_size=8)

@@ -10,22 +10,22 @@ from attrs import evolve
 from hypothesis import strategies as st
 
 from tests import strategies
-from tpplan import axes
-from tpplan.axes import Axis
-from tpplan.devices import Device
+from tpplan.core import axes
+from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.plan import KV_MODES, LAYOUTS, Cache, Request
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.binding import BITS
-from tpplan.memory import demands, ledger
-from tpplan.plan import KV_MODES, LAYOUTS, Cache, Request
-from tpplan.planner import Attempt
+from tpplan.planner.attempt import Attempt
+from tpplan.planner.ledger import demands, ledger
 from tpplan.weights import iter_slices, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from tpplan.model import ModelSpec
-    from tpplan.plan import SplitPlan
+    from tpplan.core.model import ModelSpec
+    from tpplan.core.plan import SplitPlan
     from tpplan.weights import Weights
 
 

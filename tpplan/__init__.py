@@ -6,40 +6,39 @@ imported on first use, so that showing or validating a plan does not load the pl
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tpplan.axes import Axis, Slice
-    from tpplan.codec import dumps, fingerprint, load, loads
-    from tpplan.devices import Device, parse_devices
-    from tpplan.diff import diff
+    from tpplan.core.axes import Axis, Slice
+    from tpplan.core.device import Device
+    from tpplan.core.model import ModelSpec
+    from tpplan.core.plan import Cache, Reserve, SplitPlan
     from tpplan.errors import DeviceError, ModelError, PlanError, RequestError, TpplanError
-    from tpplan.infeasible import InfeasibleError
-    from tpplan.model import ModelSpec
-    from tpplan.plan import Cache, Reserve, SplitPlan
-    from tpplan.plandiff import PlanDiff
-    from tpplan.planner import plan
-    from tpplan.reader import read_model
-    from tpplan.verify import problems, verify
+    from tpplan.files.codec import dumps
+    from tpplan.hardware.spec import parse_devices
+    from tpplan.models.reader import read_model
+    from tpplan.planfile.codec import fingerprint, load, loads
+    from tpplan.planfile.verify import problems, verify
+    from tpplan.planner.infeasible import InfeasibleError
+    from tpplan.planner.plan import plan
+    from tpplan.reports.diff import PlanDiff, diff
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "axes": ("Axis", "Slice"),
-    "codec": ("dumps", "fingerprint", "load", "loads"),
-    "devices": ("Device", "parse_devices"),
-    "diff": ("diff",),
+    "core.axes": ("Axis", "Slice"),
+    "core.device": ("Device",),
+    "core.model": ("ModelSpec",),
+    "core.plan": ("Cache", "Reserve", "SplitPlan"),
     "errors": ("DeviceError", "ModelError", "PlanError", "RequestError", "TpplanError"),
-    "infeasible": ("InfeasibleError",),
-    "model": ("ModelSpec",),
-    "plan": ("Cache", "Reserve", "SplitPlan"),
-    "plandiff": ("PlanDiff",),
-    "planner": ("plan",),
-    "reader": ("read_model",),
-    "verify": ("problems", "verify"),
+    "hardware.spec": ("parse_devices",),
+    "models.reader": ("read_model",),
+    "planfile.codec": ("dumps", "fingerprint", "load", "loads"),
+    "planfile.verify": ("problems", "verify"),
+    "planner.infeasible": ("InfeasibleError",),
+    "planner.plan": ("plan",),
+    "reports.diff": ("PlanDiff", "diff"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -82,14 +81,3 @@ def __getattr__(name: str) -> object:
 def __dir__() -> list[str]:
     """List all public names for ``help()`` and completion, including those not imported yet."""
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """A module that keeps ``tpplan.plan`` a function when the submodule of the same name is imported."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in _MODULE_OF or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

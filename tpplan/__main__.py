@@ -8,9 +8,9 @@ INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command, see :func:`tpplan.cli.main`, and return its exit code; after Ctrl-C that of shells."""
+    """Run a command, see :func:`tpplan.cli.main.main`, and return its exit code; after Ctrl-C that of shells."""
     try:
-        from tpplan import cli  # noqa: PLC0415
+        from tpplan.cli import main as cli  # noqa: PLC0415
 
         return cli.main(arguments)
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from tests.bench_decode_cases import CONFIG, TOKENS, order
 from tests.flash_cases import flash_calls
 from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import model
 from tpplan.decoder.prompt_graphs import PromptGraphs, graphs_of
 from tpplan.exec import compile as compile_plan

@@ -17,8 +17,8 @@ from tests.cli_cases import LLAMA_8B, ROOT, folder, refused  # noqa: F401 (for e
 from tests.codec_cases import TEXT
 from tests.command import command
 from tests.plan.test_verify import VALID, VIOLATIONS, edited
-from tpplan import codec
-from tpplan.files import nearest
+from tpplan.files.codec import dumps
+from tpplan.files.text import nearest
 
 HOLE = 2**30
 
@@ -29,7 +29,7 @@ def test_edited_plans(rule: str, edits: dict[str, Any], words: str) -> None:
     plan = VALID
     for path, value in edits.items():
         plan = edited(plan, path, value)
-    Path("edited.json").write_text(codec.dumps(plan), encoding="utf-8")
+    Path("edited.json").write_text(dumps(plan), encoding="utf-8")
     if plan.format_version != "1.2":
         err = refused("diff", "edited.json", "edited.json")
         assert words in err
@@ -50,7 +50,7 @@ def test_edited_plans(rule: str, edits: dict[str, Any], words: str) -> None:
 def test_problems_are_wrapped_alike() -> None:
     """Below a file's name ``validate`` and ``check`` put the same lines: rules, and what is wrong in a column."""
     plan = edited(edited(VALID, "request.batch", 0), "devices[0].budget_bytes", 24 * 2**30 + 5)
-    Path("bad.json").write_text(codec.dumps(plan), encoding="utf-8")
+    Path("bad.json").write_text(dumps(plan), encoding="utf-8")
     checked = command("check", "bad.json", "--model", LLAMA_8B).out.splitlines()
     validated = command("validate", "bad.json").out.splitlines()
     assert (checked[0], validated[0]) == ("bad.json: not checked, 2 problems", "bad.json: 2 problems")
@@ -195,7 +195,7 @@ def test_a_gigabyte_of_spaces_through_a_pipe() -> None:
 def test_json_errors_are_documents() -> None:
     """With --json bad input still gives one document, with every problem of a plan one by one."""
     plan = attrs.evolve(VALID, request=attrs.evolve(VALID.request, batch=0, max_rows=0))
-    Path("bad.json").write_text(codec.dumps(plan), encoding="utf-8")
+    Path("bad.json").write_text(dumps(plan), encoding="utf-8")
     done = command("show", "bad.json", "--json")
     error = json.loads(done.out)["error"]
     assert (done.code, error["kind"]) == (2, "plan")

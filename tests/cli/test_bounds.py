@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoints import LLAMA, llama_layers, llama_outside, write_checkpoint
 from tests.cli_cases import LLAMA_8B, folder  # noqa: F401 (for every test here)
 from tests.codec_cases import TEXT
-from tpplan.checkpoint import MAX_HEADER_BYTES, MAX_TENSORS
+from tpplan.models.checkpoint import MAX_HEADER_BYTES, MAX_TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

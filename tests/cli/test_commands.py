@@ -19,9 +19,11 @@ from tests.command import command
 from tests.nvml_replay import Replay
 from tests.render_cases import data as report_of
 from tests.render_cases import plain
-from tpplan import __version__, codec, probe
-from tpplan.commands import app
-from tpplan.probe import nvml
+from tpplan import __version__
+from tpplan.cli.commands import app
+from tpplan.hardware import probe
+from tpplan.hardware.probe import nvml
+from tpplan.planfile import codec
 from tpplan.render.devices import devices as render_devices
 from tpplan.render.show import show
 
@@ -377,7 +379,7 @@ def test_help_is_wrapped_by_the_terminal_alone() -> None:
 
 def test_bug_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that nobody foresaw asks to be reported; only TPPLAN_DEBUG shows where it came from."""
-    with patch("tpplan.reader.read_model", side_effect=ZeroDivisionError("by nought")):
+    with patch("tpplan.models.reader.read_model", side_effect=ZeroDivisionError("by nought")):
         done = command("inspect", "model")
         assert done.code == 2
         assert "tpplan has a bug: ZeroDivisionError: by nought" in done.err
@@ -389,6 +391,6 @@ def test_bug_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_interrupt_exits_130() -> None:
     """Ctrl-C ends a command quietly."""
-    with patch("tpplan.reader.read_model", side_effect=KeyboardInterrupt):
+    with patch("tpplan.models.reader.read_model", side_effect=KeyboardInterrupt):
         done = command("inspect", "model")
     assert (done.code, done.out, done.err) == (130, "", "")

@@ -15,8 +15,9 @@ from tests.checkpoints import LLAMA, llama_layers, llama_outside, write_checkpoi
 from tests.cli_cases import LLAMA_8B, LLAMA_70B, conforms, folder, refused, written_plans  # noqa: F401 (for every test)
 from tests.command import command
 from tests.plan.reader_cases import plain
-from tpplan import codec
-from tpplan.devices import parse_devices
+from tpplan.files.codec import dumps
+from tpplan.hardware.spec import parse_devices
+from tpplan.planfile import codec
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def plans() -> tuple[str, str]:
 def test_plan_saves_what_it_planned(plans: tuple[str, str]) -> None:
     """A saved plan is valid, canonical, for the GPUs and the context that were named, and within the budgets."""
     plan = codec.load(plans[0])
-    assert codec.dumps(plan) == Path(plans[0]).read_text(encoding="utf-8")
+    assert dumps(plan) == Path(plans[0]).read_text(encoding="utf-8")
     assert [device.budget_bytes for device in plan.devices] == [24 * 2**30, 12 * 2**30]
     assert plan.request.cache.tokens == 4096
     assert all(entry.free_bytes >= 0 for entry in plan.memory)
@@ -178,7 +179,7 @@ def test_options_reach_the_planner() -> None:
 def test_gather_is_explained_where_rows_cannot_be_cut() -> None:
     """Where only ``gather`` works, planning says so and does so; where it was asked for, it says nothing."""
     spec = attrs.evolve(__import__("tpplan").read_model(LLAMA_8B), gather_only="GPTQ with a permutation of rows")
-    with patch("tpplan.reader.read_model", lambda _: spec):
+    with patch("tpplan.models.reader.read_model", lambda _: spec):
         asked = ("plan", "model", "--gpus", "24GiB,12GiB", "--context", 4096, "--json")
         done = command(*asked)
         assert json.loads(done.out)["request"]["layout"] == "gather"

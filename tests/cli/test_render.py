@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from tests.codec_cases import FIXTURE, PLAN
 from tests.render_cases import data, plain
 from tests.strategies import plans
-from tpplan import codec
-from tpplan.axes import bounds_of
-from tpplan.devices import Device
-from tpplan.diff import diff
-from tpplan.plan import DeviceMemory, SplitPlan
+from tpplan.core.axes import bounds_of
+from tpplan.core.device import Device
+from tpplan.core.plan import DeviceMemory, SplitPlan
+from tpplan.files.codec import unstructure
+from tpplan.planfile import codec
 from tpplan.render.diff import diff as diff_view
 from tpplan.render.show import show
 from tpplan.render.svg import picture
 from tpplan.render.text import PLAIN_COLUMNS, abridged, amount, bar, elided, line_width, shorten, shorten_name, width
+from tpplan.reports.diff import diff
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,7 +147,7 @@ def test_diff() -> None:
         splits=(*PLAN.splits[:4], residual, *PLAN.splits[5:]),
         memory=(memory, *PLAN.memory[1:]),
     )
-    text = plain(diff_view(codec.unstructure(diff(PLAN, other))))
+    text = plain(diff_view(unstructure(diff(PLAN, other))))
     assert re.search(r"~ +0 +RTX 5090 +name +RTX 4090 +→ +RTX 5090\n +budget_bytes +24.00 GiB +→ +32.00 GiB\n", text)
     assert re.search(r"0 +RTX 5090 +1024 → 1280\n1 +RTX 4080 +512 → 256\n2 +RTX 3060 \(Büro\) +512\n", text)
     assert re.search(r"0 +RTX 5090 +\+1.00 +0 +0 +0 +\+8.11\n", text)
@@ -157,7 +158,7 @@ def test_diff() -> None:
 @given(plans(), plans())
 def test_columns(a: SplitPlan, b: SplitPlan) -> None:
     """Nothing off a terminal is wider than a pull request shows, and no line ends in blanks."""
-    for lines in (show(data(a)), diff_view(codec.unstructure(diff(a, b)))):
+    for lines in (show(data(a)), diff_view(unstructure(diff(a, b)))):
         for text in plain(lines).splitlines():
             assert width(text) <= PLAIN_COLUMNS
             assert text == text.rstrip()

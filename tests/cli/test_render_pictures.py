@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from tests.codec_cases import FIXTURE, PLAN
 from tests.render_cases import data
 from tests.strategies import plans
-from tpplan import codec
+from tpplan.planfile import codec
 from tpplan.render.html import page
 from tpplan.render.svg import picture
 
 if TYPE_CHECKING:
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 ROOT = Path(__file__).parents[2]
 NEWER = codec.load(FIXTURE.with_name("plan-1.1.json"))

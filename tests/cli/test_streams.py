@@ -64,7 +64,7 @@ def test_terminal_shows_progress_and_cleans_up(plans: tuple[str, str]) -> None:
 
 def test_progress_stays_on_one_line() -> None:
     """A long or odd path is shortened and escaped, because what has been wrapped cannot be taken back."""
-    with patch("tpplan.console.get_terminal_size", lambda: os.terminal_size((60, 24))):
+    with patch("tpplan.cli.console.get_terminal_size", lambda: os.terminal_size((60, 24))):
         err = command("inspect", f"no\x1b[2J/{'long/' * 30}model", terminal=True).err
     said = err.partition("\r")[0]
     assert said.startswith("reading no\\u001b[2J/")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.watching import Watching
-from tpplan.workspace import align
+from tpplan.core.workspace import align
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -10,7 +10,7 @@ import torch
 from tests.decoder_cases import LENGTH, decoding, model_of, plan_of, request_of
 from tests.watching import Watching
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import Prompt, heads, layer_cache
 from tpplan.decoder.prompts import length_of
 from tpplan.errors import ExecutionError

@@ -26,11 +26,11 @@ from tests.command import Done, command
 from tests.decoder.chat_cases import CHATML, PLACES, SPECIAL, TEMPLATES, write_template, write_tokenizer
 from tests.decoder_cases import VOCAB, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.core.missing import install_command
 from tpplan.decoder import chat, templates
 from tpplan.decoder.chat import ChatTemplate
 from tpplan.decoder.text import Tokenizer
 from tpplan.errors import ExecutionError, ModelError, RequestError
-from tpplan.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ from tests.decoder_cases import CONFIGS, LENGTH, check, check_sixteen_bits, mode
 from tests.flash_cases import check_texts
 from tests.graph_cases import mixtures
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling, generate, layers, model, plain, prompt_graphs, steps
 from tpplan.decoder.layers import Scoring, attend, hiding
 from tpplan.decoder.stack import Stack

@@ -17,7 +17,7 @@ from tests.contexts import UNEVEN, context, little_room  # noqa: F401
 from tests.decoder.quantised_checkpoints import stored
 from tests.decoder_cases import model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
 from tpplan.decoder.likeliest import likeliest
 from tpplan.decoder.plain import Plain

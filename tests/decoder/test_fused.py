@@ -13,19 +13,19 @@ from tests.decoder.pointwise_cases import launches
 from tests.decoder.test_memory import made, planned
 from tests.decoder_cases import CONFIGS, OWN_STEPS
 from tests.weight_plans import fine_units
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder, fused, steps
 from tpplan.decoder.families import FAMILIES
 from tpplan.decoder.launches import skinny
 from tpplan.exec import compile as compile_plan
-from tpplan.plan import Cache
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 __all__ = ["fine_units", "launches"]  # fixtures
 

@@ -19,16 +19,16 @@ from tests.command import Done, command
 from tests.decoder_cases import LENGTH, VOCAB, model_of, plan_of, request_of
 from tests.edited_plans import EDITS
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.core.missing import install_command
+from tpplan.core.workspace import areas
 from tpplan.decoder import run
 from tpplan.decoder.text import Stream, Tokenizer
 from tpplan.errors import ModelError
-from tpplan.extras import install_command
 from tpplan.weights import load_weights
-from tpplan.workspace import areas
 
 if TYPE_CHECKING:
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
-    from tpplan.plan import SplitPlan
     from tpplan.weights import Weights
 
 ROOT = Path(__file__).parents[2]

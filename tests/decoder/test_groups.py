@@ -13,7 +13,7 @@ from attrs import evolve
 from tests.decoder_cases import CONFIGS, LENGTH, model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, layer_cache, layers
 from tpplan.decoder.groups import Group
 from tpplan.decoder.prompts import Prompt

@@ -11,20 +11,20 @@ from tests.decoder.fused_cases import FakeChannel, FakeGemv, FakeSkinny
 from tests.decoder.pointwise_cases import launches
 from tests.decoder.test_memory import made, planned
 from tests.weight_plans import fine_units
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder
 from tpplan.decoder.launches import skinny
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.context import TPContext
-from tpplan.plan import Cache
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from collections import Counter
     from pathlib import Path
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 __all__ = ["fine_units", "launches"]  # fixtures
 

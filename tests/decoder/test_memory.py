@@ -16,21 +16,21 @@ from tests.decoder.quantised_checkpoints import stored
 from tests.decoder_cases import CONFIGS, FURTHER, OWN_STEPS, plan_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
-from tpplan.axes import bounds_of
+from tpplan.core.axes import bounds_of
+from tpplan.core.plan import Cache, Request
+from tpplan.core.workspace import areas
 from tpplan.decoder import Decoder, Prompt, layer_cache, layers, model, products
 from tpplan.decoder import quantised as quantised_matrices
 from tpplan.decoder.likeliest import likeliest
 from tpplan.exec import compile as compile_plan
-from tpplan.memory import demands
-from tpplan.plan import Cache, Request
+from tpplan.planner.ledger import demands
 from tpplan.weights import load_weights
-from tpplan.workspace import areas
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.flash_cases import FlashCalls
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 __all__ = ["fine_units", "flash_calls"]  # fixtures
 

@@ -27,7 +27,7 @@ from tests.decoder_cases import (
 )
 from tests.graph_cases import WAITING, Calls, FakeGraph
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate, steps
 from tpplan.decoder.likeliest import likeliest
 from tpplan.errors import ExecutionError, ModelError, RequestError

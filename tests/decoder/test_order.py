@@ -18,9 +18,9 @@ from tpplan.exec.programs.adversary import Adversary
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.binding import Memory
     from tpplan.exec.context import TPContext
-    from tpplan.plan import SplitPlan
 
 
 def adversarial(plan: SplitPlan, transport: str) -> tuple[TPContext, Adversary]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.decoder_cases import LENGTH, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling, generate, prepare, steps
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights

@@ -22,11 +22,11 @@ from tests.decoder_cases import CONFIGS, LENGTH, MAX_ROWS, model_of, plan_of, re
 from tests.flash_cases import flash_calls
 from tests.graph_cases import WAITING, Calls, FakeGraph, mixtures
 from tests.weight_plans import fine_units
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder, layer_cache, layers, plain, prompt_graphs
 from tpplan.decoder.prompts import NOBODY, Prompt
 from tpplan.exec import compile as compile_plan
-from tpplan.plan import Cache
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from tests.decoder_cases import CONFIGS, MAX_ROWS, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.plan import Cache, Request
 from tpplan.decoder import Decoder, generate, passes, plain
 from tpplan.decoder.layers import attend
 from tpplan.decoder.prompts import Prompt, cut, length_of
 from tpplan.errors import RequestError
 from tpplan.exec import compile as compile_plan
-from tpplan.plan import Cache, Request
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from tests.decoder.quantised_checkpoints import FAMILIES, FORMATS, MIXED, NEW, h
 from tests.decoder_cases import MAX_ROWS, check, check_losses, plan_of, read_and_stepped, request_of
 from tests.format_cases import CASES, awq
 from tests.weight_plans import fine_units
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.plan import KV_MODES, LAYOUTS
 from tpplan.decoder import Decoder
 from tpplan.decoder.joined import neighbours
 from tpplan.decoder.products import linear, linear_of_all
@@ -27,14 +28,13 @@ from tpplan.decoder.settings import check_model
 from tpplan.decoder.stacked import Stacked
 from tpplan.errors import ModelError
 from tpplan.exec import compile as compile_plan
-from tpplan.plan import KV_MODES, LAYOUTS
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.checkpoints import Tensors
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 __all__ = ["fine_units"]  # a fixture
 

@@ -9,10 +9,10 @@ import torch
 
 from tests.decoder_cases import CONFIGS, FURTHER, SIZES
 from tests.family_models import spec_of
-from tpplan.config import Config
 from tpplan.decoder.layers import angles
 from tpplan.decoder.ropes import FIRST, NONE, SECOND, Growth, Ropes
 from tpplan.errors import ModelError
+from tpplan.models.config import Config
 
 
 def ropes_of(model_type: str, **changes: Any) -> Ropes:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.contexts import UNEVEN, context, little_room  # noqa: F401
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import Sampling
 from tpplan.decoder.likeliest import likeliest
 from tpplan.decoder.plain import Plain

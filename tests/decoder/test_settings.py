@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import saved_values
 from tests.decoder_cases import model_of
-from tpplan.config import read_config
 from tpplan.decoder.settings import Settings, settings_of
 from tpplan.errors import ModelError
-from tpplan.reader import read_model
+from tpplan.models.config import read_config
+from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from pathlib import Path

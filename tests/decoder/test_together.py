@@ -19,7 +19,7 @@ from tests.decoder_cases import VOCAB, model_of, plan_of, request_of
 from tests.exec.cluster.threads import Together, used
 from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
 from tpplan.decoder.agreed import agreed
 from tpplan.decoder.prompts import Prompt
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
-    from tpplan.plan import SplitPlan
 
 NEW = 6
 

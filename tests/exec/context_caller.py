@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from torch import Tensor
 
 from tests.exec.reference import same, values
-from tpplan.axes import Axis, parse_layers
+from tpplan.core.axes import Axis, parse_layers
 from tpplan.exec import HOST
 from tpplan.exec.programs.fence import caller
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
     from tpplan.exec.programs.adversary import Adversary
     from tpplan.exec.programs.program import Stream
-    from tpplan.plan import SplitPlan
 
 
 @define(eq=False)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.contexts import UNEVEN, context
 from tests.exec.reference import same
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.exec import TPContext
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope

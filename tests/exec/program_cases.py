@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from attrs import evolve, frozen
 from hypothesis import strategies as st
 
+from tpplan.core.workspace import FRAME_SLOTS, HOST_SLOTS
 from tpplan.exec.links.tuning import Tuning
 from tpplan.exec.programs.lower import TRANSPORTS, Limits, Route, lower, route
 from tpplan.exec.programs.operation import Addition, Operation, Reduction, Share, allgather, broadcast, scatter
 from tpplan.exec.programs.program import HOST, SLOTS, Program
-from tpplan.workspace import FRAME_SLOTS, HOST_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

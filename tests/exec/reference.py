@@ -12,7 +12,7 @@ from attrs import Factory, define
 from torch import Tensor
 
 from tests.exec.caller import noise, total
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.exec.context import TPContext
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from tpplan.exec.cpu import VirtualDevices
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
-    from tpplan.plan import SplitPlan
-    from tpplan.selftest_report import SelftestReport, Tested
+    from tpplan.reports.selftest import SelftestReport, Tested
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples/plans"

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.exec.arena_cases import DTYPES, arena, offset, raw
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.plan import Cache, Request, Split
+from tpplan.core.workspace import areas
 from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
-from tpplan.plan import Cache, Request, Split
-from tpplan.workspace import areas
 
 if TYPE_CHECKING:
     from collections.abc import Callable

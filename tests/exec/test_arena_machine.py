@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.exec.arena_cases import DTYPES, arena, offset, raw
+from tpplan.core.workspace import align
 from tpplan.errors import ExecutionError
-from tpplan.workspace import align
 
 if TYPE_CHECKING:
     import torch

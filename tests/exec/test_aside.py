@@ -13,7 +13,7 @@ from attrs import evolve
 
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
 from tests.exec.test_thresholds import ALL_REDUCE, ALLGATHER, BROADCAST, LIMITS
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import HOST, Gathered, torch_shims
 from tpplan.exec.gpu import aside as gpu_aside

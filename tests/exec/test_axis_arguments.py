@@ -8,7 +8,7 @@ from attrs import evolve
 
 from tests.contexts import REPLICATED, context, little_room
 from tests.exec.operand_cases import RS, Call, assert_refused, untyped
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError, RequestError, TpplanError
 
 __all__ = ["little_room"]  # a fixture

@@ -17,10 +17,11 @@ from tests.edited_plans import EDITS, recut
 from tests.exec.reference import same
 from tests.planning_cases import spec
 from tpplan import exec as tpx
-from tpplan.axes import Axis
-from tpplan.check import check
-from tpplan.codec import fingerprint
-from tpplan.devices import Device
+from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.plan import Cache, SplitPlan
+from tpplan.core.sizes import format_bytes
+from tpplan.core.workspace import areas, workspace_bytes
 from tpplan.errors import ExecutionError, PlanError, RequestError
 from tpplan.exec import compiler
 from tpplan.exec.arguments import seconds
@@ -28,9 +29,8 @@ from tpplan.exec.machine import Found, differences, look_at
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
 from tpplan.exec.transports import Choice
-from tpplan.plan import Cache, SplitPlan
-from tpplan.sizes import format_bytes
-from tpplan.workspace import areas, workspace_bytes
+from tpplan.planfile.codec import fingerprint
+from tpplan.reports.check import check
 
 if TYPE_CHECKING:
     from pathlib import Path

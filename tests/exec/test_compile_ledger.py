@@ -15,14 +15,14 @@ import tpplan
 from tests.cut_plans import cut_plans
 from tests.exec.reference import same
 from tpplan import exec as tpx
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.workspace import pinned_bytes
 from tpplan.exec.compiler import build
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.programs.lower import TRANSPORTS
-from tpplan.workspace import pinned_bytes
 
 if TYPE_CHECKING:
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").rglob("*.json"))
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tests.contexts import BACKENDS, MAX_ROWS, PLANS, REPLICATED, UNEVEN, context, little_room, plans, widest
 from tests.exec.caller import total
 from tests.exec.reference import ADDABLE, ADDING, DTYPES, FORMS, LEADS, OPERATIONS, Exam, same, values
-from tpplan.axes import Axis, parse_layers
+from tpplan.core.axes import Axis, parse_layers
 from tpplan.errors import ExecutionError
 from tpplan.exec import HOST
 from tpplan.exec.programs.lower import TRANSPORTS
 
 if TYPE_CHECKING:
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 __all__ = ["little_room"]  # a fixture
 

@@ -15,13 +15,13 @@ from tests.contexts import PLANS, context, little_room
 from tests.exec.caller import total
 from tests.exec.context_caller import ContextCaller, Value
 from tests.exec.reference import same, values
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.workspace import align
 from tpplan.exec import HOST
 from tpplan.exec.programs.adversary import Adversary
 from tpplan.exec.programs.fence import caller
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.programs.program import Stream
-from tpplan.workspace import align
 
 if TYPE_CHECKING:
     from tpplan.exec import Gathered

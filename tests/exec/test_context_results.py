@@ -11,7 +11,7 @@ import torch
 from tests.contexts import BACKENDS, MAX_ROWS, UNEVEN, context, little_room
 from tests.exec.caller import total
 from tests.exec.reference import same, values
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.exec.programs.lower import TRANSPORTS
 
 if TYPE_CHECKING:

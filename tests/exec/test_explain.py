@@ -16,7 +16,8 @@ from attrs import evolve
 import tpplan
 from tests.contexts import MAX_ROWS, PLANS, UNEVEN, context, heads, little_room, plan_of  # noqa: F401 (for every test here)
 from tests.exec.selftest_cases import on
-from tpplan.axes import Axis, parse_layers
+from tpplan.core.axes import Axis, parse_layers
+from tpplan.core.plan import Split
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.compiler import build
@@ -28,12 +29,11 @@ from tpplan.exec.programs.lower import TRANSPORTS, Limits
 from tpplan.exec.programs.program import EXCHANGE, HOST, SLOT, STAGE, Buffer, Program, flat, reads, writes
 from tpplan.exec.selftest.references import KINDS
 from tpplan.exec.selftest.trial import FORMS, Noise, Scene
-from tpplan.plan import Split
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 #: The plans of the examples.
 EXAMPLES = Path(__file__).parents[2] / "examples/plans"

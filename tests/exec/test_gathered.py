@@ -18,7 +18,7 @@ from torch.multiprocessing import reductions
 
 from tests.contexts import ALONE, MAX_ROWS, UNEVEN, context, little_room
 from tests.exec.reference import columns, same, values
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import Gathered
 from tpplan.exec.cpu import VirtualDevices

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.interruption import CONTEXT, EVERYWHERE, FILES, AtOpcode, Blocks, noted_blocks, sees_opcodes, within
 from tests.contexts import UNEVEN, context, little_room
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 

@@ -8,7 +8,7 @@ import torch
 from tests.contexts import MAX_ROWS, UNEVEN, context, little_room
 from tests.exec.operand_cases import RS, Call, Tensors, assert_refused, untyped
 from tests.exec.reference import same
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError, TpplanError
 
 __all__ = ["little_room"]  # a fixture

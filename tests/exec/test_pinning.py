@@ -11,7 +11,7 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec import pinning
 from tpplan.exec.arena import Arena
-from tpplan.probe import system_memory
+from tpplan.hardware.probe import system_memory
 
 if TYPE_CHECKING:
     from pathlib import Path

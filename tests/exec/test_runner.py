@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 
 from tests.contexts import ALONE, UNEVEN, context
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec.calls import Calls
 from tpplan.exec.programs.lower import Route

@@ -14,7 +14,7 @@ from tests.nvml_replay import Replay
 from tests.plan.probe_cases import amd_said
 from tpplan.errors import DeviceError, ExecutionError
 from tpplan.exllamav2 import TPContext, gpus
-from tpplan.probe import amd, nvml
+from tpplan.hardware.probe import amd, nvml
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,7 @@ from tests.exllamav2.models import (
     parts_of,
     small_model,
 )
-from tpplan import workspace
+from tpplan.core import workspace
 from tpplan.errors import DeviceError, ExecutionError, RequestError
 from tpplan.exec import compiler
 from tpplan.exec.arena import Arena
@@ -46,7 +46,7 @@ from tpplan.exllamav2 import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 
 def _calls(tp: TPContext) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tests.exllamav2.models import (
     size_of,
     small_model,
 )
+from tpplan.core.workspace import align, areas
 from tpplan.errors import ExecutionError
 from tpplan.exllamav2 import (
     BROADCAST_ID,
@@ -32,7 +33,6 @@ from tpplan.exllamav2 import (
     TPContext,
     pinned,
 )
-from tpplan.workspace import align, areas
 
 
 @shapes

@@ -14,9 +14,9 @@ import tpplan
 from tests.exllamav2.models import KINDS, SHAPES, cache, finalized, named, shapes, size_of, small_model
 from tpplan.errors import ModelError, RequestError, TpplanError
 from tpplan.exllamav2 import BROADCAST_ID, BROADCAST_KV, BROADCAST_Q, BROADCAST_VC, TPContext
-from tpplan.infeasible import InfeasibleError
-from tpplan.memory import cache_bytes
-from tpplan.verify import problems
+from tpplan.planfile.verify import problems
+from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.ledger import cache_bytes
 
 CASES = json.loads(Path(__file__).parents[1].joinpath("data", "exllamav2_splits.json").read_text())
 

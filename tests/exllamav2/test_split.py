@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.planning_cases import spec
-from tpplan.axes import Axis
-from tpplan.devices import Device
-from tpplan.exllamav2_split import integer_split, left_after_attention
-from tpplan.plan import CACHE_KINDS, Cache, Request
-from tpplan.planner import attempt
-from tpplan.request import resolve
+from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.plan import CACHE_KINDS, Cache, Request
+from tpplan.planner.attempt import attempt
+from tpplan.planner.exllamav2 import integer_split, left_after_attention
+from tpplan.planner.request import resolve
 
 CASES = json.loads(Path(__file__).parents[1].joinpath("data", "exllamav2_splits.json").read_text())
 AXES = {"kv": Axis.KV, "id": Axis.ID, "vc": Axis.VC, "rs": Axis.RS, "q": Axis.Q}

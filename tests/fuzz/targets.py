@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 from tests.codec_cases import PLAN, TEXT
 from tests.decoder.chat_cases import TEMPLATES
 from tests.fuzz.choices import Choices
-from tpplan import codec, devices_file
-from tpplan.checkpoint import read_headers
+from tpplan.core.model import DTYPE_BITS
 from tpplan.decoder import chat, templates
 from tpplan.errors import TpplanError
-from tpplan.model import DTYPE_BITS
-from tpplan.reader import read_model
+from tpplan.files.codec import dumps
+from tpplan.hardware import file as devices_file
+from tpplan.models.checkpoint import read_headers
+from tpplan.models.reader import read_model
+from tpplan.planfile import codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,8 +111,8 @@ def plans(data: bytes) -> None:
     text = choices.rest() if not choices.below(4) else choices.text(choices.changed(json.loads(TEXT)))
     with suppress(TpplanError):
         plan = codec.loads(text)
-        assert codec.loads(codec.dumps(plan)) == plan
-        assert (plan == PLAN) <= (codec.dumps(plan) == TEXT)
+        assert codec.loads(dumps(plan)) == plan
+        assert (plan == PLAN) <= (dumps(plan) == TEXT)
 
 
 def devices(data: bytes) -> None:
@@ -118,8 +120,8 @@ def devices(data: bytes) -> None:
     choices = Choices(data)
     text = choices.rest() if not choices.below(4) else choices.text(choices.changed(_DEVICES))
     with suppress(TpplanError):
-        file = devices_file.loads(text)
-        assert devices_file.loads(devices_file.dumps(file)) == file
+        found = devices_file.loads(text)
+        assert devices_file.loads(devices_file.dumps(found)) == found
 
 
 def headers(data: bytes) -> None:

@@ -11,8 +11,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import hstack, lil_array
 
 from tests.planning_cases import MIB
-from tpplan.axes import minimum_units
-from tpplan.costs import Cost
+from tpplan.core.axes import minimum_units
+from tpplan.planner.costs import Cost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,12 +7,12 @@ from fractions import Fraction
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from tpplan.config import parse_config
-from tpplan.families import spec_from_config
-from tpplan.formats import read_scheme, stored_by_formula
+from tpplan.models.config import parse_config
+from tpplan.models.families import spec_from_config
+from tpplan.models.formats import read_scheme, stored_by_formula
 
 if TYPE_CHECKING:
-    from tpplan.model import ModelSpec
+    from tpplan.core.model import ModelSpec
 
 
 #: Bits per cached element (ExLlamaV2's caches).

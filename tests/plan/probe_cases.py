@@ -6,14 +6,14 @@ import json
 from typing import TYPE_CHECKING
 
 from tests.nvml_replay import RECORDINGS, Replay
-from tpplan.probe import amd_smi, nvml, rocm_smi
+from tpplan.hardware.probe import amd_smi, nvml, rocm_smi
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tpplan.probe import DeviceReport
-    from tpplan.probe.system_memory import SystemMemory
+    from tpplan.hardware.probe import DeviceReport
+    from tpplan.hardware.probe.system_memory import SystemMemory
 
 
 NOBODY = 1

@@ -9,7 +9,7 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpplan.apportion import apportion
+from tpplan.planner.apportion import apportion
 
 
 @frozen

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.planning_cases import spec
-from tpplan.bandwidth import faster_by_latency, most_tokens_per_second
-from tpplan.devices import Device
-from tpplan.plan import Cache, DeviceMemory
-from tpplan.planner import plan
+from tpplan.core.device import Device
+from tpplan.core.plan import Cache, DeviceMemory
+from tpplan.planner.plan import plan
+from tpplan.reports.bandwidth import faster_by_latency, most_tokens_per_second
 
 GIB = 2**30
 

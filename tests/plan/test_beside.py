@@ -10,13 +10,13 @@ import pytest
 from tests.checkpoints import LLAMA, llama_layers, llama_outside, tensor_bytes, write_checkpoint
 from tests.family_models import build, hub_config, meta_model, save_model
 from tests.plan.reader_cases import plain, small
-from tpplan.check import check
-from tpplan.codec import fingerprint
-from tpplan.devices import Device
+from tpplan.core.device import Device
+from tpplan.core.model import NotPlanned
 from tpplan.errors import ModelError
-from tpplan.model import NotPlanned
-from tpplan.planner import plan
-from tpplan.reader import read_model
+from tpplan.models.reader import read_model
+from tpplan.planfile.codec import fingerprint
+from tpplan.planner.plan import plan
+from tpplan.reports.check import check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.plan.header_cases import entry, write, write_index
-from tpplan.checkpoint import Tensor, read_headers
 from tpplan.errors import ModelError
+from tpplan.models.checkpoint import Tensor, read_headers
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.plan.header_cases import INDEX, entry, write, write_index
-from tpplan import checkpoint
-from tpplan.checkpoint import MAX_HEADER_BYTES, read_headers
 from tpplan.errors import ModelError
+from tpplan.models import checkpoint
+from tpplan.models.checkpoint import MAX_HEADER_BYTES, read_headers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -243,6 +243,7 @@ def test_every_form_of_a_header_means_the_same(tmp_path: Path, header: dict[str,
         if fill and type(each.get("shape")) is list and all(type(n) is int and n >= 0 for n in each["shape"]):
             start, end = end, end + prod(each["shape"])
             each |= {"dtype": "U8", "data_offsets": [start, end]}
+    end = min(end, 2**20)  # less than the header says is refused, whatever its form
     compact, lines = json.dumps(header, separators=(",", ":")).encode(), json.dumps(header, indent=1).encode()
     plain = json.dumps(header, ensure_ascii=False).encode(errors="surrogatepass")
     turned = json.dumps({name: dict(reversed(each.items())) for name, each in header.items()}).encode()

@@ -11,26 +11,28 @@ from hypothesis import given
 
 from tests.codec_cases import PLAN, TEXT
 from tests.strategies import plans
-from tpplan import codec
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.plan import Cache, SplitPlan
 from tpplan.errors import PlanError
-from tpplan.plan import Cache, SplitPlan
+from tpplan.files.codec import dumps, structure, uncanonical_line, unstructure
+from tpplan.files.jsontext import render
+from tpplan.planfile import codec
 
 
 @given(plans())
 def test_round_trip(plan: SplitPlan) -> None:
     """What is written is read back equal, and written again byte for byte."""
-    text = codec.dumps(plan)
+    text = dumps(plan)
     assert codec.loads(text) == plan
     assert codec.loads(text.encode()) == plan
-    assert codec.dumps(codec.loads(text)) == text
-    assert codec.uncanonical_line(text, plan) == 0
+    assert dumps(codec.loads(text)) == text
+    assert uncanonical_line(text, plan) == 0
 
 
 @given(plans())
 def test_layout_is_reviewable(plan: SplitPlan) -> None:
     """Lines stay within 120 columns, hold no floats or nulls, and objects of a list never share one."""
-    text = codec.dumps(plan)
+    text = dumps(plan)
     assert text.startswith('{\n  "$schema": "urn:tpplan:split-plan:1",\n  "format_version": "1.0",\n  "model": {')
     assert text.endswith("\n}\n")
     assert "\r" not in text
@@ -44,7 +46,7 @@ def test_layout_is_reviewable(plan: SplitPlan) -> None:
 
 def test_fixture_1_0() -> None:
     """The frozen plan of format 1.0 means what it meant, and is written as it was."""
-    assert codec.dumps(PLAN) == TEXT
+    assert dumps(PLAN) == TEXT
     assert PLAN.model.layers == 6
     assert PLAN.request.cache.tokens == 32768
     assert PLAN.devices[2].name == "RTX 3060 (Büro)"
@@ -70,21 +72,21 @@ def test_fixture_1_0() -> None:
 )
 def test_render(data: object, lines: list[str]) -> None:
     """The document and lists of objects are broken over lines, all else stays on one, unseen characters escaped."""
-    assert codec.render(data) == "\n".join(lines) + "\n"
-    assert json.loads(codec.render(data)) == data
+    assert render(data) == "\n".join(lines) + "\n"
+    assert json.loads(render(data)) == data
 
 
 def test_render_breaks_at_120_columns() -> None:
     """An array takes one line of up to 120 columns with its comma; one column more, and each item has a line."""
-    fits = codec.render({"a": ["x" * 108], "b": 0})
+    fits = render({"a": ["x" * 108], "b": 0})
     assert max(map(len, fits.splitlines())) == 120
-    assert codec.render({"a": ["x" * 109], "b": 0}).splitlines()[1:4] == ['  "a": [', f'    "{"x" * 109}"', "  ],"]
+    assert render({"a": ["x" * 109], "b": 0}).splitlines()[1:4] == ['  "a": [', f'    "{"x" * 109}"', "  ],"]
 
 
 def test_defaults_are_left_out() -> None:
     """Optional fields with their default are not written; version and cache always are; order is field order."""
-    assert codec.unstructure(Cache()) == {"kind": "fp16", "tokens": 0}
-    data = codec.unstructure(PLAN)
+    assert unstructure(Cache()) == {"kind": "fp16", "tokens": 0}
+    data = unstructure(PLAN)
     assert list(data) == ["$schema", *(field.name for field in attrs.fields(SplitPlan))]
     assert list(data["splits"][0]) == ["axis", "layers", "size", "unit", "width", "replicas", "bounds"]
     assert list(data["splits"][3]) == ["axis", "size", "unit", "bounds"]
@@ -93,11 +95,11 @@ def test_defaults_are_left_out() -> None:
 
 def test_uncanonical_line() -> None:
     """The first line that is not as tpplan writes it is found."""
-    assert codec.uncanonical_line(TEXT, PLAN) == 0
-    assert codec.uncanonical_line(TEXT.replace('"batch": 2', '"batch":  2'), PLAN) == 15
-    assert codec.uncanonical_line(TEXT.replace("\n", "\r\n"), PLAN) == 1
-    assert codec.uncanonical_line(TEXT + "\n", PLAN) == TEXT.count("\n") + 2
-    assert codec.uncanonical_line(TEXT[:-1], PLAN) == TEXT.count("\n") + 1
+    assert uncanonical_line(TEXT, PLAN) == 0
+    assert uncanonical_line(TEXT.replace('"batch": 2', '"batch":  2'), PLAN) == 15
+    assert uncanonical_line(TEXT.replace("\n", "\r\n"), PLAN) == 1
+    assert uncanonical_line(TEXT + "\n", PLAN) == TEXT.count("\n") + 2
+    assert uncanonical_line(TEXT[:-1], PLAN) == TEXT.count("\n") + 1
 
 
 @attrs.frozen
@@ -132,11 +134,11 @@ def test_any_document() -> None:
     """Any frozen class is written and read by the same rules; truth is not 1."""
     document = Document((Item(flag=True), Item(flag=False, name="a")))
     data = {"items": [{"flag": True}, {"flag": False, "name": "a"}], "format_version": "1.0"}
-    assert codec.unstructure(document) == data
-    assert codec.structure(data, Document, "it") == document
+    assert unstructure(document) == data
+    assert structure(data, Document, "it") == document
     with pytest.raises(
         PlanError, match=r"it has a problem:\n  TP000 at items\[0\].flag: expected true or false, got 1"
     ):
-        codec.structure(data | {"items": [{"flag": 1}]}, Document, "it")
+        structure(data | {"items": [{"flag": 1}]}, Document, "it")
     with pytest.raises(PlanError, match=r"TP000 at items\[1\]: expected an object, got an array"):
-        codec.structure(data | {"items": [{"flag": True}, []]}, Document, "it")
+        structure(data | {"items": [{"flag": True}, []]}, Document, "it")

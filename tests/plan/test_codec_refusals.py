@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from tests.codec_cases import TEXT, refused
 from tests.strategies import plans
-from tpplan import codec
 from tpplan.errors import PlanError
-from tpplan.verify import problems
+from tpplan.files.codec import dumps
+from tpplan.planfile import codec
+from tpplan.planfile.verify import problems
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ JSON = st.recursive(
 @given(plans(), st.data())
 def test_fuzz_plans(plan: SplitPlan, data: st.DataObject) -> None:
     """Whatever is put anywhere in a plan, it is read or refused; what is read obeys every rule."""
-    document = json.loads(codec.dumps(plan))
+    document = json.loads(dumps(plan))
     node: Any = document
     while True:
         keys = list(node) if isinstance(node, dict) else list(range(len(node)))

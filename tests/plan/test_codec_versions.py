@@ -9,11 +9,12 @@ import attrs
 import pytest
 
 from tests.codec_cases import FIXTURE, PLAN, TEXT, changed
-from tpplan import codec
+from tpplan.core.model import NotPlanned
+from tpplan.core.plan import least_version
 from tpplan.errors import PlanError
-from tpplan.model import NotPlanned
-from tpplan.plan import least_version
-from tpplan.verify import problems
+from tpplan.files.codec import dumps
+from tpplan.planfile import codec
+from tpplan.planfile.verify import problems
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +63,7 @@ NEWER = FIXTURE.with_name("plan-1.1.json").read_text(encoding="utf-8")
 def test_minor_1() -> None:
     """A frozen plan that uses every key of 1.1 loads, is written again byte for byte, and says 1.1 only for them."""
     plan = codec.loads(NEWER)
-    assert codec.dumps(plan) == NEWER
+    assert dumps(plan) == NEWER
     assert (plan.model.not_planned, plan.model.assumed) == (
         (NotPlanned("vision tower", 1152776672), NotPlanned("audio tower")),
         "weights in BF16: pytorch_model.bin is not read",

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpplan import families
-from tpplan.config import MAX_CONFIG_BYTES, MAX_COUNT, Config, parse_config, read_config
 from tpplan.errors import ModelError
+from tpplan.models import families
+from tpplan.models.config import MAX_CONFIG_BYTES, MAX_COUNT, Config, parse_config, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,12 +22,14 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import LLAMA, llama_outside, write_checkpoint
 from tests.codec_cases import PLAN, TEXT
-from tpplan import codec, content, devices_file
-from tpplan.checkpoint import read_headers
-from tpplan.config import read_config
 from tpplan.decoder.files import end_tokens
 from tpplan.decoder.text import Tokenizer
 from tpplan.errors import PlanError, TpplanError
+from tpplan.files import content
+from tpplan.hardware import file as devices_file
+from tpplan.models.checkpoint import read_headers
+from tpplan.models.config import read_config
+from tpplan.planfile import codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

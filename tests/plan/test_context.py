@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from tests.family_models import MISTRAL, spec_of
 from tests.planning_cases import spec
-from tpplan.axes import Axis
-from tpplan.devices import Device
+from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.plan import Cache, Request, SplitPlan
+from tpplan.core.workspace import workspace_bytes
 from tpplan.errors import ModelError, RequestError
-from tpplan.infeasible import InfeasibleError
-from tpplan.inspection import inspect
-from tpplan.plan import Cache, Request, SplitPlan
-from tpplan.planner import plan, replan
+from tpplan.planfile.verify import problems
+from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.plan import plan, replan
+from tpplan.planner.request import resolve
 from tpplan.render.show import request_lines
-from tpplan.report import show_report
-from tpplan.request import resolve
-from tpplan.verify import problems
-from tpplan.workspace import workspace_bytes
+from tpplan.reports.inspect import inspect
+from tpplan.reports.show import show_report
 
 GIB = 2**30
 KIB = 2**10
@@ -170,7 +170,7 @@ def test_learned_positions_end(model_type: str) -> None:
 
 def words(found: SplitPlan) -> str:
     """Return the request as the screen says it."""
-    from tpplan.codec import unstructure  # noqa: PLC0415
+    from tpplan.files.codec import unstructure  # noqa: PLC0415
 
     return request_lines(unstructure(show_report(found))["plan"])[1]
 

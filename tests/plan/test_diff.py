@@ -13,17 +13,16 @@ from hypothesis import given, settings
 from tests.plan.test_verify import ID, KV, RS, UNSLICED, VALID, edited, moved
 from tests.render_cases import plain
 from tests.strategies import plans
-from tpplan import codec
-from tpplan.axes import Axis, parse_layers
-from tpplan.diff import diff
+from tpplan.core.axes import Axis, parse_layers
+from tpplan.core.model import NotPlanned
 from tpplan.errors import RequestError
-from tpplan.model import NotPlanned
-from tpplan.plandiff import Bucket, BucketChange, Change, DevicePair, FieldChange, Reason
+from tpplan.files.codec import dumps, unstructure
+from tpplan.planfile.verify import problems
 from tpplan.render.diff import diff as diff_view
-from tpplan.verify import problems
+from tpplan.reports.diff import Bucket, BucketChange, Change, DevicePair, FieldChange, Reason, diff
 
 if TYPE_CHECKING:
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 GIB = 2**30
 
@@ -126,16 +125,16 @@ def test_only_what_a_token_reads() -> None:
     assert change.reasons == (Reason.PLANNING,)
     assert change.summary == "0 of 8 splits change; device 1 RTX 4080 reads 2.00 GiB more per token"
     assert diff(after, before).summary.endswith("device 1 RTX 4080 reads 2.00 GiB less per token")
-    (told,) = json.loads(codec.dumps(change))["memory"]
+    (told,) = json.loads(dumps(change))["memory"]
     assert {key: told[key] for key in told if "reads" in key} == {
         "before_reads_bytes": GIB,
         "after_reads_bytes": 3 * GIB,
         "delta_reads_bytes": 2 * GIB,
     }
-    text = plain(diff_view(codec.unstructure(change)))
+    text = plain(diff_view(unstructure(change)))
     assert re.search(r"workspace +overhead +free +reads\n1 +RTX 4080 +0 +0 +0 +0 +0 +\+2.00\n", text)
     assert re.search(r"together +0 +0 +0 +0 +0 +\+2.00\n", text)
-    moved_too = plain(diff_view(codec.unstructure(diff(VALID, with_bytes(VALID, 0, "weights_bytes", GIB)))))
+    moved_too = plain(diff_view(unstructure(diff(VALID, with_bytes(VALID, 0, "weights_bytes", GIB)))))
     assert "reads" not in moved_too
 
 
@@ -263,8 +262,8 @@ def test_summary_names_the_largest() -> None:
 @given(plans(), plans())
 def test_json(a: SplitPlan, b: SplitPlan) -> None:
     """A diff is written as JSON without nulls, the same every time."""
-    text = codec.dumps(diff(a, b))
-    assert text == codec.dumps(diff(a, b))
+    text = dumps(diff(a, b))
+    assert text == dumps(diff(a, b))
     assert None not in json.loads(text, object_pairs_hook=lambda pairs: [value for _, value in pairs])
     assert ": null" not in text
 

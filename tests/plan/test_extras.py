@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tpplan import extras
-from tpplan.extras import install_command
+from tpplan.core import missing
+from tpplan.core.missing import install_command
 
 LINES = [
     "attrs>=24.1",
@@ -56,16 +56,16 @@ def test_a_clone_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "executable", "")
     monkeypatch.setattr(importlib.metadata, "distribution", _missing)
     monkeypatch.setattr(importlib.metadata, "requires", _missing)
-    root = Path(extras.__file__).parent.parent
+    root = Path(missing.__file__).parents[2]
     assert install_command("probe") == f'python -m pip install "{root}[probe]"'
-    monkeypatch.setattr(extras, "__file__", str(tmp_path / "tpplan" / "extras.py"))
+    monkeypatch.setattr(missing, "__file__", str(tmp_path / "tpplan" / "core" / "missing.py"))
     assert install_command("probe") == 'in a clone of tpplan, python -m pip install ".[probe]"'
 
 
 def test_the_requirements_of_every_extra_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """No hint names tpplan to an index: the metadata of what is installed have no extra of it in another one."""
     monkeypatch.undo()
-    monkeypatch.setattr(extras, "_clone", str)
+    monkeypatch.setattr(missing, "_clone", str)
     for extra in ("probe", "exec", "cu12", "cu13", "generate"):
         assert "tpplan" not in install_command(extra).partition(" -m pip install ")[2]
 

@@ -28,12 +28,12 @@ from tests.family_models import (
     saved_tensors,
     spec_of,
 )
-from tpplan import families
-from tpplan.families.parts import PARTS
-from tpplan.reader import read_checkpoint
+from tpplan.models import families
+from tpplan.models.families.parts import PARTS
+from tpplan.models.reader import read_checkpoint
 
 if TYPE_CHECKING:
-    from tpplan.families.table import Family
+    from tpplan.models.families.table import Family
 
 
 #: What transformers knows by name and can build.

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.family_models import example, hub_config, parameters_of, spec_of
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 
 if TYPE_CHECKING:
-    from tpplan.model import ModelSpec
+    from tpplan.core.model import ModelSpec
 
 
 def cut(spec: ModelSpec, suffix: str) -> tuple[int | None, int | None, Axis | None]:

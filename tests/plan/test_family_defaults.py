@@ -14,9 +14,9 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from tests.family_configs import INNER, VISION, WITHIN
 from tests.family_models import INCOMPLETE_DEFAULTS, SAME, hub_config, meta_model, named, saved_tensors, spec_of
-from tpplan import families
 from tpplan.errors import ModelError
-from tpplan.families.wrappers import WRAPPERS
+from tpplan.models import families
+from tpplan.models.families.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.family_configs import configs
 from tests.family_models import MISTRAL, assert_consistent, spec_of
-from tpplan import families
-from tpplan.axes import MAX_LAYERS
-from tpplan.config import Config
+from tpplan.core.axes import MAX_LAYERS
 from tpplan.errors import ModelError
+from tpplan.models import families
+from tpplan.models.config import Config
 
 
 @pytest.mark.parametrize(

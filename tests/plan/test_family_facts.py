@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.family_models import MISTRAL, example, hub_config, parameters_of, spec_of
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 
 if TYPE_CHECKING:
-    from tpplan.model import ModelSpec
+    from tpplan.core.model import ModelSpec
 
 
 def cache_elements(spec: ModelSpec) -> int:

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tests.family_models import SAME, assert_consistent, hub_config, named, saved_tensors, spec_of
-from tpplan import families
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.models import families
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.model import Block, ModelSpec, Parameter
+    from tpplan.core.model import Block, ModelSpec, Parameter
 
     Order = dict[Axis | None, torch.Tensor]
 

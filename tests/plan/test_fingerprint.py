@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 import pytest
 
-from tpplan import codec
-from tpplan.axes import Axis
-from tpplan.model import Attention, Block, ModelSpec, Parameter, Segment
+from tpplan.core.axes import Axis
+from tpplan.core.model import Attention, Block, ModelSpec, Parameter, Segment
+from tpplan.planfile import codec
 
 HEAD = Parameter("lm_head.weight", "BF16", ((Segment(Axis.VC, 512),), (Segment(Axis.RS, 256),)), out=0, home=Axis.VC)
 UP = Parameter("layers.{layer}.up.weight", "BF16", ((Segment(Axis.ID, 1024),), (Segment(Axis.RS, 256),)), out=0)

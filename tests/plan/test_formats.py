@@ -9,11 +9,11 @@ import pytest
 
 from tests.checkpoints import LINEAR, LLAMA, Tensors, llama_layers, llama_outside, tensor_bytes, write_checkpoint
 from tests.format_cases import CASES, CHANNEL, awq, exl2, fp8_channel, gptq, gptq_config, make, parameter, stored
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.model import Segment
 from tpplan.errors import ModelError
-from tpplan.formats import scheme as schemes
-from tpplan.model import Segment
-from tpplan.reader import read_model
+from tpplan.models.formats import scheme as schemes
+from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,10 +8,10 @@ import pytest
 
 from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, tensor_bytes, write_checkpoint
 from tests.format_cases import CASES, stored
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.model import NotPlanned
 from tpplan.errors import ModelError
-from tpplan.model import NotPlanned
-from tpplan.reader import read_model
+from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,12 +27,12 @@ from tests.format_cases import (
     torchao_int4,
     torchao_nvfp4,
 )
-from tpplan.axes import Axis
-from tpplan.devices import parse_devices
-from tpplan.memory import demands
-from tpplan.model import Segment
-from tpplan.plan import LAYOUTS, Cache, Request
-from tpplan.reader import read_model
+from tpplan.core.axes import Axis
+from tpplan.core.model import Segment
+from tpplan.core.plan import LAYOUTS, Cache, Request
+from tpplan.hardware.spec import parse_devices
+from tpplan.models.reader import read_model
+from tpplan.planner.ledger import demands
 
 if TYPE_CHECKING:
     from collections.abc import Callable

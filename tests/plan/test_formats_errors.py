@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, write_checkpoint
 from tests.format_cases import CHANNEL, awq, gptq, gptq_config, stored
 from tpplan.errors import ModelError
-from tpplan.reader import read_model
+from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

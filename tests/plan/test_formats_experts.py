@@ -9,10 +9,10 @@ import pytest
 
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.format_cases import exl2, gptq_config, parameter, stored
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.model import Segment
 from tpplan.errors import ModelError
-from tpplan.model import Segment
-from tpplan.reader import read_model
+from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

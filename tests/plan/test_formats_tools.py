@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.checkpoints import write_checkpoint
 from tests.format_cases import gptq_config, stored
 from tpplan.errors import ModelError
-from tpplan.reader import read_model
+from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from tests.plan.integer_program import Program
 from tests.planning_cases import MIB, Case, case, shape, spec
-from tpplan.axes import Axis
-from tpplan.devices import Device
-from tpplan.infeasible import InfeasibleError, Suggestion
-from tpplan.memory import demands
-from tpplan.plan import LAYOUTS, STRATEGIES, Cache, Request, Reserve, SplitPlan
-from tpplan.planner import attempt, plan
+from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.plan import LAYOUTS, STRATEGIES, Cache, Request, Reserve, SplitPlan
+from tpplan.planner.attempt import attempt
+from tpplan.planner.infeasible import InfeasibleError, Suggestion
+from tpplan.planner.ledger import demands
+from tpplan.planner.plan import plan
 
 if TYPE_CHECKING:
-    from tpplan.model import ModelSpec
+    from tpplan.core.model import ModelSpec
 
 GIB = 2**30
 STEP, MEMORY_STEP = 256, 64 * MIB

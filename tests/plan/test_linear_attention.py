@@ -11,19 +11,20 @@ from transformers import AutoModelForCausalLM
 
 import tpplan
 from tests.family_models import hub_config, spec_of
-from tpplan import codec
-from tpplan.axes import Axis
-from tpplan.devices import Device
-from tpplan.infeasible import InfeasibleError
-from tpplan.inspection import inspect
-from tpplan.memory import cache_bytes_per_token, demands, ledger, sequence_cache_bytes, state_bytes
-from tpplan.plan import CACHE_KINDS, Cache, Request
-from tpplan.planner import Attempt
-from tpplan.verify import problems
+from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.plan import CACHE_KINDS, Cache, Request
+from tpplan.files.codec import dumps
+from tpplan.planfile import codec
+from tpplan.planfile.verify import problems
+from tpplan.planner.attempt import Attempt
+from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.ledger import cache_bytes_per_token, demands, ledger, sequence_cache_bytes, state_bytes
+from tpplan.reports.inspect import inspect
 
 if TYPE_CHECKING:
-    from tpplan.model import ModelSpec
-    from tpplan.plan import SplitPlan
+    from tpplan.core.model import ModelSpec
+    from tpplan.core.plan import SplitPlan
 
 MIB = 2**20
 
@@ -181,7 +182,7 @@ def test_the_longest_context_that_fits_leaves_room_for_the_state() -> None:
 def test_a_plan_with_the_axis_is_saved_and_loaded() -> None:
     """The axis has its place behind all others, its layers, and the size of its heads."""
     plan = planned()
-    assert codec.loads(codec.dumps(plan)) == plan
+    assert codec.loads(dumps(plan)) == plan
     split = plan.splits[-1]
     assert (split.axis, split.layers, split.size, split.unit, split.width) == ("linear_heads", "0,2", 4, 1, 12)
     assert plan.bounds("linear_heads", layer=2) == (0, 3, 4)

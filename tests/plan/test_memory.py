@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from tests.family_configs import configs
 from tests.plan.memory_models import BITS, MODELS, model
 from tests.strategies import bounds
-from tpplan.axes import Axis, parse_layers
-from tpplan.config import parse_config
-from tpplan.costs import Cost, Demand
-from tpplan.devices import Device
-from tpplan.families import FAMILIES, spec_from_config
-from tpplan.memory import cache_bytes_per_token, demands, ledger, state_bytes
-from tpplan.model import DTYPE_BITS, Block, ModelSpec, Parameter
-from tpplan.plan import CACHE_KINDS, KV_MODES, LAYOUTS, Cache, Request
+from tpplan.core.axes import Axis, parse_layers
+from tpplan.core.device import Device
+from tpplan.core.model import DTYPE_BITS, Block, ModelSpec, Parameter
+from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, Cache, Request
+from tpplan.models.config import parse_config
+from tpplan.models.families import FAMILIES, spec_from_config
+from tpplan.planner.costs import Cost, Demand
+from tpplan.planner.ledger import cache_bytes_per_token, demands, ledger, state_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,13 +8,13 @@ import pytest
 
 from tests.plan.memory_models import BITS, MLA
 from tests.planning_cases import spec
-from tpplan.axes import Axis
-from tpplan.devices import Device
-from tpplan.memory import cache_bytes_per_token, demands, ledger
-from tpplan.plan import Cache, Request
+from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.plan import Cache, Request
+from tpplan.planner.ledger import cache_bytes_per_token, demands, ledger
 
 if TYPE_CHECKING:
-    from tpplan.model import ModelSpec
+    from tpplan.core.model import ModelSpec
 
 LLAMA_8B = {
     "hidden_size": 4096,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.family_models import parameters_of, spec_of
-from tpplan.axes import Axis
-from tpplan.memory import cache_bytes_per_token, sequence_cache_bytes
-from tpplan.reader import read_model
+from tpplan.core.axes import Axis
+from tpplan.models.reader import read_model
+from tpplan.planner.ledger import cache_bytes_per_token, sequence_cache_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from tests.plan.integer_program import Program, measure
 from tests.planning_cases import Case, case, shape
-from tpplan.axes import Axis, slices_of
-from tpplan.devices import Device, parse_devices
-from tpplan.memory import demands
-from tpplan.plan import Cache, Request
-from tpplan.planner import attempt, plan
+from tpplan.core.axes import Axis, slices_of
+from tpplan.core.device import Device
+from tpplan.core.plan import Cache, Request
+from tpplan.hardware.spec import parse_devices
+from tpplan.planner.attempt import attempt
+from tpplan.planner.ledger import demands
+from tpplan.planner.plan import plan
 
 GIB, MIB = 2**30, 2**20
 _PAIRS = [("reduce", "balanced"), ("reduce", "latency"), ("gather", "latency"), ("gather", "balanced")]

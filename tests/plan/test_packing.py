@@ -14,9 +14,9 @@ from attrs import evolve, frozen
 from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-from tpplan.improve import Improver, _Best, numbers
-from tpplan.packing import SHIFT, Bin, Effort, Item, Placement, _Solver, solve
-from tpplan.search import Budget, OutOfBudgetError, search
+from tpplan.planner.improve import Improver, _Best, numbers
+from tpplan.planner.place import SHIFT, Bin, Effort, Item, Placement, _Solver, solve
+from tpplan.planner.search import Budget, OutOfBudgetError, search
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

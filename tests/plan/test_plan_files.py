@@ -14,8 +14,9 @@ import attrs
 import pytest
 
 from tests.codec_cases import PLAN, TEXT
-from tpplan import codec, files
 from tpplan.errors import PlanError, TpplanError
+from tpplan.files import text
+from tpplan.planfile import codec
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -135,9 +136,9 @@ def test_being_killed_leaves_what_is_removed(tmp_path: Path) -> None:
     """Kill -9 in the middle of a save leaves a file of the name that the next one looks for."""
     code = (
         "import os, signal\n"
-        "from tpplan import files\n"
+        "from tpplan.files import text\n"
         "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"files.save_text('text', {str(tmp_path / 'plan.json')!r})\n"
+        f"text.save_text('text', {str(tmp_path / 'plan.json')!r})\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
@@ -154,7 +155,7 @@ def test_unchanged_file_is_left_alone(tmp_path: Path) -> None:
     before = path.stat()
     codec.save(PLAN, path)
     assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
-    files.save_text(TEXT.replace("2048", "4096"), path)
+    text.save_text(TEXT.replace("2048", "4096"), path)
     assert path.stat().st_mtime_ns != 1
     assert path.read_text(encoding="utf-8") == TEXT.replace("2048", "4096")
 
@@ -197,7 +198,7 @@ def test_symbolic_links_stay(tmp_path: Path) -> None:
 def test_pipes_are_written_to() -> None:
     """A pipe is written to, not replaced."""
     reading, writing = os.pipe()
-    files.save_text("text\n", f"/dev/fd/{writing}")
+    text.save_text("text\n", f"/dev/fd/{writing}")
     os.close(writing)
     with os.fdopen(reading) as pipe:
         assert pipe.read() == "text\n"

@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 
 from tests.plan.memory_models import model as example
 from tests.planning_cases import MIB, Case, case, spec
-from tpplan.axes import Axis, unit_count
-from tpplan.codec import dumps, fingerprint
-from tpplan.devices import Device
+from tpplan.core.axes import Axis, unit_count
+from tpplan.core.device import Device
+from tpplan.core.plan import LAYOUTS, STRATEGIES, Cache, SplitPlan
 from tpplan.errors import RequestError
-from tpplan.infeasible import InfeasibleError
-from tpplan.memory import demands, ledger
-from tpplan.plan import LAYOUTS, STRATEGIES, Cache, SplitPlan
-from tpplan.planner import attempt, plan, replan
-from tpplan.verify import problems
+from tpplan.files.codec import dumps
+from tpplan.planfile.codec import fingerprint
+from tpplan.planfile.verify import problems
+from tpplan.planner.attempt import attempt
+from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.ledger import demands, ledger
+from tpplan.planner.plan import plan, replan
 
 if TYPE_CHECKING:
     import random

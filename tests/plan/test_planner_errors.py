@@ -8,10 +8,10 @@ import pytest
 from attrs import evolve
 
 from tests.planning_cases import spec
-from tpplan.devices import Device
+from tpplan.core.device import Device
+from tpplan.core.plan import Cache
 from tpplan.errors import RequestError
-from tpplan.plan import Cache
-from tpplan.planner import plan
+from tpplan.planner.plan import plan
 
 GIB = 2**30
 ONE = Device(name="GPU", budget_bytes=GIB)

@@ -13,14 +13,17 @@ import pytest
 
 from tests.nvml_replay import RECORDINGS, NVMLError, Replay
 from tests.plan.probe_cases import ERROR, NOBODY, amd_said, install, nvidia_said
-from tpplan import codec, devices_file, probe
-from tpplan.catalogue import MIB
-from tpplan.devices import Device, parse_devices
-from tpplan.devices_file import Link, LinkKind, LinkPath, PeerAccess
+from tpplan.core.device import Device
+from tpplan.core.missing import install_command
 from tpplan.errors import DeviceError
-from tpplan.extras import install_command
-from tpplan.probe import GpuProcess, nvidia, nvml, system_memory
-from tpplan.probe.system_memory import SystemMemory
+from tpplan.files.codec import dumps
+from tpplan.hardware import file as devices_file
+from tpplan.hardware import probe
+from tpplan.hardware.catalogue import MIB
+from tpplan.hardware.file import Link, LinkKind, LinkPath, PeerAccess
+from tpplan.hardware.probe import GpuProcess, nvidia, nvml, system_memory
+from tpplan.hardware.probe.system_memory import SystemMemory
+from tpplan.hardware.spec import parse_devices
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -190,7 +193,7 @@ def test_a_link_that_nobody_knows_is_not_written() -> None:
 
 def test_reports_are_plain_json() -> None:
     """A report can be written as a document, with the programs and serial numbers that the devices file leaves out."""
-    data = json.loads(codec.dumps(nvidia_said("nvidia_uneven")))
+    data = json.loads(dumps(nvidia_said("nvidia_uneven")))
     assert data["devices"][1]["uuid"].startswith("GPU-5b")
     assert data["processes"][0] == {"pid": 4242, "name": "/usr/bin/python3", "device": 0, "used_bytes": 700 * MIB}
     assert data["links"][0]["kind"] == "pcie"
@@ -310,7 +313,7 @@ def test_replay_speaks_as_pynvml_does() -> None:
 def test_parsing_names_loads_no_driver_package() -> None:
     """Reading a list of GPUs imports neither pynvml nor cattrs: every command that plans pays for what it imports."""
     code = (
-        "import sys; from tpplan.devices import parse_devices; parse_devices('2xRTX4090,8GiB');"
+        "import sys; from tpplan.hardware.spec import parse_devices; parse_devices('2xRTX4090,8GiB');"
         "print(sorted({'pynvml', 'cattrs', 'subprocess', 'torch', 'rich'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)

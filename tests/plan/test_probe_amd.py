@@ -9,12 +9,12 @@ import pytest
 
 from tests.nvml_replay import RECORDINGS
 from tests.plan.probe_cases import NOBODY, amd_said, install
-from tpplan.catalogue import MIB
-from tpplan.devices_file import Link, LinkKind
 from tpplan.errors import DeviceError
-from tpplan.probe import GpuProcess, amd, amd_smi, program, rocm_smi
-from tpplan.probe.report import NoDriverError
-from tpplan.probe.system_memory import SystemMemory
+from tpplan.hardware.catalogue import MIB
+from tpplan.hardware.file import Link, LinkKind
+from tpplan.hardware.probe import GpuProcess, amd, amd_smi, program, rocm_smi
+from tpplan.hardware.probe.report import NoDriverError
+from tpplan.hardware.probe.system_memory import SystemMemory
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,18 +9,18 @@ import pytest
 
 from tests.nvml_replay import Replay
 from tests.plan.probe_cases import NOBODY, install, nvidia_said
-from tpplan import probe
-from tpplan.catalogue import MIB
+from tpplan.core.missing import install_command
 from tpplan.errors import DeviceError
-from tpplan.extras import install_command
-from tpplan.probe import GpuProcess, nvidia, nvidia_smi
-from tpplan.probe.report import NoDriverError
-from tpplan.probe.system_memory import SystemMemory
+from tpplan.hardware import probe
+from tpplan.hardware.catalogue import MIB
+from tpplan.hardware.probe import GpuProcess, nvidia, nvidia_smi
+from tpplan.hardware.probe.report import NoDriverError
+from tpplan.hardware.probe.system_memory import SystemMemory
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.probe import DeviceReport
+    from tpplan.hardware.probe import DeviceReport
 
 #: The machine of the recording ``nvidia_uneven``.
 UNEVEN = (

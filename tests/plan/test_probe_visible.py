@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.probe_cases import nvidia_said
-from tpplan.devices_file import Link, LinkKind, LinkPath, PeerAccess
 from tpplan.errors import DeviceError
-from tpplan.probe.visible import select
+from tpplan.hardware.file import Link, LinkKind, LinkPath, PeerAccess
+from tpplan.hardware.probe.visible import select
 
 # What CUDA itself showed (cuDeviceGetCount and cuDeviceGetUuid, driver 580) on the two GPUs of nvidia_h200_x2.
 SHOWN = {

@@ -16,10 +16,10 @@ from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, tenso
 from tests.family_configs import configs
 from tests.family_models import SAME
 from tests.plan.reader_cases import plain, save, small
-from tpplan import families
-from tpplan.checkpoint import read_headers
 from tpplan.errors import ModelError
-from tpplan.reader import read_model
+from tpplan.models import families
+from tpplan.models.checkpoint import read_headers
+from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, tensor_bytes, write_checkpoint
 from tests.plan.reader_cases import plain, save, small
 from tpplan.errors import ModelError, TpplanError
-from tpplan.reader import read_model
+from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 from tests.edited_plans import EDITS
 from tests.planning_cases import spec, tiny_model
 from tests.strategies import bounds
-from tpplan.axes import Axis
-from tpplan.check import check
-from tpplan.devices import Device
+from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.model import ModelSpec, NotPlanned
+from tpplan.core.plan import KV_MODES, LAYOUTS, Cache, Request, Reserve, SplitPlan
 from tpplan.errors import PlanError, RequestError
-from tpplan.memory import demands, ledger
-from tpplan.model import ModelSpec, NotPlanned
-from tpplan.plan import KV_MODES, LAYOUTS, Cache, Request, Reserve, SplitPlan
-from tpplan.planner import Attempt, plan
-from tpplan.recount import check_ledger, differences
-from tpplan.verify import problems
+from tpplan.planfile.verify import problems
+from tpplan.planner.attempt import Attempt
+from tpplan.planner.ledger import demands, ledger
+from tpplan.planner.plan import plan
+from tpplan.planner.recount import check_ledger, differences
+from tpplan.reports.check import check
 
 
 @st.composite

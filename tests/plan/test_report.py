@@ -11,10 +11,10 @@ import tpplan
 from tests.codec_cases import PLAN
 from tests.family_models import EXAMPLES
 from tests.strategies import plans
-from tpplan import codec
-from tpplan.plan import DeviceMemory, SplitPlan
+from tpplan.core.plan import DeviceMemory, SplitPlan
+from tpplan.files.codec import unstructure
 from tpplan.render.show import summary
-from tpplan.report import PPM, ShareBasis, show_report
+from tpplan.reports.show import PPM, ShareBasis, show_report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ def test_shares() -> None:
     assert [d.used_ppm for d in report.devices] == [500_000, 750_000, 250_000, 0]
     assert (report.fullest_device, report.fullest_ppm) == (1, 750_000)
     assert report.together_ppm == 400_000
-    assert summary(codec.unstructure(report)).endswith("of all budgets used, at most 75.0 % (device 1 RTX 4080)")
+    assert summary(unstructure(report)).endswith("of all budgets used, at most 75.0 % (device 1 RTX 4080)")
     assert report.share_basis == ShareBasis.BUDGET
 
 
@@ -71,7 +71,7 @@ def test_latency_shares_bandwidth() -> None:
     assert report.share_basis == ShareBasis.BANDWIDTH
     assert [d.requested_share_ppm for d in report.devices] == [750_000, 250_000, 0, 0]
     assert [d.achieved_share_ppm for d in report.devices] == [746_269, 253_731, 0, 0]
-    assert summary(codec.unstructure(report)) == "40.1 % of all budgets used, at most 75.0 % (device 0 RTX 4090)"
+    assert summary(unstructure(report)) == "40.1 % of all budgets used, at most 75.0 % (device 0 RTX 4090)"
 
 
 def test_latency_counts_the_experts_of_a_token() -> None:

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 import tpplan
 from tests.planning_cases import case, spec
-from tpplan.check import check
-from tpplan.devices import Device
-from tpplan.diff import diff
+from tpplan.cli.arguments import parse_reserve
+from tpplan.core.device import Device
+from tpplan.core.plan import LAYOUTS, Cache, Reserve
 from tpplan.errors import RequestError
-from tpplan.infeasible import InfeasibleError
-from tpplan.plan import LAYOUTS, Cache, Reserve
-from tpplan.planner import plan, replan
-from tpplan.reserves import parse_reserve
-from tpplan.verify import problems
+from tpplan.planfile.verify import problems
+from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.plan import plan, replan
+from tpplan.reports.check import check
+from tpplan.reports.diff import diff
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

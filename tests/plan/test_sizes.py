@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tpplan.core.sizes import format_apart, format_bytes, parse_bytes
 from tpplan.errors import DeviceError
-from tpplan.sizes import format_apart, format_bytes, parse_bytes
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

@@ -7,9 +7,9 @@ from attrs import evolve
 
 from tests.plan.memory_models import model
 from tests.planning_cases import spec
-from tpplan.axes import Axis
-from tpplan.memory import axis_unit, demands
-from tpplan.plan import Cache, Request
+from tpplan.core.axes import Axis
+from tpplan.core.plan import Cache, Request
+from tpplan.planner.ledger import axis_unit, demands
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import plans
-from tpplan.axes import Axis
-from tpplan.codec import load
+from tpplan.core.axes import Axis
+from tpplan.core.model import NotPlanned
+from tpplan.core.plan import Reserve
 from tpplan.errors import PlanError
-from tpplan.model import NotPlanned
-from tpplan.plan import Reserve
-from tpplan.rules import RULES
-from tpplan.verify import problems, verify
+from tpplan.planfile.codec import load
+from tpplan.planfile.rules import RULES
+from tpplan.planfile.verify import problems, verify
 
 if TYPE_CHECKING:
-    from tpplan.plan import Split, SplitPlan
+    from tpplan.core.plan import Split, SplitPlan
 
 VALID = load(Path(__file__).parents[1] / "data/formats/plan-1.0.json")
 KV, Q, ID, VC, RS, EX, EX5, SX = range(8)  # indices of its splits

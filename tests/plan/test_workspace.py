@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests import strategies
 from tests.cut_plans import cut_plans
 from tests.planning_cases import spec
-from tpplan.axes import Axis
-from tpplan.memory import demands
-from tpplan.plan import Cache, Request, Split, SplitPlan
-from tpplan.workspace import Areas, Pinned, align, areas, pinned_bytes, slot_bytes, workspace_bytes
+from tpplan.core.axes import Axis
+from tpplan.core.plan import Cache, Request, Split, SplitPlan
+from tpplan.core.workspace import Areas, Pinned, align, areas, pinned_bytes, slot_bytes, workspace_bytes
+from tpplan.planner.ledger import demands
 
 MIB = 2**20
 

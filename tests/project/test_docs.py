@@ -13,10 +13,10 @@ import pytest
 
 import tpplan
 from tests.command import command
-from tpplan import devices_file
 from tpplan.exec import TPContext
 from tpplan.exec import compile as compile_plan
-from tpplan.families import supported
+from tpplan.hardware import file as devices_file
+from tpplan.models.families import supported
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import tpplan
 from benchmarks import children
 from tests.decoder_cases import LENGTH, model_of
-from tpplan.cli import main
+from tpplan.cli.main import main
 
 if TYPE_CHECKING:
     import pytest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tpplan.extras import install_command
+from tpplan.core.missing import install_command
 
 HEAVY = {"jsonschema", "msgspec", "numba", "numpy", "safetensors", "scipy", "torch", "transformers"}
 

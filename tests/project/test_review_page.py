@@ -15,7 +15,7 @@ import pytest
 
 from tests.cli_cases import LLAMA_8B
 from tests.command import command
-from tpplan.check import StaleReason
+from tpplan.reports.check import StaleReason
 
 PAGE: Final = (Path(__file__).parents[2] / "docs/review-plans.md").read_text(encoding="utf-8")
 CHECK, TELL, ATTRIBUTES = re.findall(r"```sh\n(.*?\n)```\n", PAGE, re.DOTALL)

@@ -14,13 +14,15 @@ from jsonschema import Draft202012Validator
 from schemas import generate
 from tests.codec_cases import PLAN, TEXT
 from tests.strategies import plans
-from tpplan import codec
-from tpplan.diff import diff
 from tpplan.errors import PlanError
-from tpplan.rules import RULES
+from tpplan.files.codec import dumps
+from tpplan.files.jsontext import render
+from tpplan.planfile import codec
+from tpplan.planfile.rules import RULES
+from tpplan.reports.diff import diff
 
 if TYPE_CHECKING:
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 SPLIT_PLAN = Draft202012Validator(generate.schema("split-plan"))
 PLAN_DIFF = Draft202012Validator(generate.schema("plan-diff"))
@@ -30,7 +32,7 @@ PLAN_DIFF = Draft202012Validator(generate.schema("plan-diff"))
 def test_current(name: str) -> None:
     """The committed schemas are those of the classes; ``just schema`` writes them."""
     path = generate.FOLDER / f"{name}.schema.json"
-    assert path.read_text(encoding="utf-8") == codec.render(generate.schema(name))
+    assert path.read_text(encoding="utf-8") == render(generate.schema(name))
 
 
 def test_no_orphans() -> None:
@@ -44,7 +46,7 @@ def test_well_formed(name: str) -> None:
     schema = generate.schema(name)
     Draft202012Validator.check_schema(schema)
     assert schema["$id"] == f"urn:tpplan:{name}:1"
-    assert '"null"' not in codec.render(schema)
+    assert '"null"' not in render(schema)
     for part in (schema, *schema.get("$defs", {}).values()):
         assert part["description"]
         if part.get("type") == "object":
@@ -56,14 +58,14 @@ def test_well_formed(name: str) -> None:
 @given(plans(), plans())
 def test_documents_conform(a: SplitPlan, b: SplitPlan) -> None:
     """Every plan and every diff that is written conforms to its schema."""
-    SPLIT_PLAN.validate(json.loads(codec.dumps(a)))
-    PLAN_DIFF.validate(json.loads(codec.dumps(diff(a, b))))
+    SPLIT_PLAN.validate(json.loads(dumps(a)))
+    PLAN_DIFF.validate(json.loads(dumps(diff(a, b))))
 
 
 def test_fixture_conforms() -> None:
     """The frozen plan conforms, and so does the empty diff."""
     SPLIT_PLAN.validate(json.loads(TEXT))
-    PLAN_DIFF.validate(json.loads(codec.dumps(diff(PLAN, PLAN))))
+    PLAN_DIFF.validate(json.loads(dumps(diff(PLAN, PLAN))))
 
 
 WRONG: list[tuple[tuple[str | int, ...], Any]] = [
@@ -131,7 +133,7 @@ PAGE = (Path(__file__).parents[2] / "docs/plan-format.md").read_text(encoding="u
 def test_documented_example() -> None:
     """The example of the documentation is a valid plan, written as tpplan writes it."""
     example = PAGE.partition("```json\n")[2].partition("```")[0]
-    assert codec.dumps(codec.loads(example)) == example
+    assert dumps(codec.loads(example)) == example
 
 
 def test_documented_keys() -> None:

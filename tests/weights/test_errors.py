@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 import tpplan
 from tests.checkpoints import save_random, saved_values
 from tests.weight_plans import even_plan, fine_units, loaded
+from tpplan.core.workspace import workspace_bytes
 from tpplan.errors import ExecutionError, ModelError, PlanError, RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load, load_weights, reads
-from tpplan.workspace import workspace_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 __all__ = ["fine_units"]  # a fixture
 

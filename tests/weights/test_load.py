@@ -24,9 +24,9 @@ from tests.family_configs import VISION, configs
 from tests.family_models import renamed
 from tests.format_cases import CASES, make
 from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded, plans_of
-from tpplan import families
-from tpplan.checkpoint import Tensor
 from tpplan.exec import compile as compile_plan
+from tpplan.models import families
+from tpplan.models.checkpoint import Tensor
 from tpplan.weights import TensorSlice, load, load_weights, reads, staging
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from attrs import evolve
 import tpplan
 from tests.family_models import hub_config, spec_of
 from tests.weight_plans import fine_units, plan_of, request_of
-from tpplan.axes import Axis
-from tpplan.memory import demands
+from tpplan.core.axes import Axis
+from tpplan.planner.ledger import demands
 from tpplan.weights import iter_slices
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.model import ModelSpec
+    from tpplan.core.model import ModelSpec
     from tpplan.weights import TensorSlice
 
 __all__ = ["fine_units"]  # a fixture

@@ -12,10 +12,10 @@ import tpplan
 from tests.checkpoints import Tensors, fill_random, saved_values, write_checkpoint
 from tests.family_models import named, renamed, spec_of
 from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded, plans_of
-from tpplan import families
-from tpplan.codec import fingerprint
-from tpplan.config import Config
-from tpplan.families import spec_from_config
+from tpplan.models import families
+from tpplan.models.config import Config
+from tpplan.models.families import spec_from_config
+from tpplan.planfile.codec import fingerprint
 from tpplan.weights import iter_slices
 
 if TYPE_CHECKING:

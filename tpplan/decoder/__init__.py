@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tpplan.extras import needing
+from tpplan.core.missing import needing
 
 if TYPE_CHECKING:
     from tpplan.decoder.generation import generate

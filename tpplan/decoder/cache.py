@@ -8,9 +8,9 @@ import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 
+from tpplan.core.plan import CACHE_KINDS
 from tpplan.decoder.layers import hiding, some_of
 from tpplan.errors import ExecutionError
-from tpplan.plan import CACHE_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

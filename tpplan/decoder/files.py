@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tpplan.config import read_config
-from tpplan.content import ContentError, foreign, read
 from tpplan.errors import ModelError
-from tpplan.families.wrappers import text_part
-from tpplan.files import LARGEST_DOCUMENT
-from tpplan.jsontext import NotJSONError, read_json
+from tpplan.files.content import ContentError, foreign, read
+from tpplan.files.jsontext import NotJSONError, read_json
+from tpplan.files.text import LARGEST_DOCUMENT
+from tpplan.models.config import read_config
+from tpplan.models.families.wrappers import text_part
 
 
 def read_text(path: Path, hint: str, most: int = LARGEST_DOCUMENT) -> str:

@@ -13,8 +13,8 @@ from tpplan.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.decoder.model import Decoder
-    from tpplan.plan import SplitPlan
 
 _GREEDY = Sampling()
 

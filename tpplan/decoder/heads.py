@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import field, frozen
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder.cache import Store
 from tpplan.decoder.layer_cache import LayerCache
 from tpplan.decoder.layers import some_of, takes_flash, together
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.axes import Slice
+    from tpplan.core.axes import Slice
     from tpplan.decoder.layers import Scoring
     from tpplan.decoder.prompts import Extent
     from tpplan.exec.context import TPContext

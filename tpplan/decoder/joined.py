@@ -16,16 +16,16 @@ from tpplan.decoder.held import Held
 from tpplan.decoder.interleaved import separate
 from tpplan.decoder.stacked import Stacked, below
 from tpplan.errors import RequestError
-from tpplan.formats.storage import split_name
+from tpplan.models.formats.storage import split_name
 from tpplan.weights import iter_slices
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from tpplan.core.model import Block, ModelSpec
+    from tpplan.core.plan import SplitPlan
     from tpplan.decoder.quantised import Quantised
     from tpplan.decoder.settings import Settings
-    from tpplan.model import Block, ModelSpec
-    from tpplan.plan import SplitPlan
     from tpplan.weights import TensorSlice, Weights
 
 _FUSED = {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder.agreed import room_for
 from tpplan.decoder.sampling import NO_TOKEN
 

@@ -20,8 +20,8 @@ from tpplan.decoder.packing import NIBBLE, WORD, packed, rearranged, unpacked
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.stored import LAYOUTS, SCALES, Layout, said_of, size_of
 from tpplan.errors import ModelError, RequestError
-from tpplan.formats.scheme import Scheme
-from tpplan.formats.storage import split_name
+from tpplan.models.formats.scheme import Scheme
+from tpplan.models.formats.storage import split_name
 from tpplan.weights import TensorSlice
 
 if TYPE_CHECKING:

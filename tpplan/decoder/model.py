@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.workspace import areas
 from tpplan.decoder.agreed import agreed, room_for
 from tpplan.decoder.cache import Where
 from tpplan.decoder.fused import codes_of, steps_on
@@ -30,8 +31,7 @@ from tpplan.decoder.steps import Steps
 from tpplan.errors import ExecutionError
 from tpplan.exec.cluster.agreement import agree
 from tpplan.exec.programs.program import HOST
-from tpplan.reader import read_model
-from tpplan.workspace import areas
+from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.core.model import ModelSpec
     from tpplan.decoder.prompts import Stretch
     from tpplan.decoder.ropes import Angles
     from tpplan.decoder.settings import Settings
     from tpplan.exec.context import TPContext
     from tpplan.exec.gpu.graph import Graph
-    from tpplan.model import ModelSpec
     from tpplan.weights import Weights
 
 _LOG = logging.getLogger(__name__)

@@ -7,15 +7,15 @@ from typing import Final
 
 from attrs import frozen
 
+from tpplan.core.missing import needing
+from tpplan.core.model import ModelSpec
+from tpplan.core.plan import SplitPlan
 from tpplan.decoder.files import end_tokens
 from tpplan.decoder.generation import check_prompts
 from tpplan.decoder.prompts import length_of
 from tpplan.decoder.sampling import Sampling
 from tpplan.decoder.text import Tokenizer
 from tpplan.exec.choices import BACKENDS, check_choice
-from tpplan.extras import needing
-from tpplan.model import ModelSpec
-from tpplan.plan import SplitPlan
 from tpplan.weights.source import Source
 
 #: Default number of new tokens, if the plan's cache has room.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from attrs import evolve, frozen
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.plan import Request, SplitPlan
+    from tpplan.core.plan import Request, SplitPlan
 
 #: Numbers of a padding row at the end of a pass: its token, and its numbers as from :func:`numbers_of`.
 NOBODY: Final = 0, 0, -1, 2**31 - 1

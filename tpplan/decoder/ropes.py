@@ -16,12 +16,12 @@ from tpplan.decoder.layers import angles
 from tpplan.exec.rope.config import read_growth
 from tpplan.exec.rope.families import GPTJ
 from tpplan.exec.rope.tables import Rope
-from tpplan.families import slides
-from tpplan.families.shape import without_rope
+from tpplan.models.families import slides
+from tpplan.models.families.shape import without_rope
 
 if TYPE_CHECKING:
-    from tpplan.config import Config
-    from tpplan.model import ModelSpec
+    from tpplan.core.model import ModelSpec
+    from tpplan.models.config import Config
 
 #: Kinds of RoPE: that of the tables' first half, that of their second half, and none.
 FIRST: Final = 0

@@ -9,7 +9,7 @@ from tpplan.decoder.model import Decoder
 from tpplan.decoder.settings import check_model
 from tpplan.decoder.text import Stream
 from tpplan.exec.fallback import compiler
-from tpplan.generate_report import GenerateReport
+from tpplan.reports.generate import GenerateReport
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:

@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Final, Self
 
 from attrs import asdict, frozen
 
-from tpplan.axes import Axis
-from tpplan.config import read_config
+from tpplan.core.axes import Axis
 from tpplan.decoder.cache import check_kind
 from tpplan.decoder.families import FAMILIES, Experts, Family
 from tpplan.decoder.gates import ACTIVATIONS, ALPHA, LIMIT, SWIGLU_OAI
 from tpplan.decoder.ropes import Ropes
 from tpplan.decoder.stored import check_formats
 from tpplan.errors import ModelError
-from tpplan.families.wrappers import WRAPPERS, text_part
-from tpplan.formats import Scheme, read_scheme
-from tpplan.formats.storage import split_name
+from tpplan.models.config import read_config
+from tpplan.models.families.wrappers import WRAPPERS, text_part
+from tpplan.models.formats import Scheme, read_scheme
+from tpplan.models.formats.storage import split_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tpplan.config import Config
-    from tpplan.model import ModelSpec
-    from tpplan.plan import SplitPlan
+    from tpplan.core.model import ModelSpec
+    from tpplan.core.plan import SplitPlan
+    from tpplan.models.config import Config
 
 #: Range of numbers in a config.json, such as factors and epsilon; their squares and quotients are far from overflowing.
 _LEAST: Final = 1e-12

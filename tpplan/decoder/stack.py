@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder.agreed import agreed, room_for
 from tpplan.decoder.layers import Scoring
 from tpplan.decoder.plain import Plain, Turn
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.core.model import Block
     from tpplan.decoder.heads import Heads
     from tpplan.decoder.held import Held
     from tpplan.decoder.passes import Pass
     from tpplan.decoder.settings import Settings
     from tpplan.exec.aside import Aside
     from tpplan.exec.context import TPContext
-    from tpplan.model import Block
 
 
 class Made(NamedTuple):

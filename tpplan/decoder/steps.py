@@ -8,7 +8,7 @@ from weakref import proxy
 
 import torch
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder.finite import not_finite
 from tpplan.decoder.likeliest import likeliest
 from tpplan.decoder.prompts import Prompt

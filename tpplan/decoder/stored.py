@@ -9,14 +9,14 @@ from attrs import frozen
 
 from tpplan.decoder.packing import AWQ, NIBBLE, WORD
 from tpplan.errors import ModelError
-from tpplan.families import DTYPES
-from tpplan.formats.storage import split_name
+from tpplan.models.families import DTYPES
+from tpplan.models.formats.storage import split_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from tpplan.formats.scheme import Scheme
-    from tpplan.model import ModelSpec, Parameter
+    from tpplan.core.model import ModelSpec, Parameter
+    from tpplan.models.formats.scheme import Scheme
 
 #: Dtypes of scales.
 FLOATS: Final = ("F32", "F16", "BF16")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tpplan.content import foreign
+from tpplan.core.missing import install_command
 from tpplan.decoder.files import read_bytes
 from tpplan.errors import ExecutionError, ModelError, RequestError
-from tpplan.extras import install_command
+from tpplan.files.content import foreign
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

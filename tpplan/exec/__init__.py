@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from tpplan.extras import needing
+from tpplan.core.missing import needing
 
 if TYPE_CHECKING:
     from tpplan.exec.aside import Aside

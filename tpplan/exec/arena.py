@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tpplan.core.workspace import ALIGNMENT, align
 from tpplan.errors import ExecutionError
 from tpplan.exec.pinning import refused
-from tpplan.workspace import ALIGNMENT, align
 
 
 class Arena:

@@ -9,9 +9,9 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from tpplan.core.workspace import ALIGNMENT
 from tpplan.errors import InternalError
 from tpplan.exec.programs.program import EXCHANGE, OPERANDS, SLOT, Flag, Queue
-from tpplan.workspace import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections import Counter

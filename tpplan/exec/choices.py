@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tpplan.core.sizes import parse_bytes
 from tpplan.errors import DeviceError, RequestError
 from tpplan.exec.programs.lower import TRANSPORTS
-from tpplan.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from attrs import evolve
 
+from tpplan.core.model import ModelSpec
+from tpplan.core.plan import SplitPlan
+from tpplan.core.workspace import FLAG_BYTES, FRAME_SLOT_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.arguments import seconds
 from tpplan.exec.binding import Memory
@@ -31,12 +34,9 @@ from tpplan.exec.programs.lower import SPARED_BYTES, Limits
 from tpplan.exec.programs.program import HOST, SLOTS
 from tpplan.exec.tensors import name_of
 from tpplan.exec.transports import Choice, choose
-from tpplan.model import ModelSpec
-from tpplan.plan import SplitPlan
-from tpplan.reader import read_model
-from tpplan.recount import differences as recounted
-from tpplan.verify import verify
-from tpplan.workspace import FLAG_BYTES, FRAME_SLOT_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
+from tpplan.models.reader import read_model
+from tpplan.planfile.verify import verify
+from tpplan.planner.recount import differences as recounted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec.arguments import check_dtype, check_type, whole
 from tpplan.exec.cuts import Cuts
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from tpplan.axes import Slice
+    from tpplan.core.axes import Slice
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.host import HostMemory
     from tpplan.exec.rope.tables import Rope
-    from tpplan.plan import SplitPlan
 
 
 class ContextMemory:

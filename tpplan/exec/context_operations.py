@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.axes import Axis
+    from tpplan.core.axes import Axis
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.cluster.meeting import Meeting
     from tpplan.exec.device import DeviceContext
     from tpplan.exec.engine import Engine
     from tpplan.exec.host import HostMemory
-    from tpplan.plan import SplitPlan
 
 
 class ContextOperations(ContextMemory):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tpplan.axes import Axis, Slice, slices_of
+from tpplan.core.axes import Axis, Slice, slices_of
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.arguments import whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.operands import Slices
-    from tpplan.plan import SplitPlan
 
 
 _DIM: Final = "dim is the columns per element"

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tpplan.core.sizes import format_apart
+from tpplan.core.workspace import align
 from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
 from tpplan.exec.arguments import check_dtype, check_type, whole
 from tpplan.exec.rope.tables import Rope
-from tpplan.sizes import format_apart
-from tpplan.workspace import align
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tpplan.workspace import Areas
+    from tpplan.core.workspace import Areas
 
 
 class DeviceContext:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from tpplan.axes import Axis, slices_of
+from tpplan.core.axes import Axis, slices_of
+from tpplan.core.sizes import format_bytes
 from tpplan.errors import ExecutionError
 from tpplan.exec.programs import operation
 from tpplan.exec.programs.lower import CALLED, Limits, Mode, lower
@@ -16,18 +17,17 @@ from tpplan.exec.programs.program import EXCHANGE, HOST, SLOT, STAGE, flat, read
 from tpplan.exec.reasons import how, why
 from tpplan.exec.tensors import name_of
 from tpplan.render.text import shorten, table, wrapped
-from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
+    from tpplan.core.plan import Split, SplitPlan
     from tpplan.exec.engine import Engine
     from tpplan.exec.programs.lower import Route
     from tpplan.exec.programs.operation import Operation
     from tpplan.exec.programs.program import Buffer, Program
-    from tpplan.plan import Split, SplitPlan
     from tpplan.render.text import Span
 
 #: In place of an axis: all devices in use.

@@ -12,8 +12,8 @@ from tpplan.exec.compiler import compile as compile_plan
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
-    from tpplan.plan import SplitPlan
 
 
 def compiler(

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tpplan.core.workspace import FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, HOST_FLAG_BYTES, HOST_SLOT_BYTES, PAIR, align
 from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
 from tpplan.exec.programs.program import HOST
 from tpplan.exec.tensors import name_of
-from tpplan.workspace import FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, HOST_FLAG_BYTES, HOST_SLOT_BYTES, PAIR, align
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from tpplan.core.workspace import Pinned
     from tpplan.exec.programs.program import Queue
-    from tpplan.workspace import Pinned
 
 
 class HostMemory:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from tpplan.sizes import format_apart, format_bytes
-from tpplan.workspace import areas, workspace_bytes
+from tpplan.core.sizes import format_apart, format_bytes
+from tpplan.core.workspace import areas, workspace_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 
 @frozen

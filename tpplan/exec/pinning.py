@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tpplan.core.sizes import format_bytes
 from tpplan.errors import ExecutionError
-from tpplan.probe import system_memory
-from tpplan.sizes import format_bytes
+from tpplan.hardware.probe import system_memory
 
 #: The system's name and version, which tell WSL2.
 _KERNEL = Path("/proc/sys/kernel/osrelease")

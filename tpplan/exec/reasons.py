@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tpplan.core.sizes import format_bytes
 from tpplan.exec.links.tuning import copies_field, slots_field
 from tpplan.exec.programs.lower import LARGEST_CHUNK, kind_of
 from tpplan.exec.programs.operation import Addition, Moves
-from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tpplan.exec.engine import Engine

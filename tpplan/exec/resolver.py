@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from tpplan.axes import Axis
+    from tpplan.core.axes import Axis
     from tpplan.exec.calls import Call, Calls
     from tpplan.exec.cuts import Cuts
 

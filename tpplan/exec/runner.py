@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from attrs import define
 from torch import Tensor
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.exec.gathered import Pending
 from tpplan.exec.torch_shims import alike
 

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from tpplan.core.workspace import align, areas
 from tpplan.errors import ExecutionError
 from tpplan.exec.arena import Arena
 from tpplan.exec.arguments import check_dtype, whole
 from tpplan.exllamav2.model import DTYPE
-from tpplan.workspace import align, areas
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 #: What makes room for more.
 MORE_SCRATCH = "pass TPContext a larger scratch_bytes"

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from tpplan.catalogue import MIB
-from tpplan.devices import UNMEASURED_OVERHEAD_BYTES, Device
+from tpplan.core.device import Device
 from tpplan.errors import DeviceError, RequestError
-from tpplan.probe import amd, devices_file, probe
+from tpplan.hardware.catalogue import MIB
+from tpplan.hardware.probe import amd, devices_file, probe
+from tpplan.hardware.spec import UNMEASURED_OVERHEAD_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tpplan.probe import SeenGpu
+    from tpplan.hardware.probe import SeenGpu
 
 _GIB = 2**30
 #: More bytes than a plan can hold.

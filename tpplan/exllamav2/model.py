@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from tpplan.axes import DEFAULT_UNIT, MAX_LAYERS, Axis, unit_count
+from tpplan.core.axes import DEFAULT_UNIT, MAX_LAYERS, Axis, unit_count
+from tpplan.core.limits import LONGEST_NAME
+from tpplan.core.model import Attention, Block, ModelSpec, Parameter, Segment
 from tpplan.errors import ModelError, RequestError
-from tpplan.jsontext import UNSEEN
-from tpplan.model import Attention, Block, ModelSpec, Parameter, Segment
-from tpplan.rules import LONGEST_NAME
+from tpplan.files.jsontext import UNSEEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.workspace import ITEM_BYTES, align, areas
 from tpplan.exllamav2.model import DTYPE
-from tpplan.workspace import ITEM_BYTES, align, areas
 
 if TYPE_CHECKING:
+    from tpplan.core.plan import SplitPlan
     from tpplan.exllamav2.model import Numbers
-    from tpplan.plan import SplitPlan
 
 _ITEM = ITEM_BYTES[DTYPE]
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpplan.axes import Axis, Slice
+from tpplan.core.axes import Axis, Slice
+from tpplan.core.plan import Cache, Request, SplitPlan
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.choices import BACKENDS, TRANSPORTS_OR_AUTO, check_choice
@@ -19,9 +20,9 @@ from tpplan.exllamav2.gpus import read_gpu_split
 from tpplan.exllamav2.model import MOST_ROWS, cache_kind, read_numbers, read_spec
 from tpplan.exllamav2.pinned import BUFFERS, PinnedTemp
 from tpplan.exllamav2.scratch import rows_with_scratch
-from tpplan.plan import Cache, Request, SplitPlan
-from tpplan.planner import attempt, plan
-from tpplan.request import check_devices, resolve
+from tpplan.planner.attempt import attempt
+from tpplan.planner.plan import plan
+from tpplan.planner.request import check_devices, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,7 +17,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def bench(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.bench_report.BenchReport`; one that has more operations only has more lines."""
+    """Lay out a :class:`~tpplan.reports.bench.BenchReport`; one that has more operations only has more lines."""
     names = report["devices"]
     where = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
     if report["backend"] == "cpu":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpplan.core.sizes import format_bytes
 from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, shorten_name, table
-from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tpplan.render.text import Line, Span
@@ -15,7 +15,7 @@ _MOST_LINKS = 28
 
 
 def devices(report: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.probe.report.DeviceReport`."""
+    """Lay out a :class:`~tpplan.hardware.probe.report.DeviceReport`."""
     count = len(report["devices"])
     lines = [line(f"{count} GPU{'s' if count > 1 else ''}, {report['driver']}", "title"), *_gpus(report), BLANK]
     if report["links"]:

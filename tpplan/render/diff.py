@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpplan.core.sizes import format_bytes
 from tpplan.render.text import (
     BLANK,
     PLAIN_COLUMNS,
@@ -18,7 +19,6 @@ from tpplan.render.text import (
     table,
     wrapped,
 )
-from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tpplan.render.text import Line, Span
@@ -31,7 +31,7 @@ _MARKS = {"added": ("+", "gain"), "removed": ("-", "loss"), "moved": ("~", "warn
 
 
 def diff(changes: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.diff.PlanDiff`."""
+    """Lay out a :class:`~tpplan.reports.diff.PlanDiff`."""
     sections = (_inputs(changes), _devices(changes), _splits(changes, columns), _memory(changes))
     lines: list[Line] = []
     for section in sections:

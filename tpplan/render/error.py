@@ -26,7 +26,7 @@ _MOST_DEVICES = 16
 
 
 def error(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out an :class:`~tpplan.error_report.ErrorReport`."""
+    """Lay out an :class:`~tpplan.reports.error.ErrorReport`."""
     body = report["error"]
     first, *more = abridged(body["message"]).split("\n")
     lines: list[Line] = [(("error", "bad"), (f": {first}", "")), *map(line, more)]

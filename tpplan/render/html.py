@@ -6,8 +6,8 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from tpplan.model import NotPlanned
-from tpplan.plan import Reserve
+from tpplan.core.model import NotPlanned
+from tpplan.core.plan import Reserve
 from tpplan.render.show import count, exactness, shares_of, summary, uncounted_lines
 from tpplan.render.svg import picture
 from tpplan.render.text import buckets_of, percent
@@ -33,7 +33,7 @@ tr:last-child td{border-bottom:0}p{color:var(--dim)}
 
 
 def page(report: dict[str, Any]) -> str:
-    """Write a :class:`~tpplan.report.ShowReport` as one self-contained file; equal reports, equal bytes."""
+    """Write a :class:`~tpplan.reports.show.ShowReport` as one self-contained file; equal reports, equal bytes."""
     plan = report["plan"]
     title = f"{plan['model']['name']} on {count(plan)}"
     return f"""<!doctype html>

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tpplan.model import NotPlanned
+from tpplan.core.model import NotPlanned
+from tpplan.core.sizes import format_bytes
 from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, table
-from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tpplan.render.text import Line
@@ -16,7 +16,7 @@ _MILLION = 10**6
 
 
 def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out an :class:`~tpplan.inspection.Inspection`."""
+    """Lay out an :class:`~tpplan.reports.inspect.Inspection`."""
     d = data
     linear = f"{d['linear_key_heads']} key heads", f"{d['linear_value_heads']} value heads"
     tied = "tied to the embedding" if d["tied_embeddings"] else "apart from the embedding"

@@ -6,7 +6,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING, TextIO
 
-from tpplan.jsontext import visible
+from tpplan.files.jsontext import visible
 from tpplan.render.text import PLAIN_COLUMNS
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpplan.core.sizes import format_bytes
 from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, table, wrapped
-from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ _MOST_FAULTS = 6
 
 
 def selftest(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.selftest_report.SelftestReport`."""
+    """Lay out a :class:`~tpplan.reports.selftest.SelftestReport`."""
     virtual = "virtual " if report["backend"] == "cpu" else ""
     count = f"{report['devices']} {virtual}device{'s' if report['devices'] > 1 else ''}"
     lines = [line(f"{report['model']} on {count}", "title")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from tpplan.model import NotPlanned
+from tpplan.core.model import NotPlanned
 from tpplan.render.text import (
     BLANK,
     PLAIN_COLUMNS,
@@ -47,7 +47,7 @@ _BASIS = {
 
 
 def show(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.report.ShowReport`."""
+    """Lay out a :class:`~tpplan.reports.show.ShowReport`."""
     return [
         *_heading(report["plan"], columns),
         BLANK,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpplan.core.sizes import format_bytes
 from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, table, wrapped
-from tpplan.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tpplan.render.text import Line, Span

@@ -67,7 +67,7 @@ _UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 
 def picture(report: dict[str, Any]) -> str:
-    """Draw a :class:`~tpplan.report.ShowReport`; equal reports, equal bytes."""
+    """Draw a :class:`~tpplan.reports.show.ShowReport`; equal reports, equal bytes."""
     plan = report["plan"]
     first, last = elided(len(plan["devices"]), _MOST_DEVICES)
     buckets = buckets_of(plan["memory"])

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def validation(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.validation.ValidationReport`."""
+    """Lay out a :class:`~tpplan.reports.validate.ValidationReport`."""
     lines: list[Line] = []
     for file in report["files"]:
         broken = _count(file) if "error" not in file else "cannot be read"
@@ -24,7 +24,7 @@ def validation(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Lin
 
 
 def check(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.check.CheckReport`."""
+    """Lay out a :class:`~tpplan.reports.check.CheckReport`."""
     lines: list[Line] = []
     for plan in report["plans"]:
         error = plan.get("error", {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tpplan.extras import needing
+from tpplan.core.missing import needing
 
 if TYPE_CHECKING:
     from tpplan.weights.load import Weights, load_weights

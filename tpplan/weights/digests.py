@@ -11,14 +11,14 @@ from zlib import crc32
 
 from tpplan.errors import ExecutionError, ModelError
 from tpplan.exec.cluster.members import differing
-from tpplan.families import tolerated
+from tpplan.models.families import tolerated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from tpplan.checkpoint import Tensor
     from tpplan.exec.context import TPContext
+    from tpplan.models.checkpoint import Tensor
     from tpplan.weights.source import Source
 
     #: Names and digests of tensors, by name.

@@ -13,23 +13,23 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from tpplan.core.workspace import align
 from tpplan.errors import ModelError, RequestError
 from tpplan.exec.arena import Arena
 from tpplan.exec.cluster.agreement import agree
-from tpplan.formats.storage import split_name
+from tpplan.models.formats.storage import split_name
 from tpplan.weights.digests import check_same, digests_of
 from tpplan.weights.progress import progress
 from tpplan.weights.reader import Reader
 from tpplan.weights.reads import joined, reads_of
 from tpplan.weights.slices import iter_slices
 from tpplan.weights.source import Source
-from tpplan.workspace import align
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
-    from tpplan.plan import SplitPlan
     from tpplan.weights.digests import Digests
     from tpplan.weights.reads import Read
     from tpplan.weights.slices import TensorSlice

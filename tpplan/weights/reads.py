@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tpplan.checkpoint import Tensor as Header
+    from tpplan.models.checkpoint import Tensor as Header
     from tpplan.weights.slices import TensorSlice
 
     #: A device's part of a tensor: device index, offset in its block, bytes per row, and byte ranges of a whole row.

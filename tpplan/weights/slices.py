@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from tpplan.axes import Axis, slices_of, unit_count
-from tpplan.codec import fingerprint
+from tpplan.core.axes import Axis, slices_of, unit_count
+from tpplan.core.model import DTYPE_BITS, Parameter
+from tpplan.core.plan import Split
 from tpplan.errors import ModelError
-from tpplan.model import DTYPE_BITS, Parameter
-from tpplan.plan import Split
-from tpplan.verify import verify
+from tpplan.planfile.codec import fingerprint
+from tpplan.planfile.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from tpplan.model import ModelSpec, Segment
-    from tpplan.plan import SplitPlan
+    from tpplan.core.model import ModelSpec, Segment
+    from tpplan.core.plan import SplitPlan
 
 _HINT = "plan again for this model, or fetch the checkpoint that the plan was made for"
 

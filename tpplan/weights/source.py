@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
-from tpplan.checkpoint import Headers
-from tpplan.codec import fingerprint
-from tpplan.config import read_config
+from tpplan.core.model import ModelSpec
 from tpplan.errors import ModelError
-from tpplan.families import spec_from_config, tolerated
-from tpplan.model import ModelSpec
-from tpplan.reader import are_stacked, read_checkpoint
-from tpplan.recount import check_ledger
+from tpplan.models.checkpoint import Headers
+from tpplan.models.config import read_config
+from tpplan.models.families import spec_from_config, tolerated
+from tpplan.models.reader import are_stacked, read_checkpoint
+from tpplan.planfile.codec import fingerprint
+from tpplan.planner.recount import check_ledger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tpplan.checkpoint import Tensor
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
+    from tpplan.models.checkpoint import Tensor
 
 _SHOWN: Final = 3
 _HINT: Final = "plan again from this checkpoint, or fetch the one that the plan was made for"

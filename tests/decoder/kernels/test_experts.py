@@ -17,6 +17,7 @@ from tests.decoder.pointwise_cases import launches, memory
 from tests.decoder.test_memory import made, planned
 from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.weight_plans import fine_units
+from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder, experts, fused
 from tpplan.decoder.gates import ACTIVATIONS, SWIGLU_OAI, gated
 from tpplan.decoder.launches.chosen import words_of_biases
@@ -25,7 +26,6 @@ from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.stacked import Projection
 from tpplan.exec import compile as compile_plan
-from tpplan.plan import Cache
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:

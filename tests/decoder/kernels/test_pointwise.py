@@ -13,13 +13,13 @@ from tests.decoder.test_memory import made, planned, taken
 from tests.decoder_cases import CONFIGS
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder, Prompt, fused
 from tpplan.decoder.launches.pointwise import Places, Pointwise
 from tpplan.decoder.layers import angles, rms_norm, rotate
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.gpu import kernel_cache
-from tpplan.plan import Cache
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.flash_cases import FlashCalls
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 __all__ = ["fine_units", "flash_calls", "launches"]  # fixtures
 

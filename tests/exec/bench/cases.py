@@ -6,9 +6,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from schemas import generate
-from tpplan.bench_report import Limit
 from tpplan.exec.bench import clock as bench_clock
 from tpplan.exec.programs.program import HOST
+from tpplan.reports.bench import Limit
 
 SCHEMA = Draft202012Validator(generate.schema("bench-report"))
 OPERATIONS = ("broadcast", "allgather", "all_reduce", "all_reduce with residual", "scatter", "gather")

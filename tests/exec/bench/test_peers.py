@@ -10,7 +10,7 @@ import torch
 
 from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test here)
 from tests.exec.bench.cases import RATES
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.bench import limits as bench_limits

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from tests.contexts import ALONE, UNEVEN, budgeted, little_room, plans  # noqa: F401 (for every test here)
 from tests.exec.bench.cases import OPERATIONS, short_turns  # noqa: F401 (for every test here)
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.bench import case as bench_case
@@ -29,19 +29,19 @@ from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.links.tuning import Tuning
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.programs.program import OUTPUT, Buffer
-from tpplan.verify import verify
+from tpplan.planfile.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
-    from tpplan.bench_report import BenchReport, Limit, Timed
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.bench.case import Case
     from tpplan.exec.context import TPContext
     from tpplan.exec.cpu import Pending
     from tpplan.exec.programs.program import Program
-    from tpplan.plan import SplitPlan
+    from tpplan.reports.bench import BenchReport, Limit, Timed
 
 
 #: Of the uneven plan: 40 columns in bfloat16.

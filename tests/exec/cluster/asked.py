@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.contexts import widest
 from tests.exec.cluster.threads import used
 from tests.exec.reference import ADDABLE, ADDING, DTYPES, FORMS, LEADS, OPERATIONS, same, values
-from tpplan.axes import Axis, parse_layers, slices_of
+from tpplan.core.axes import Axis, parse_layers, slices_of
 from tpplan.errors import ExecutionError
 from tpplan.exec import HOST
 from tpplan.exec.programs.program import INPUT, RESIDUAL
@@ -23,8 +23,8 @@ from tpplan.exec.programs.program import INPUT, RESIDUAL
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
-    from tpplan.plan import SplitPlan
 
 #: What is said where neither parts nor a residual nor ``out`` tell the number of rows.
 UNKNOWN = "this process has none, so it cannot know how many rows there are\nhint: pass out=, whose shape and dtype"

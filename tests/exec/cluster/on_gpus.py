@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 
 import tpplan
 from benchmarks.random_checkpoint import shortened, write
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, prepare
 from tpplan.errors import ExecutionError
 from tpplan.exec import HOST
@@ -32,8 +32,8 @@ from tpplan.weights import load_weights
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
-    from tpplan.plan import SplitPlan
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "Llama-3.1-8B"
 #: Rows of small and of large messages, also of those that mirrors hold in several turns.

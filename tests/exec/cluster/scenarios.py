@@ -22,7 +22,7 @@ from attrs import evolve
 from torch import distributed
 
 import tpplan
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec import HOST, TPContext
 from tpplan.exec import compile as compile_plan
@@ -33,7 +33,7 @@ from tpplan.exec.compiler import build
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 #: How long processes wait for each other: longer than the slowest machine needs to start them, and, where they are to
 #: wait in vain, long enough for messages that do arrive.

@@ -12,7 +12,7 @@ from tests.contexts import UNEVEN, context, little_room
 from tests.exec.cluster.threads import OWN, Together, gathered
 from tests.exec.operand_cases import ROPE, RS
 from tests.exec.reference import same
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec import HOST
 

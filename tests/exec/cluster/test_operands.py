@@ -9,7 +9,7 @@ from tests.contexts import UNEVEN, little_room
 from tests.exec.cluster.threads import OWN, Together, gathered
 from tests.exec.operand_cases import RS, Call, Tensors, untyped
 from tests.exec.reference import same
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import HOST
 

@@ -15,10 +15,10 @@ import torch
 
 from tests.contexts import UNEVEN
 from tests.exec.cluster.scenarios import WORLDS, results
-from tpplan.codec import dumps
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec import HOST
 from tpplan.exec import compile as compile_plan
+from tpplan.files.codec import dumps
 
 ROOT = Path(__file__).parents[3]
 REFUSED = "ExecutionError: the plan for Tiny cannot run here:"

@@ -14,17 +14,17 @@ from tests.contexts import MAX_ROWS, PLANS, REPLICATED, UNEVEN, context, little_
 from tests.exec.cluster.asked import Asked, calls, cuts
 from tests.exec.cluster.threads import Together, shares, used
 from tests.exec.reference import ADDABLE, ADDING, DTYPES, FORMS, LEADS, OPERATIONS, same
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.plan import Cache, Request, Split
 from tpplan.exec import HOST
 from tpplan.exec.programs.lower import CALLED
 from tpplan.exec.programs.operation import all_reduce
 from tpplan.exec.programs.program import INPUT, RESIDUAL
-from tpplan.plan import Cache, Request, Split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tpplan.plan import SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 __all__ = ["little_room"]  # a fixture
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.contexts import CPU
 from tests.exec.reference import same
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.exec import HOST, compiler
 from tpplan.exec.cluster.processes import Processes
 from tpplan.exec.cluster.telling import Telling
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.cluster.carrier import Parcel
     from tpplan.exec.context import TPContext
-    from tpplan.plan import SplitPlan
 
 _T = TypeVar("_T")
 

@@ -26,11 +26,11 @@ from tpplan.exec.selftest import run
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
     from tpplan.exec.binding import Memory
     from tpplan.exec.gathered import Pending
     from tpplan.exec.gpu.bound import Bound
-    from tpplan.plan import SplitPlan
 
 #: Operations between two looks at what was wrong, and bytes of the largest tensor.
 _AT_ONCE, _LARGEST = 500, 4 * 2**20

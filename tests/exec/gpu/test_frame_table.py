@@ -10,6 +10,7 @@ from attrs import evolve
 pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu13]'")
 
 from tests.exec.program_cases import CASES, OPERATIONS
+from tpplan.core.workspace import FRAME_BYTES, FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, FRAME_SLOTS
 from tpplan.errors import InternalError
 from tpplan.exec.gpu.exchange_table import OWN, RESIDUE
 from tpplan.exec.gpu.frame_table import (
@@ -42,7 +43,6 @@ from tpplan.exec.gpu.slot_table import queues
 from tpplan.exec.programs.lower import Route, lower
 from tpplan.exec.programs.operation import scatter
 from tpplan.exec.programs.program import Exchange
-from tpplan.workspace import FRAME_BYTES, FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, FRAME_SLOTS
 
 if TYPE_CHECKING:
     from tpplan.exec.programs.operation import Operation

@@ -11,7 +11,7 @@ import torch
 
 from tests.exec.gpu.cuda_cases import GPUS, parts_of, plan_for
 from tpplan import exec as tpx
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec.links.tuning import MIB
 

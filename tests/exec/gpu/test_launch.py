@@ -16,6 +16,7 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu1
 from cuda.bindings import driver
 
 from tests.exec.gpu.test_slot_table import SMALL
+from tpplan.core.workspace import FRAME_BYTES, FRAME_SLOT_BYTES
 from tpplan.errors import ExecutionError
 from tpplan.exec.binding import Memory
 from tpplan.exec.gpu import frames, launch, slots
@@ -27,7 +28,6 @@ from tpplan.exec.gpu.slot_table import queues
 from tpplan.exec.programs.lower import Route, lower
 from tpplan.exec.programs.operation import scatter
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Buffer, Exchange, Stream
-from tpplan.workspace import FRAME_BYTES, FRAME_SLOT_BYTES
 
 X, OUT = Buffer(INPUT, 0), Buffer(OUTPUT, 0)
 

@@ -12,6 +12,7 @@ from attrs import define, field
 
 from tests.exec.gpu.test_slot_table import SMALL, STRIDE, Machine
 from tests.exec.program_cases import CASES
+from tpplan.core.workspace import HOST_SLOTS
 from tpplan.exec.gpu.exchange_table import OWN
 from tpplan.exec.gpu.slot_table import (
     COUNT,
@@ -32,7 +33,6 @@ from tpplan.exec.gpu.slot_table import (
 )
 from tpplan.exec.programs.operation import Reduction
 from tpplan.exec.programs.program import Await, Exchange, flat
-from tpplan.workspace import HOST_SLOTS
 
 if TYPE_CHECKING:
     from tests.exec.program_cases import Case

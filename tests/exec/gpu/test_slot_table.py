@@ -11,6 +11,7 @@ from attrs import define, field
 
 from tests.exec.caller import expected, noise, widths
 from tests.exec.program_cases import CASES, Case
+from tpplan.core.workspace import slot_bytes
 from tpplan.errors import InternalError
 from tpplan.exec.gpu import slot_table
 from tpplan.exec.gpu.exchange_table import OWN
@@ -38,7 +39,6 @@ from tpplan.exec.gpu.slot_table import (
 )
 from tpplan.exec.programs.operation import Reduction
 from tpplan.exec.programs.program import HOST, INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
-from tpplan.workspace import slot_bytes
 
 SMALL = {name: case for name, case in CASES.items() if case.way.small and case.way.transport != "local"}
 STRIDE = 2**17

@@ -12,12 +12,12 @@ import torch
 from tests import lanes
 from tests.exec.kernels.device_memory import DeviceMemory, tensors_of
 from tests.exec.program_cases import OPERATIONS
+from tpplan.core.workspace import FRAME_SLOTS
 from tpplan.exec.gpu import frames
 from tpplan.exec.gpu.frame_table import FIRST_QUEUE, LINE, QUEUE_WORDS, QUEUES, VECTOR_BYTES, VECTORS
 from tpplan.exec.programs.lower import Route, lower
 from tpplan.exec.programs.operation import Reduction, broadcast, scatter
 from tpplan.exec.programs.program import INPUT, OUTPUT, Buffer, Exchange
-from tpplan.workspace import FRAME_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,10 +12,10 @@ import pytest
 
 from tests import machine_code
 from tests.machine_code import CAPABILITIES, check_code, in_order, registers
+from tpplan.core.missing import install_command
 from tpplan.exec.gpu import frame_table, kernel_cache, slot_table, straight_table
 from tpplan.exec.gpu.blocks import FRAME_BLOCKS, SLOT_BLOCKS, STRAIGHT_BLOCKS
 from tpplan.exec.gpu.frame_table import VECTORS
-from tpplan.extras import install_command
 
 if TYPE_CHECKING:
     from pathlib import Path

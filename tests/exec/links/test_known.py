@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 
 from tests.exec.links.cases import BROKEN, COPY, FLAG, LOAD, STORE, UNTESTED, WORKS, not_working, own_cache, report_of  # noqa: F401 (for every test here)
-from tpplan import codec
 from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.links import cache as link_cache
 from tpplan.exec.links import child as link_child
@@ -23,6 +22,8 @@ from tpplan.exec.links import probe as link_probe
 from tpplan.exec.links.known import link_report, refute
 from tpplan.exec.links.probe import probe
 from tpplan.exec.links.report import Link, LinkReport, Mechanism, routes
+from tpplan.files.codec import dumps, structure
+from tpplan.files.text import parse_json
 
 if TYPE_CHECKING:
     import ctypes
@@ -307,12 +308,12 @@ def test_the_cache_is_where_the_desktop_standard_says(tmp_path: Path, monkeypatc
 def test_a_report_has_a_json_form() -> None:
     """The canonical JSON of a report has everything in it."""
     report = report_of("one_way")
-    text = codec.dumps(report)
+    text = dumps(report)
     assert (
         '{"mechanism": "copy", "source": 1, "target": 0, "verdict": "broken", "reason": "zeros arrived of 16 bytes"}'
         in text
     )
-    assert codec.structure(codec.parse_json(text, "it"), LinkReport, "it") == report
+    assert structure(parse_json(text, "it"), LinkReport, "it") == report
 
 
 def test_only_the_gpus_that_are_asked_for_are_probed(tested: list[tuple[str, set[Route]]], cache: Path) -> None:

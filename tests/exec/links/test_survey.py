@@ -16,7 +16,6 @@ from schemas import generate
 from tests.command import command
 from tests.contexts import little_room  # noqa: F401 (for every test here)
 from tests.exec.links.tuning_cases import ROOM, Gpus, Machine
-from tpplan import codec
 from tpplan.exec import Tuning, transports
 from tpplan.exec.gpu import kernel_cache
 from tpplan.exec.links import survey, tuning_cache
@@ -24,6 +23,7 @@ from tpplan.exec.links.report import Link, LinkReport, Verdict, routes
 from tpplan.exec.links.survey_report import Thresholds
 from tpplan.exec.links.tuning import COPIES, EXCHANGES, FANS, KIB, MIB, PASSED_ON, SLOTS, STRAIGHT, SUMS, default, tune
 from tpplan.exec.programs.lower import Limits
+from tpplan.files.codec import unstructure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -156,7 +156,7 @@ def test_the_command_measures_and_keeps(links: Callable[..., None]) -> None:
     found = _survey()
     assert [one["devices"] for one in found["thresholds"]] == [2, 4, 5]
     assert found["thresholds"][0]["transports"] == ["peer", "host"]
-    assert found["thresholds"][0]["tuning"] == codec.unstructure(tune(Machine().time, ROOM, 2, straight=True))
+    assert found["thresholds"][0]["tuning"] == unstructure(tune(Machine().time, ROOM, 2, straight=True))
     assert (len(found["links"]), found["notes"]) == (4 * 20, [])
     timed = {
         (one["kind"], one["way"]): one["time_ns"]

@@ -9,7 +9,6 @@ import pytest
 
 from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test here)
 from tests.exec.selftest_cases import compiler_of, flip, on
-from tpplan.codec import unstructure
 from tpplan.exec.aside import Aside
 from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.engine import Engine
@@ -17,6 +16,7 @@ from tpplan.exec.programs.program import OUTPUT
 from tpplan.exec.selftest import run as selftest
 from tpplan.exec.selftest.attempts import Attempts
 from tpplan.exec.selftest.references import KINDS
+from tpplan.files.codec import unstructure
 from tpplan.render.selftest import selftest as view
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from tests.command import Done, command
 from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test here)
 from tests.exec.selftest_cases import SCHEMA, compiler_of, flip
-from tpplan.codec import render, unstructure
+from tpplan.core.missing import install_command
 from tpplan.errors import ExecutionError
 from tpplan.exec import transports
 from tpplan.exec.cpu import VirtualDevices
@@ -24,7 +24,8 @@ from tpplan.exec.links.report import LinkReport
 from tpplan.exec.programs.program import OUTPUT, Buffer, Program
 from tpplan.exec.selftest import run as selftest
 from tpplan.exec.selftest.references import KINDS
-from tpplan.extras import install_command
+from tpplan.files.codec import unstructure
+from tpplan.files.jsontext import render
 from tpplan.render.selftest import selftest as view
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
     from tpplan.exec.cpu import Pending
-    from tpplan.plan import SplitPlan
-    from tpplan.selftest_report import SelftestReport
+    from tpplan.reports.selftest import SelftestReport
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +236,7 @@ def test_no_answer(
 
 def test_without_numpy(path: Path) -> None:
     """Running a plan takes no numpy, and says nothing of it: what torch warns of when it is imported is left out."""
-    code = "import sys; sys.modules['numpy'] = None; from tpplan.cli import main; sys.exit(main())"
+    code = "import sys; sys.modules['numpy'] = None; from tpplan.cli.main import main; sys.exit(main())"
     words = [sys.executable, "-W", "default", "-c", code, "selftest", str(path), "--backend", "cpu"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -243,7 +244,7 @@ def test_without_numpy(path: Path) -> None:
 
 def test_without_torch(path: Path) -> None:
     """Where torch is missing, the error says what to install; the plan half goes on to work."""
-    code = "import sys; sys.modules['torch'] = None; from tpplan.cli import main; sys.exit(main())"
+    code = "import sys; sys.modules['torch'] = None; from tpplan.cli.main import main; sys.exit(main())"
     runs = [
         subprocess.run([sys.executable, "-c", code, *words, path], capture_output=True, text=True, check=False)
         for words in (["selftest"], ["show"])

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from tests.contexts import ALONE, UNEVEN, little_room  # noqa: F401 (for every test here)
 from tests.exec.selftest_cases import IN_GRAPHS, Capturable, Recorded, captured, compiler_of, on
-from tpplan.codec import unstructure
 from tpplan.errors import ExecutionError
 from tpplan.exec.cpu import Pending
 from tpplan.exec.links.tuning import Tuning
 from tpplan.exec.selftest import run as selftest
+from tpplan.files.codec import unstructure
 from tpplan.render.selftest import selftest as view
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.programs.program import Buffer, Program
-    from tpplan.selftest_report import SelftestReport
+    from tpplan.reports.selftest import SelftestReport
 
 
 def test_captured_operations_go_as_they_do_in_graphs() -> None:

@@ -14,7 +14,7 @@ from tpplan.exec.selftest import run as selftest
 from tpplan.exec.selftest.references import KINDS
 
 if TYPE_CHECKING:
-    from tpplan.selftest_report import SelftestReport, Tested
+    from tpplan.reports.selftest import SelftestReport, Tested
 
 #: Of the plan for uneven devices, one of which is idle.
 of_uneven_devices = pytest.mark.parametrize("report", ["uneven"], indirect=True)

@@ -12,7 +12,7 @@ from attrs import evolve
 import tpplan
 from tests.contexts import PLANS, UNEVEN, little_room  # noqa: F401 (for every test here)
 from tests.exec.selftest_cases import COLUMN, EXAMPLES, compiler_of, flip, on
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import InternalError
 from tpplan.exec import engine
 from tpplan.exec.context import TPContext
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.cpu import Pending
     from tpplan.exec.programs.operation import Moves, Reduction
     from tpplan.exec.selftest.references import Kind
-    from tpplan.plan import SplitPlan
-    from tpplan.selftest_report import SelftestReport
+    from tpplan.reports.selftest import SelftestReport
 
 
 @pytest.fixture(scope="module")

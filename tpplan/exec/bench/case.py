@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec.explain import ALL
 

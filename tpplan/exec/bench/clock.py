@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from attrs import frozen
 
-from tpplan.bench_report import Spread
+from tpplan.reports.bench import Spread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

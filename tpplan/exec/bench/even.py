@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.plan import DeviceMemory
+from tpplan.core.workspace import workspace_bytes
 from tpplan.exec.compiler import compile as compile_plan
-from tpplan.plan import DeviceMemory
-from tpplan.workspace import workspace_bytes
 
 if TYPE_CHECKING:
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
-    from tpplan.plan import SplitPlan
 
 #: Name of tpplan with even slices in the benchmark report.
 EVEN = "even"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.bench_report import Limit
 from tpplan.exec.programs.program import HOST
+from tpplan.reports.bench import Limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 from torch.cuda import nccl
 
-from tpplan.bench_report import BenchReport, Measured, Timed
+from tpplan.core.sizes import format_bytes
 from tpplan.errors import ExecutionError, RequestError, TpplanError
 from tpplan.exec.bench import limits as bench_limits
 from tpplan.exec.bench.case import Cases
@@ -19,15 +19,15 @@ from tpplan.exec.bench.clock import Clock, Run
 from tpplan.exec.bench.even import EVEN, SLICED, even_context
 from tpplan.exec.bench.peers import OURS, contenders
 from tpplan.exec.explain import IN_GRAPH
-from tpplan.sizes import format_bytes
+from tpplan.reports.bench import BenchReport, Measured, Timed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from tpplan.bench_report import Limit
     from tpplan.exec.bench.peers import Contender
     from tpplan.exec.context import TPContext
+    from tpplan.reports.bench import Limit
 
 #: Default payloads in bytes.
 _USUAL = (8 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)

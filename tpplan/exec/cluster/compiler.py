@@ -12,7 +12,6 @@ import torch
 from attrs import field, frozen
 
 import tpplan
-from tpplan.codec import dumps
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.arguments import seconds
 from tpplan.exec.cluster.carrier import GroupCarrier
@@ -25,7 +24,8 @@ from tpplan.exec.compiler import build, mismatches
 from tpplan.exec.machine import Found, differences, listed, look_at, places_for
 from tpplan.exec.tensors import name_of
 from tpplan.exec.torch_shims import timeout_of
-from tpplan.jsontext import read_json, visible
+from tpplan.files.codec import dumps
+from tpplan.files.jsontext import read_json, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from tpplan.core.model import ModelSpec
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.binding import Memory
     from tpplan.exec.cluster.peers import PeerProcesses
     from tpplan.exec.context import TPContext
     from tpplan.exec.links.tuning import Tuning
-    from tpplan.model import ModelSpec
-    from tpplan.plan import SplitPlan
 
 #: Transports between processes.
 _TRANSPORTS = ("auto", "events", "peer")

@@ -16,7 +16,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tpplan.exec.torch_shims import store_of, store_rank
-from tpplan.jsontext import read_json, visible
+from tpplan.files.jsontext import read_json, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

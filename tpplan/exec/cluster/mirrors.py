@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Self
 
 from attrs import frozen
 
+from tpplan.core.workspace import ALIGNMENT
 from tpplan.errors import InternalError
 from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.program import EXCHANGE, INPUT, OPERANDS, OUTPUT, Buffer, Copy, Sum, View, flat, reads, writes
-from tpplan.workspace import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator

@@ -6,7 +6,7 @@ import json
 from base64 import b64decode, b64encode
 from typing import Any, Final
 
-from tpplan.jsontext import NotJSONError, read_json
+from tpplan.files.jsontext import NotJSONError, read_json
 
 #: Maximum bytes of what a process tells.
 MOST_BYTES: Final = 16 * 2**20

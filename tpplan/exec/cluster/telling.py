@@ -9,7 +9,7 @@ import tpplan
 from tpplan.errors import ExecutionError
 from tpplan.exec.cluster.members import differing
 from tpplan.exec.cluster.plain_data import KINDS, MOST_BYTES, NotPlainError, decode, encode
-from tpplan.jsontext import visible
+from tpplan.files.jsontext import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 
 from attrs import Factory, define, frozen
 
+from tpplan.core.workspace import FRAME_BYTES, FRAME_SLOT_BYTES
 from tpplan.errors import InternalError
 from tpplan.exec.gpu.exchange_table import FIRST_OPERAND, MOST_QUEUES, MOST_WORDS, OWN, RESIDUE
 from tpplan.exec.programs.program import INPUT, OUTPUT, Copy, Queue, Sum
-from tpplan.workspace import FRAME_BYTES, FRAME_SLOT_BYTES
 
 if TYPE_CHECKING:
     from tpplan.exec.programs.program import Exchange, View

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tpplan.core.missing import install_command
 from tpplan.errors import InternalError, TpplanError
 from tpplan.exec.gpu.workers import work_off
-from tpplan.extras import install_command
-from tpplan.files import cache_folder, save_bytes
+from tpplan.files.text import cache_folder, save_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -10,9 +10,9 @@ from typing import IO, TYPE_CHECKING, Protocol, TypeVar
 
 from attrs import frozen
 
-from tpplan import codec
 from tpplan.errors import TpplanError
-from tpplan.files import cache_folder, parse_json, read_text, save_text
+from tpplan.files.codec import dumps, structure
+from tpplan.files.text import cache_folder, parse_json, read_text, save_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ def origin(gpus: Sequence[str], software: str, edition: str) -> Origin | None:
 def load(kind: str, origin: Origin, entry: type[E]) -> E | None:
     """Return the content of a cache file; None if it is missing, damaged or of another origin."""
     try:
-        found = codec.structure(parse_json(read_text(_path(kind, origin)), kind), entry, kind)
+        found = structure(parse_json(read_text(_path(kind, origin)), kind), entry, kind)
     except (TpplanError, RuntimeError) as error:
         _LOG.debug("no cached %s: %s", kind, error)
         return None
@@ -81,7 +81,7 @@ def save(kind: str, entry: Entry) -> str:
     try:
         file = _path(kind, entry.origin)
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_text(codec.dumps(entry), file)
+        save_text(dumps(entry), file)
     except (OSError, TpplanError, RuntimeError) as error:
         _LOG.debug("%s are not cached: %s", kind, error)
         return str(error).partition("\n")[0]

@@ -55,7 +55,7 @@ class Link:
 
 @frozen
 class LinkReport:
-    """The verdicts on all links of some GPUs; :func:`tpplan.codec.dumps` makes JSON of it.
+    """The verdicts on all links of some GPUs; :func:`tpplan.files.codec.dumps` makes JSON of it.
 
     Attributes:
         gpus: UUIDs of the GPUs, by index.

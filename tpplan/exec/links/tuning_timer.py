@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 import torch
 
-from tpplan.axes import Axis
-from tpplan.config import parse_config
-from tpplan.devices import Device
+from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.plan import Cache
 from tpplan.exec.bench.clock import Clock, Run
 from tpplan.exec.compiler import compile as compile_plan
 from tpplan.exec.links.tuning import EXCHANGES, FANS, LARGEST, MIB, SLOTS, SUMS, forced
-from tpplan.families import spec_from_config
-from tpplan.jsontext import render
-from tpplan.plan import Cache
-from tpplan.planner import plan as make_plan
+from tpplan.files.jsontext import render
+from tpplan.models.config import parse_config
+from tpplan.models.families import spec_from_config
+from tpplan.planner.plan import plan as make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
     from tpplan.exec.gpu.graph import Graph
     from tpplan.exec.programs.lower import Limits
-    from tpplan.plan import SplitPlan
 
 HIDDEN, ITEM_BYTES = 4096, 2
 #: Operations in a graph: the maximum, the total bytes that limit it for large messages, and the minimum.

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import field, frozen
 
+from tpplan.core.sizes import format_apart
+from tpplan.core.workspace import ALIGNMENT, CHUNKS, PAIR
 from tpplan.errors import ExecutionError
 from tpplan.exec.links.tuning import EXCHANGES, FANS, SUMS, Tuning
 from tpplan.exec.programs import lower_events, lower_flags, lower_host, relays
 from tpplan.exec.programs.operation import Addition, Moves, Reduction
 from tpplan.exec.programs.program import HOST, SLOTS
-from tpplan.sizes import format_apart
-from tpplan.workspace import ALIGNMENT, CHUNKS, PAIR
 
 if TYPE_CHECKING:
     from tpplan.exec.programs.operation import Operation

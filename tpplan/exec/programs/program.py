@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import frozen
 
-from tpplan.workspace import FRAME_SLOTS, HOST_SLOTS, PAIR
+from tpplan.core.workspace import FRAME_SLOTS, HOST_SLOTS, PAIR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

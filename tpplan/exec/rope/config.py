@@ -5,12 +5,12 @@ from __future__ import annotations
 import reprlib
 from typing import TYPE_CHECKING, Final, Literal
 
-from tpplan.config import Config
 from tpplan.exec.rope.families import ALPHA, DEFAULTS, GPTJ, LOCAL, MROPE
 from tpplan.exec.rope.scaling import Default, Dynamic, Linear, Llama3, LongRope, Ntk, Scaling, Yarn
-from tpplan.families import LANGUAGE_MODELS
-from tpplan.families.contexts import ORIGINAL, WITHOUT_ROPE
-from tpplan.families.wrappers import text_part
+from tpplan.models.config import Config
+from tpplan.models.families import LANGUAGE_MODELS
+from tpplan.models.families.contexts import ORIGINAL, WITHOUT_ROPE
+from tpplan.models.families.wrappers import text_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tpplan.families.contexts import ORIGINAL, SCALED
+from tpplan.models.families.contexts import ORIGINAL, SCALED
 
 #: Families with GPT-J style; ``rope_interleave`` overrides it.
 GPTJ: Final = frozenset(

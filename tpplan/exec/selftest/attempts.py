@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve, frozen
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
+from tpplan.core.workspace import FRAME_SLOT_BYTES, FRAME_SLOTS
 from tpplan.exec.context import TPContext
 from tpplan.exec.explain import cuts
 from tpplan.exec.operands import ADDABLE
 from tpplan.exec.selftest.references import Kind
-from tpplan.workspace import FRAME_SLOT_BYTES, FRAME_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

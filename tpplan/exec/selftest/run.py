@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve
 
-from tpplan.axes import parse_layers
+from tpplan.core.axes import parse_layers
 from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec.compiler import build
 from tpplan.exec.explain import cuts, in_graphs
@@ -20,18 +20,18 @@ from tpplan.exec.selftest.attempts import Attempts
 from tpplan.exec.selftest.references import KINDS
 from tpplan.exec.selftest.tally import Tally
 from tpplan.exec.selftest.trial import FORMS, Noise, Scene, issue, issue_again, renew
-from tpplan.selftest_report import Refusal, SelftestReport
+from tpplan.reports.selftest import Refusal, SelftestReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
     from tpplan.exec.gpu.graph import Graph
     from tpplan.exec.selftest.attempts import Attempt
     from tpplan.exec.selftest.references import Kind
     from tpplan.exec.selftest.trial import Form, Trial
-    from tpplan.plan import SplitPlan
 
 PLAIN, ASIDE, CAPTURED, ADVERSARIAL = "plain", "aside", "captured", "adversarial"
 

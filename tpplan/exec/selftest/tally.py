@@ -12,7 +12,7 @@ from tpplan.errors import TpplanError
 from tpplan.exec.explain import Way
 from tpplan.exec.selftest.trial import compared_bytes, judge
 from tpplan.exec.tensors import name_of
-from tpplan.selftest_report import Fault, Tested, TestedAxis
+from tpplan.reports.selftest import Fault, Tested, TestedAxis
 
 if TYPE_CHECKING:
     from tpplan.exec.selftest.attempts import Attempt
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @define
 class _Axis:
-    """The trials on an axis; see :class:`~tpplan.selftest_report.TestedAxis`."""
+    """The trials on an axis; see :class:`~tpplan.reports.selftest.TestedAxis`."""
 
     rows: set[int] = Factory(set)
     narrow_rows: set[int] = Factory(set)
@@ -30,7 +30,7 @@ class _Axis:
 
 @define
 class Tally:
-    """The test results of an operation on a transport; see :class:`~tpplan.selftest_report.Tested`."""
+    """The test results of an operation on a transport; see :class:`~tpplan.reports.selftest.Tested`."""
 
     operation: str
     transport: str

@@ -10,7 +10,7 @@ import torch
 from attrs import Factory, define, evolve, frozen
 from torch import Tensor
 
-from tpplan.axes import Axis
+from tpplan.core.axes import Axis
 from tpplan.exec.binding import BITS
 from tpplan.exec.context import TPContext
 from tpplan.exec.gathered import Gathered

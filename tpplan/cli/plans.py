@@ -1,0 +1,285 @@
+"""What several commands do: they read models and plans, show them, and tell what is missing.
+
+What is needed for that is imported when it is done, as in :mod:`tpplan.cli.commands`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpplan.cli import console
+from tpplan.errors import TpplanError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from tpplan.core.model import ModelSpec
+    from tpplan.core.plan import SplitPlan
+    from tpplan.reports.check import PlanCheck
+
+#: Devices that a note names.
+_NAMED = 3
+#: Options of ``tpplan plan`` that need not be said.
+_USUAL = {
+    ("--cache", "fp16"),
+    ("--batch", 1),
+    ("--layout", "reduce"),
+    ("--strategy", "balanced"),
+    ("--max-rows", 2048),
+    ("--kv", "idle"),
+    ("-o", console.STREAM),
+}
+
+
+def read_model(path: str) -> ModelSpec:
+    """Read a model, and say on standard error what is to know of it."""
+    from tpplan.models.reader import read_model as read  # noqa: PLC0415
+
+    with console.busy(f"reading {path}"):
+        found = read(path)
+    for text in found.notes:
+        note(text)
+    return found
+
+
+def read_plan(path: str, *, allow_newer: bool = False) -> SplitPlan:
+    """Read a plan, from standard input too, and warn where it is newer than this tpplan."""
+    from tpplan.core.versions import is_newer  # noqa: PLC0415
+    from tpplan.planfile.codec import loads  # noqa: PLC0415
+
+    name = console.shown(path)
+    found = loads(console.read(path), name, allow_newer=allow_newer)
+    if is_newer(found.format_version):
+        text = f"{name} has format {found.format_version}, newer than this tpplan: what only it knows is not shown"
+        console.say("warning", text, "warn")
+    return found
+
+
+def plan_or_error(path: str) -> SplitPlan | TpplanError:
+    """Read a plan, or return why it cannot be read, for who judges others too."""
+    try:
+        return read_plan(path)
+    except TpplanError as error:
+        return error
+
+
+def advise(hints: Iterable[str]) -> None:
+    """Say on standard error what to do about errors, what helps against several once."""
+    for hint in dict.fromkeys(filter(None, hints)):
+        console.say("hint", hint, "hint")
+
+
+def show(plan: SplitPlan, *, json: bool = False, plain: bool = False) -> None:
+    """Show a plan on one screen, or as a document."""
+    from tpplan.render.show import show as view  # noqa: PLC0415
+    from tpplan.reports.show import show_report  # noqa: PLC0415
+
+    console.answer(show_report(plan), view, json=json, plain=plain)
+
+
+def tell(plan: SplitPlan) -> None:
+    """Say on standard error in one line what a plan that is not on the screen comes to."""
+    from tpplan.files.codec import unstructure  # noqa: PLC0415
+    from tpplan.render.show import count, summary  # noqa: PLC0415
+    from tpplan.reports.show import show_report  # noqa: PLC0415
+
+    report = unstructure(show_report(plan))
+    console.say(f"{plan.model.name} on {count(report['plan'])}", summary(report))
+
+
+def draw(plan: SplitPlan, svg: str, html: str) -> None:
+    """Draw a plan into the files that are named."""
+    from tpplan.files.codec import unstructure  # noqa: PLC0415
+    from tpplan.render.html import page  # noqa: PLC0415
+    from tpplan.render.svg import picture  # noqa: PLC0415
+    from tpplan.reports.show import show_report  # noqa: PLC0415
+
+    data = unstructure(show_report(plan))
+    for draw, path in ((picture, svg), (page, html)):
+        if path:
+            console.save(draw(data), path)
+
+
+def apart(*outputs: str, reading: tuple[str, ...]) -> None:
+    """Refuse to write over what the same command reads, or over what it has written.
+
+    Args:
+        outputs: paths, perhaps empty.
+        reading: paths; of a model's directory what is read in it.
+
+    Raises:
+        UsageError: naming the output.
+    """
+    taken = {os.path.realpath(file) for path in reading for file in _files(path)}
+    for output in outputs:
+        if output and output != console.STREAM:
+            file = os.path.realpath(output)
+            if file in taken:
+                raise UsageError(f"{output!r} is read or written by the same command", "choose another file")
+            taken.add(file)
+
+
+def _files(path: str) -> list[str]:
+    """Return what is read of a path: itself, or of a model's directory these files."""
+    if not os.path.isdir(path):  # noqa: PTH112 (a long list of GPUs is no path at all)
+        return [path]
+    return [str(file) for name in ("config.json", "*.safetensors*") for file in Path(path).glob(name)]
+
+
+def note(text: str) -> None:
+    """Say on standard error what is worth knowing."""
+    console.say("note", text, "warn")
+
+
+def note_uncounted(plan: SplitPlan, *, on_screen: bool) -> None:
+    """Say what a plan does not count or assumes, unless that is on the screen, and how to keep room for it."""
+    from tpplan.files.codec import unstructure  # noqa: PLC0415
+    from tpplan.models.formats.leftovers import BUFFERS  # noqa: PLC0415
+    from tpplan.render.show import uncounted_lines  # noqa: PLC0415
+
+    if not on_screen:
+        for text in uncounted_lines(unstructure(plan)):
+            note(text)
+    beside = [part for part in plan.model.not_planned if part.what != BUFFERS]  # which nobody loads
+    if beside and not plan.request.reserve:
+        known = all(part.bytes for part in beside)
+        size = f"{-(-sum(part.bytes for part in beside) // 2**20)}MiB" if known else "SIZE"
+        text = f"--reserve {size}@0 keeps room on device 0 for what is not planned, --reserve {size} on every device"
+        console.say("hint", text, "hint")
+
+
+def note_faster(plan: SplitPlan, model: ModelSpec) -> None:
+    """Say where the strategy ``latency`` would read a token's bytes clearly faster than a balanced plan."""
+    from tpplan.reports.bandwidth import faster_by_latency  # noqa: PLC0415
+
+    if rates := faster_by_latency(plan, model):
+        text = f"at most {rates[0]} tokens/s by this plan, {rates[1]} with --strategy latency"
+        note(f"bytes ÷ bandwidth allow {text}, which cuts by bandwidth instead of memory")
+
+
+def note_idle(plan: SplitPlan, model: ModelSpec) -> None:
+    """Say which devices got nothing, and what to do about it: whoever named them may not expect that."""
+    idle = [i for i, entry in enumerate(plan.memory) if not entry.used_bytes]
+    if idle:
+        names = ", ".join(f"{i} ({plan.devices[i].name})" for i in idle[:_NAMED])
+        more = f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else ""
+        note(f"no part of the model is on device {names}{more}")
+        them = "it" if len(idle) == 1 else "them"
+        larger = f", or give {them} a larger budget" if _wants_memory(plan, model, idle) else ""
+        console.say("hint", f"leave {them} out of --gpus{larger}", "hint")
+
+
+def _wants_memory(plan: SplitPlan, model: ModelSpec, idle: list[int]) -> bool:
+    """Say whether idle devices would all get a part with as much memory as the largest in use has."""
+    from attrs import evolve  # noqa: PLC0415
+
+    from tpplan.planner.plan import replan  # noqa: PLC0415
+
+    most = max(device.budget_bytes for i, device in enumerate(plan.devices) if i not in idle)
+    devices = tuple(
+        evolve(device, budget_bytes=max(device.budget_bytes, most)) if i in idle else device
+        for i, device in enumerate(plan.devices)
+    )
+    if devices == plan.devices:
+        return False
+    try:
+        again = replan(model, evolve(plan, devices=devices))
+    except TpplanError:
+        return False
+    return all(again.memory[i].used_bytes for i in idle)
+
+
+def some(plans: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what was named, which has to be something, and standard input once at most.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not plans:
+        raise UsageError("no plan was named", "name one or more plan files, such as plans/*.json")
+    if plans.count(console.STREAM) > 1:
+        raise UsageError("standard input was named twice, and can be read once", "save one of the two in a file")
+    return plans
+
+
+def advise_stale(
+    checks: Iterable[PlanCheck], stored: Mapping[str, SplitPlan | TpplanError], spec: ModelSpec, model: str, gpus: str
+) -> None:
+    """Say on standard error which commands make stale plans again, or a plan where that makes none.
+
+    Args:
+        checks: what was found of each plan.
+        stored: the plans by their paths.
+        spec: the model that they were held against.
+        model: its path.
+        gpus: the devices as they were named; each plan's own if empty.
+    """
+    from tpplan.reports.check import StaleReason  # noqa: PLC0415
+
+    again, others = [], []
+    for one in checks:
+        plan = stored[one.path]
+        if isinstance(plan, TpplanError) or not one.reasons:
+            continue
+        # With neither, it may be the wrong model that was named, and nothing to write over a plan.
+        if StaleReason.MODEL in one.reasons and plan.model.name != spec.name:
+            others.append(plan.model.name)
+        elif one.refused:
+            options = [advice.option for advice in one.refused.suggestions if advice.option]
+            commands = [*filter(None, (remake(plan, one.path, model, gpus, option) for option in options))]
+            these = "each of these commands" if len(commands) > 1 else "this command"
+            what = f"{these} makes a plan" if commands else one.refused.hint
+            text = f"{console.shown(one.path)} cannot be made again as it was asked for; {what}"
+            console.say("hint", text, "hint", commands)
+        else:
+            again.append(remake(plan, one.path, model, gpus))
+    hint = "make it again with tpplan plan, and see with tpplan diff what that changes"
+    if others:
+        hint = f"name with --model the model that the plan is for, {', '.join(dict.fromkeys(others))}; or {hint}"
+    if again or others:
+        console.say("hint", hint, "hint", filter(None, again))
+
+
+def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") -> str:
+    """Return the command that makes a plan again.
+
+    Args:
+        plan: whose request it repeats.
+        path: of its file, which is written again.
+        model: the path that it is made of.
+        gpus: the devices as they were named; the plan's own if empty.
+        change: options instead of what was asked, such as ``--cache q8``.
+
+    Returns:
+        The command; nothing where no options name the devices.
+    """
+    from tpplan.hardware.spec import spec_of  # noqa: PLC0415
+
+    asked = plan.request
+    spec = gpus or spec_of(plan.devices)
+    if not spec:
+        return ""
+    context = asked.sequence_tokens
+    options: dict[str, str | int] = {
+        "--gpus": spec,
+        "--context": context,
+        "--cache": asked.cache.kind,
+        "--batch": asked.batch,
+        "--layout": asked.layout,
+        "--strategy": asked.strategy,
+        "--max-rows": asked.max_rows,
+        "--kv": asked.kv,
+        **({"--tokens": asked.cache.tokens} if asked.cache.tokens != context * asked.batch else {}),
+        "-o": path,
+    }
+    words = shlex.split(change)
+    if not asked.context and {"--context", "--batch"} & {*words}:
+        options.pop("--tokens", None)  # equal parts that leave a rest
+    options.update(zip(words[::2], words[1::2], strict=True))
+    flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", asked.beyond)) if given]
+    said = [str(word) for option in options.items() if option not in _USUAL for word in option]
+    reserves = [word for reserve in asked.reserve for word in ("--reserve", reserve.text)]
+    return shlex.join(["tpplan", "plan", model, *flags, *reserves, *said])

@@ -1,0 +1,28 @@
+"""A device that a plan is made for."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+#: Memory of the CUDA context and libraries in plans and devices files that do not tell it. That is their format, and no
+#: estimate: what tpplan plans with is always told.
+DEFAULT_OVERHEAD_BYTES = 512 * 2**20
+
+
+@frozen(kw_only=True)
+class Device:
+    """A GPU, or another device with a memory budget.
+
+    Attributes:
+        name: display name such as ``RTX 4090``.
+        budget_bytes: total bytes that tpplan may use on the device.
+        overhead_bytes: part of the budget that the CUDA context and libraries take if the device is used.
+        bandwidth_bytes_per_second: memory bandwidth, 0 if unknown.
+        capability: CUDA compute capability such as ``8.9``, empty if unknown.
+    """
+
+    name: str
+    budget_bytes: int
+    overhead_bytes: int = DEFAULT_OVERHEAD_BYTES
+    bandwidth_bytes_per_second: int = 0
+    capability: str = ""

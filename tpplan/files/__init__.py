@@ -1,0 +1,1 @@
+"""Files: text that is replaced whole or not at all, strict JSON, and frozen classes as documents."""

@@ -1,0 +1,225 @@
+"""The devices file: the GPUs of a machine and their budgets, for planning elsewhere and for version control.
+
+It does not identify the machine: host names, serial numbers, times and processes are only shown on the screen (see
+:mod:`tpplan.hardware.probe`).
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from tpplan.core.device import DEFAULT_OVERHEAD_BYTES, Device
+from tpplan.core.limits import CAPABILITY, LONGEST_NAME, MOST
+from tpplan.errors import CORRECT, FORM, DeviceError, Problem, TpplanError, refusal
+from tpplan.files import codec
+from tpplan.files.codec import structure
+from tpplan.files.jsontext import UNSEEN
+from tpplan.files.kinds import DEVICES, mistaken
+from tpplan.files.text import parse_json, read_text, save_text
+from tpplan.hardware.spec import MAX_DEVICES
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+FORMAT_VERSION = "1.0"
+
+
+class LinkKind(StrEnum):
+    """The kind of connection between two GPUs."""
+
+    NVLINK = "nvlink"
+    XGMI = "xgmi"
+    PCIE = "pcie"
+
+
+class LinkPath(StrEnum):
+    """The nearest common ancestor of two GPUs in the PCIe topology."""
+
+    BOARD = "board"
+    SWITCH = "switch"
+    SWITCHES = "switches"
+    HOST_BRIDGE = "host_bridge"
+    NUMA_NODE = "numa_node"
+    SYSTEM = "system"
+    UNKNOWN = "unknown"
+
+
+class PeerAccess(StrEnum):
+    """Whether the driver reports peer access between two GPUs; only a test with data proves that it works."""
+
+    YES = "yes"
+    NO = "no"
+    UNKNOWN = "unknown"
+
+
+@frozen(kw_only=True)
+class FileDevice:
+    """A GPU as a devices file describes it.
+
+    Attributes:
+        name: display name such as ``RTX 4090``.
+        memory_bytes: memory of the GPU, as its driver reports it.
+        budget_bytes: bytes that tpplan may use: those that were free when the file was made, or an edited value.
+        overhead_bytes: part of the budget that the driver context and libraries take if the device is used; 512 MiB if
+            left out, while decoders took up to 886 MiB on H200s.
+        overhead_source: how the overhead was determined.
+        bandwidth_bytes_per_second: memory bandwidth, 0 if unknown.
+        capability: CUDA compute capability such as ``8.9``, empty if unknown.
+    """
+
+    name: str
+    memory_bytes: int
+    budget_bytes: int
+    overhead_bytes: int = DEFAULT_OVERHEAD_BYTES
+    overhead_source: str = ""
+    bandwidth_bytes_per_second: int = 0
+    capability: str = ""
+
+
+@frozen(kw_only=True)
+class Link:
+    """The connection of two GPUs.
+
+    Attributes:
+        first: index of the first device.
+        second: index of the second device, larger than ``first``.
+        kind: NVLink, xGMI or PCIe.
+        path: nearest common ancestor of the two in the PCIe topology.
+        peer_access: whether the driver reports peer access.
+    """
+
+    first: int
+    second: int
+    kind: LinkKind
+    path: LinkPath = LinkPath.UNKNOWN
+    peer_access: PeerAccess = PeerAccess.UNKNOWN
+
+
+@frozen(kw_only=True)
+class DevicesFile:
+    """The GPUs of a machine.
+
+    Attributes:
+        format_version: version of the file format.
+        devices: the devices, in the order that indices refer to.
+        links: connections of pairs of devices, as far as the driver reports them.
+    """
+
+    format_version: str = FORMAT_VERSION
+    devices: tuple[FileDevice, ...]
+    links: tuple[Link, ...] = ()
+
+    def to_devices(self) -> tuple[Device, ...]:
+        """Convert the entries to devices for the planner."""
+        return tuple(
+            Device(
+                name=d.name,
+                budget_bytes=d.budget_bytes,
+                overhead_bytes=d.overhead_bytes,
+                bandwidth_bytes_per_second=d.bandwidth_bytes_per_second,
+                capability=d.capability,
+            )
+            for d in self.devices
+        )
+
+
+def loads(text: str | bytes, what: str = "the devices file") -> DevicesFile:
+    """Parse a devices file strictly.
+
+    Args:
+        text: text of the file.
+        what: name of the document in errors, such as its file's name.
+
+    Raises:
+        DeviceError: listing every problem.
+    """
+    try:
+        return _read(parse_json(text, what), what)
+    except TpplanError as error:
+        hint = f"{CORRECT} devices -o" if error.hint == CORRECT else error.hint
+        raise DeviceError(error.message, hint) from error
+
+
+def load(path: str | os.PathLike[str]) -> DevicesFile:
+    """Read a devices file; see :func:`loads`.
+
+    Raises:
+        DeviceError: the file cannot be read or is invalid; the error lists every problem.
+    """
+    try:
+        text = read_text(path)
+    except TpplanError as error:
+        raise DeviceError(error.message, error.hint) from error
+    return loads(text, str(path))
+
+
+def dumps(file: DevicesFile) -> str:
+    """Return the canonical JSON of a devices file; equal machines give equal bytes."""
+    return codec.dumps(file)
+
+
+def save(file: DevicesFile, path: str | os.PathLike[str]) -> None:
+    """Write a devices file atomically, unless it already has this text.
+
+    Raises:
+        TpplanError: the file cannot be written; its previous content is unchanged.
+    """
+    save_text(dumps(file), path)
+
+
+def _read(data: object, what: str) -> DevicesFile:
+    """Convert JSON data to a devices file and check its rules."""
+    if message := mistaken(data, DEVICES):
+        raise refusal(what, [Problem(FORM, "", message)])
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if isinstance(version, str) and version != FORMAT_VERSION:  # before the keys, whose meaning may differ
+        message = f"is {version[:40]!r}, this tpplan reads {FORMAT_VERSION}"
+        raise refusal(what, [Problem(FORM, "format_version", message)])
+    file = structure(data, DevicesFile, what)
+    if found := [Problem(FORM, path, message) for path, message in _problems(file)]:
+        raise refusal(what, found)
+    return file
+
+
+def _problems(file: DevicesFile) -> Iterator[tuple[str, str]]:
+    """Yield path and message of each violation that type checks do not catch."""
+    if not 0 < len(file.devices) <= MAX_DEVICES:
+        yield "devices", f"has {len(file.devices)} devices, expected 1 to {MAX_DEVICES}"
+        return
+    for i, device in enumerate(file.devices):
+        yield from ((f"devices[{i}].{key}", message) for key, message in _device_problems(device))
+    pairs: set[tuple[int, int]] = set()
+    for i, link in enumerate(file.links):
+        pair = link.first, link.second
+        if not 0 <= link.first < link.second < len(file.devices):
+            yield f"links[{i}]", f"joins {link.first} and {link.second}, expected two of {len(file.devices)} devices"
+        elif pair in pairs:
+            yield f"links[{i}]", f"joins {link.first} and {link.second} for the second time"
+        pairs.add(pair)
+
+
+def _device_problems(device: FileDevice) -> Iterator[tuple[str, str]]:
+    """Yield key and message of each invalid value of a device."""
+    ranges = {
+        "memory_bytes": (device.memory_bytes, 1, MOST),
+        "budget_bytes": (device.budget_bytes, 1, device.memory_bytes),
+        "overhead_bytes": (device.overhead_bytes, 0, MOST),
+        "bandwidth_bytes_per_second": (device.bandwidth_bytes_per_second, 0, MOST),
+    }
+    for key, (value, least, most) in ranges.items():
+        if not least <= value <= most:
+            yield key, f"is {value}, expected {least} to {most}"
+    for key, text in (("name", device.name), ("overhead_source", device.overhead_source)):
+        if len(text) > LONGEST_NAME:
+            yield key, f"has {len(text)} characters, the most is {LONGEST_NAME}"
+        elif hidden := UNSEEN.search(text):
+            yield key, f"has the invisible character U+{ord(hidden[0]):04X} at position {hidden.start()}"
+    if not device.name.strip():
+        yield "name", "is empty"
+    if not re.fullmatch(CAPABILITY, device.capability):
+        yield "capability", f"is {device.capability[:40]!r}, expected such as '8.9'"

@@ -1,0 +1,1 @@
+"""From a checkpoint's config and headers to the model's shapes: families of architectures, formats of weights."""

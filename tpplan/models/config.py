@@ -1,0 +1,280 @@
+"""Type-checked access to a model's ``config.json``, an untrusted file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from reprlib import Repr
+from typing import TYPE_CHECKING, Final, cast
+
+from tpplan.errors import ModelError
+from tpplan.files.content import ContentError, read
+from tpplan.files.jsontext import NotJSONError, read_json, visible
+from tpplan.files.kinds import CONFIG, mistaken
+from tpplan.files.text import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: Size limit of a config.json; real ones have a few KiB, a larger one is a mistake or an attack.
+MAX_CONFIG_BYTES: Final = 16 * 2**20
+
+#: Default limit of counts; a larger one is a mistake or an attack.
+MAX_COUNT: Final = 2**31
+
+#: Other names of keys in Hugging Face configs; values under different names of a key must not contradict each other.
+ALIASES: Final[dict[str, tuple[str, ...]]] = {
+    "hidden_size": ("n_embd", "n_embed"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
+    "max_position_embeddings": ("n_positions",),
+    "num_attention_heads": ("n_head",),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("experts_per_token", "moe_k", "moe_topk"),
+    "num_hidden_layers": ("n_layer",),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "torch_dtype": ("dtype",),
+}
+
+#: Hint where a file is another one than a model's config.json.
+ELSEWHERE: Final = "point to a model's directory, or to the config.json that came with the model"
+_GGUF = (
+    "take the config.json of the model instead; of quantised weights, a checkpoint in safetensors, such as AWQ or GPTQ"
+)
+#: Where a directory of models has them, and one of Hugging Face's cache.
+_DEEPER: Final = ("*/config.json", "snapshots/*/config.json")
+_COMPARE = "compare it with the config.json that the model came with"
+_MISSING: Final = object()
+
+
+def _repr(value: object) -> str:
+    """Format an untrusted value for a message, shortened."""
+    short = Repr()
+    short.maxstring = short.maxother = 60
+    return short.repr(value)
+
+
+class Config:
+    """An object in a config.json, whose values are checked as they are read.
+
+    Absent and null keys are distinguished only where model families need it (:meth:`optional_count`); elsewhere both
+    mean the default.
+    """
+
+    def __init__(self, data: Mapping[str, object], source: str) -> None:
+        """Wrap ``data``, a JSON object; ``source`` names the file in messages."""
+        self._data = data
+        self.source = source
+
+    def error(self, problem: str, hint: str = "") -> ModelError:
+        """Return an error that names this file and the ``problem``."""
+        return ModelError(f"{self.source}: {problem}", hint or _COMPARE)
+
+    def __contains__(self, key: str) -> bool:
+        """Return whether the key is present under any of its names, null or not."""
+        return any(name in self._data for name in (key, *ALIASES.get(key, ())))
+
+    def _missing(self, key: str) -> ModelError:
+        names = " or ".join((key, *ALIASES.get(key, ())))
+        return self.error(f"{names} is {'null' if key in self else 'missing'}")
+
+    def _find(self, key: str) -> tuple[str, object]:
+        """Return the key's name in the file and its value; values take precedence over null and must agree."""
+        there = [(name, self._data[name]) for name in (key, *ALIASES.get(key, ())) if name in self._data]
+        if not there:
+            return key, _MISSING
+        values = [(name, value) for name, value in there if value is not None]
+        if not values:
+            return there[0]
+        (first, value), *others = values
+        for name, other in others:
+            if other != value:
+                raise self.error(f"{first} is {_repr(value)} but {name}, which means the same, is {_repr(other)}")
+        return first, value
+
+    def optional_count(
+        self, key: str, *, default: int | None = None, minimum: int = 1, maximum: int = MAX_COUNT
+    ) -> int | None:
+        """Return a whole number, None for null, or ``default`` if the key is absent.
+
+        Raises:
+            ModelError: the value is not a whole number (``7.0``, ``"7"`` and ``true`` are not), or it is out of range.
+        """
+        name, value = self._find(key)
+        if value is _MISSING:
+            return default
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(f"{name} is {_repr(value)}, which is not a whole number")
+        if not minimum <= value <= maximum:
+            raise self.error(f"{name} is {_repr(value)}, outside {minimum} to {maximum}")
+        return value
+
+    def count(self, key: str, *, default: int | None = None, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
+        """Return a whole number, or ``default`` if the key is absent or null.
+
+        Raises:
+            ModelError: as for :meth:`optional_count`, or there is neither a value nor a default.
+        """
+        value = self.optional_count(key, default=default, minimum=minimum, maximum=maximum)
+        value = default if value is None else value
+        if value is None:
+            raise self._missing(key)
+        return value
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """Return true or false, or ``default`` if the key is absent or null.
+
+        Raises:
+            ModelError: the value is neither ``true`` nor ``false``.
+        """
+        name, value = self._find(key)
+        if value is _MISSING or value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(f"{name} is {_repr(value)}, expected true or false")
+        return value
+
+    def text(self, key: str) -> str:
+        """Return a string, empty if the key is absent or null.
+
+        Raises:
+            ModelError: the value is not a string.
+        """
+        name, value = self._find(key)
+        if value is _MISSING or value is None:
+            return ""
+        if not isinstance(value, str):
+            raise self.error(f"{name} is {_repr(value)}, expected a string")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return the strings of a list, empty if the key is absent or null.
+
+        Raises:
+            ModelError: the value is not a list of strings.
+        """
+        return cast("tuple[str, ...]", self._list(key, str, "strings"))
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """Return the whole numbers of a list, empty if the key is absent or null.
+
+        Raises:
+            ModelError: the value is not a list of whole numbers.
+        """
+        return cast("tuple[int, ...]", self._list(key, int, "whole numbers"))
+
+    def _list(self, key: str, kind: type, what: str) -> tuple[object, ...]:
+        name, value = self._find(key)
+        if value is _MISSING or value is None:
+            return ()
+        if not isinstance(value, list):
+            raise self.error(f"{name} is {_repr(value)}, expected a list of {what}")
+        for i, item in enumerate(value):
+            if isinstance(item, bool) or not isinstance(item, kind):
+                raise self.error(f"{name}[{i}] is {_repr(item)}, expected a list of {what}")
+        return tuple(value)
+
+    @property
+    def data(self) -> Mapping[str, object]:
+        """All keys and values of the object, unchecked."""
+        return self._data
+
+    def raw(self, key: str) -> object:
+        """Return the value of ``key``, unchecked; None if it is absent."""
+        _, value = self._find(key)
+        return None if value is _MISSING else value
+
+    def having(self, key: str, value: object) -> Config:
+        """Return a copy of the config with ``key`` set to ``value``."""
+        return Config({**self._data, key: value}, self.source)
+
+    def level(self, key: str) -> Config:
+        """Return a copy of the config with one number under ``key`` if it lists the same number several times.
+
+        Raises:
+            ModelError: it is a list of anything else.
+        """
+        name, value = self._find(key)
+        if not isinstance(value, list):
+            return self
+        numbers = self.numbers(key)
+        if len(set(numbers)) != 1:
+            raise self.error(f"{name} is {_repr(value)}, which is not the same for all layers", "that is not supported")
+        return self.having(name, numbers[0])
+
+    def section(self, key: str) -> Config:
+        """Return the object under ``key``.
+
+        Raises:
+            ModelError: it is missing or not an object.
+        """
+        name, value = self._find(key)
+        if value is _MISSING or value is None:
+            raise self._missing(key)
+        if not isinstance(value, dict):
+            raise self.error(f"{name} is {_repr(value)}, expected an object")
+        return Config(value, f"{self.source}: {name}")
+
+
+def read_config(path: str | Path) -> Config:
+    """Read ``path``, a config.json or a directory that holds one.
+
+    Raises:
+        ModelError: there is no such file, it is larger than 16 MiB, or it is not an object in JSON without duplicate
+            keys.
+    """
+    path = Path(path)
+    try:
+        asked, path = path, path / "config.json" if path.is_dir() else path
+        if asked.suffix == ".gguf" and path == asked:  # the file itself, not a directory of this name
+            raise ModelError(f"{_name(asked)} is a GGUF file, which tpplan does not read", _GGUF)
+        if not path.exists():
+            raise ModelError(f"{_name(path)} does not exist", _instead(asked))
+        content = read(path, MAX_CONFIG_BYTES, pipes=path == asked)
+    except ContentError as error:
+        raise ModelError(f"{_name(path)} {error}", error.hint or ELSEWHERE) from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelError(f"{_name(path)} cannot be read: {reason}", ELSEWHERE) from error
+    return parse_config(content, _name(path))
+
+
+def _instead(path: Path) -> str:
+    """Return the hint for a missing config.json: the directory has none, or the path is wrong."""
+    if any(path.glob("*.gguf")):
+        return f"tpplan does not read GGUF files: {_GGUF}"
+    if path.exists():
+        inside = next((found for pattern in _DEEPER for found in sorted(path.glob(pattern))), None)
+        return f"{ELSEWHERE}, such as {_name(inside.parent)}" if inside else ELSEWHERE
+    if meant := nearest(path):
+        return f"did you mean {visible(meant)}?"
+    is_url = path.parts[:1] in {("https:",), ("http:",)}
+    model = Path(*path.parts[2:4]) if is_url else path  # behind the host
+    if not path.is_absolute() and not path.parent.is_dir() and len(model.parts) == len(("organisation", "model")):
+        fetch = f"hf download {_name(model)} config.json --local-dir {_name(Path(model.name))}"
+        return f"tpplan fetches nothing; a config.json of the Hugging Face Hub comes with: {fetch}"
+    return ELSEWHERE
+
+
+def parse_config(content: bytes, source: str) -> Config:
+    """Parse the bytes of a config.json; ``source`` names the file in messages.
+
+    Raises:
+        ModelError: they are not an object in JSON without duplicate keys.
+    """
+    try:
+        data = read_json(content, constants=True)  # as Python, and so transformers, writes them
+    except NotJSONError as error:
+        raise ModelError(f"{source} {error}", error.hint or ELSEWHERE) from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{source} holds {_repr(data)}, expected an object", ELSEWHERE)
+    if message := mistaken(data, CONFIG):
+        raise ModelError(f"{source} {message}", ELSEWHERE)
+    return Config(data, source)
+
+
+def _name(path: Path) -> str:
+    """Format a path for messages, with invisible characters escaped."""
+    text = re.sub(r"^(https?:)/(?=[^/])", r"\1//", str(path))  # a Path keeps one of the slashes of an address
+    return visible(text.replace("\0", "\\0"))[-200:]

@@ -1,0 +1,98 @@
+"""Tables of decoders that store the experts of a layer in one tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from attrs import evolve
+
+from tpplan.core.axes import Axis
+from tpplan.models.families.rows import ALWAYS, BIASED_ATTENTION, NORMS, gated, linear, outside
+from tpplan.models.families.shape import every_layer, every_other, windows, with_rope
+from tpplan.models.families.sparse import SHARED, moe_layers
+from tpplan.models.families.table import Family, Row, Shape
+
+if TYPE_CHECKING:
+    from tpplan.models.config import Config
+
+
+def _llama4(config: Config, shape: Shape) -> Shape:
+    """Add the shared expert, which is as wide as a routed one, and the width of the dense layers, which is another."""
+    width = config.count("intermediate_size_mlp", default=16_384) if shape.intermediate else 0
+    return evolve(shape, shared_intermediate=shape.expert_intermediate, intermediate=width)
+
+
+def _granite_shared(config: Config, shape: Shape) -> Shape:
+    """Add the shared experts, which have a width of their own."""
+    width = config.count("shared_intermediate_size", default=0, minimum=0)
+    return evolve(shape, shared_intermediate=width, flags=shape.flags | ({SHARED} if width else set()))
+
+
+#: Gate and up side by side, [expert, out, in].
+_GRANITE = (
+    *linear("block_sparse_moe.router.layer", "e", "h", home=Axis.EX),
+    Row("block_sparse_moe.input_linear.weight", "e EX+EX RS", out=1),
+    Row("block_sparse_moe.output_linear.weight", "e RS EX", out=1),
+)
+
+_GRANITEMOE = Family(
+    architectures=("GraniteMoeForCausalLM",),
+    outside=outside(),
+    layer=(*NORMS, *BIASED_ATTENTION),
+    sparse=_GRANITE,
+    defaults={"num_experts_per_tok": 2},
+    flags={"attention_bias": False},
+    moe=every_layer,
+    expert_key="intermediate_size",
+)
+
+PACKED: Final[dict[str, Family]] = {
+    # Gate and up are interleaved.
+    "gpt_oss": Family(
+        architectures=("GptOssForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *BIASED_ATTENTION, Row("self_attn.sinks", "q")),
+        sparse=(
+            *linear("mlp.router", "e", "h", ALWAYS, home=Axis.EX),
+            Row("mlp.experts.gate_up_proj", "e RS EX2", out=2),
+            Row("mlp.experts.gate_up_proj_bias", "e EX2", out=1),
+            Row("mlp.experts.down_proj", "e EX RS", out=2),
+            Row("mlp.experts.down_proj_bias", "e RS", out=1),
+        ),
+        defaults={"num_key_value_heads": 8, "head_dim": 64},
+        flags={"attention_bias": True},
+        window=windows(128, every_other),
+        moe=every_layer,
+        expert_key="intermediate_size",
+    ),
+    "granitemoe": _GRANITEMOE,
+    "granitemoeshared": evolve(
+        _GRANITEMOE,
+        architectures=("GraniteMoeSharedForCausalLM",),
+        sparse=(
+            *_GRANITE,
+            *linear("shared_mlp.input_linear", "SX+SX", "RS", when=SHARED),
+            *linear("shared_mlp.output_linear", "RS", "SX", when=SHARED),
+        ),
+        adapt=_granite_shared,
+    ),
+    # Chunked attention sees no further back than a window of a chunk.
+    "llama4_text": Family(
+        architectures=("Llama4ForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *BIASED_ATTENTION),
+        dense=gated("feed_forward"),
+        sparse=(
+            *linear("feed_forward.router", "e", "h", home=Axis.EX),
+            Row("feed_forward.experts.gate_up_proj", "e RS EX+EX", out=2),
+            Row("feed_forward.experts.down_proj", "e EX RS", out=2),
+            *gated("feed_forward.shared_expert", "SX"),
+        ),
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 1},
+        flags={"attention_bias": False},
+        window=windows(8192, with_rope, key="attention_chunk_size", kind="chunked_attention"),
+        moe=moe_layers,
+        expert_key="intermediate_size",
+        adapt=_llama4,
+    ),
+}

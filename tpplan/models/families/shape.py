@@ -1,0 +1,198 @@
+"""From a config.json to the numbers that the family tables refer to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from tpplan.core.axes import MAX_LAYERS
+from tpplan.models.families.table import Family, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tpplan.models.config import Config
+
+#: More heads or experts than this is a mistake or an attack.
+MAX_PARTS: Final = 2**16
+
+#: What ``layer_types`` calls layers that cache all tokens.
+_FULL: Final = "full_attention"
+
+#: The flag that every family has: the output matrix is the embedding.
+TIED: Final = "tie_word_embeddings"
+
+#: And that its checkpoint has all experts of a layer in one tensor, of families that have it either way.
+STACKED: Final = "stacked_experts"
+
+
+def read_shape(config: Config, family: Family, *, tied: bool, stacked: bool) -> Shape:
+    """Read what the tables of ``family`` need from the language model's own ``config``, and which form it is stored in.
+
+    Raises:
+        ModelError: a key is missing, is of the wrong type or out of range, or two of them contradict each other.
+    """
+    given = family.defaults
+    for key in family.uniform:
+        config = config.level(key)
+    layers = config.count("num_hidden_layers", default=given.get("num_hidden_layers"), maximum=MAX_LAYERS)
+    hidden = config.count("hidden_size", default=given.get("hidden_size"))
+    q_heads = config.count("num_attention_heads", default=given.get("num_attention_heads"), maximum=MAX_PARTS)
+    kv_heads = config.optional_count("num_key_value_heads", default=given.get("num_key_value_heads"), maximum=MAX_PARTS)
+    kv_heads = kv_heads or q_heads
+    if q_heads % kv_heads:
+        raise config.error(
+            f"{q_heads} query heads (num_attention_heads) are not a multiple of {kv_heads} key/value heads"
+        )
+    head_dim = _head_dim(config, family, hidden, q_heads)
+    # Null is not the default, but as good as false.
+    flags = {key for key, default in family.flags.items() if config.flag(key, default=default and key not in config)}
+    sparse = family.moe(config, layers) if family.moe else (False,) * layers
+    experts = config.count("num_experts", default=given.get("num_experts"), maximum=MAX_PARTS) if any(sparse) else 0
+    per_token = config.count("num_experts_per_tok", default=given.get("num_experts_per_tok")) if experts else 0
+    if per_token > experts:
+        raise config.error(f"num_experts_per_tok is {per_token}, more than the {experts} experts that there are")
+    width = family.mlp_ratio * hidden or given.get("intermediate_size")
+    shape = Shape(
+        hidden=hidden,
+        vocab=config.count("vocab_size", default=given.get("vocab_size")),
+        context=config.count("max_position_embeddings", default=given.get("max_position_embeddings")),
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        intermediate=0 if all(sparse) else config.count("intermediate_size", default=width),
+        experts=experts,
+        experts_per_token=per_token,
+        expert_intermediate=config.count(family.expert_key, default=given.get(family.expert_key)) if experts else 0,
+        windows=family.window(config, layers) if family.window else (0,) * layers,
+        sparse=sparse,
+        linear=family.linear(config, layers) if family.linear else (None,) * layers,
+        flags=frozenset(flags | ({TIED} if tied else set()) | ({STACKED} if stacked else set())),
+    )
+    return family.adapt(config, shape) if family.adapt else shape
+
+
+def _head_dim(config: Config, family: Family, hidden: int, q_heads: int) -> int:
+    """Return the head size: the config's, the family's, or hidden size over query heads."""
+    own = config.optional_count("head_dim", default=family.defaults.get("head_dim"))
+    if own and not family.fixed_head:
+        return own
+    if hidden % q_heads:
+        raise config.error(f"hidden_size {hidden} is not a multiple of {q_heads} query heads (num_attention_heads)")
+    if own and own != hidden // q_heads:
+        raise config.error(f"head_dim is {own}, but hidden_size / num_attention_heads is {hidden // q_heads}")
+    return hidden // q_heads
+
+
+def windows(
+    default: int | None,
+    sliding: Callable[[Config, int], tuple[bool, ...]],
+    *,
+    switch: str = "",
+    key: str = "sliding_window",
+    kind: str = "sliding_attention",
+) -> Callable[[Config, int], tuple[int, ...]]:
+    """Return how a family with sliding windows reads them.
+
+    Args:
+        default: the window where the config has no ``key``; None for none.
+        sliding: which layers have one where the config has no ``layer_types``.
+        switch: the key that must be true for any layer to have one; empty if there is no such key.
+        key: the key with the tokens of a window.
+        kind: what ``layer_types`` calls the layers that have one; the others have full attention.
+    """
+
+    def read(config: Config, layers: int) -> tuple[int, ...]:
+        window = config.optional_count(key, default=default, minimum=0) or 0
+        given = layer_types(config, layers, kind)
+        if switch and not config.flag(switch):
+            if window and any(given):
+                raise config.error(f"layer_types has {kind}, but {switch} is not true", "change one of them")
+            window = 0
+        bounded = given or sliding(config, layers)
+        return tuple(window if layer else 0 for layer in bounded)
+
+    return read
+
+
+def layer_types(config: Config, layers: int, kind: str) -> tuple[bool, ...]:
+    """Return for each layer whether ``layer_types`` says that it is of this kind; empty without such a key.
+
+    Raises:
+        ModelError: the key has another number of layers, or one that is neither of this kind nor has full attention.
+    """
+    return are_of_kind(config, "layer_types", layers, (_FULL, kind))
+
+
+def are_of_kind(config: Config, key: str, layers: int, kinds: tuple[str, str]) -> tuple[bool, ...]:
+    """Return for each layer whether ``key`` lists the second of two kinds for it; empty without such a key.
+
+    Raises:
+        ModelError: the key has another number of layers, or one of neither kind.
+    """
+    types = config.texts(key)
+    if types and len(types) != layers:
+        raise config.error(f"{key} has {len(types)} entries for {layers} layers (num_hidden_layers)")
+    unknown = next((found for found in types if found not in kinds), None)
+    if unknown is not None:
+        raise config.error(f"{key} has {unknown[:60]!r}, known are {' and '.join(kinds)}")
+    return tuple(found == kinds[1] for found in types)
+
+
+def every_layer(_config: Config, layers: int) -> tuple[bool, ...]:
+    """Select all layers."""
+    return (True,) * layers
+
+
+def except_every(default: int, key: str = "sliding_window_pattern") -> Callable[[Config, int], tuple[bool, ...]]:
+    """Select all but every n-th layer, where n is the number under ``key``; ``default`` without such a key."""
+
+    def choose(config: Config, layers: int) -> tuple[bool, ...]:
+        period = config.count(key, default=default) if key else default
+        return tuple((layer + 1) % period != 0 for layer in range(layers))
+
+    return choose
+
+
+def except_first_of(period: int) -> Callable[[Config, int], tuple[bool, ...]]:
+    """Select all but the first of every ``period`` layers."""
+
+    def choose(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (no key changes it)
+        return tuple(layer % period != 0 for layer in range(layers))
+
+    return choose
+
+
+def every_other(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (no key changes it)
+    """Select the first layer, the third, and so on (gpt_oss)."""
+    return tuple(layer % 2 == 0 for layer in range(layers))
+
+
+def from_max_window_layers(default: int) -> Callable[[Config, int], tuple[bool, ...]]:
+    """Select the layers from ``max_window_layers`` on (Qwen2); ``default`` applies if the key is absent."""
+
+    def choose(config: Config, layers: int) -> tuple[bool, ...]:
+        first = config.count("max_window_layers", default=default, minimum=0)
+        return tuple(layer >= first for layer in range(layers))
+
+    return choose
+
+
+def even_before_max_window_layers(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select the even layers before ``max_window_layers`` (Qwen2-MoE, as transformers reads its config)."""
+    end = config.count("max_window_layers", default=28, minimum=0)
+    return tuple(layer % 2 == 0 and layer < end for layer in range(layers))
+
+
+def without_rope(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select the layers without rotary embedding (SmolLM3, Llama 4)."""
+    interval = config.count("no_rope_layer_interval", default=4)
+    rope = config.numbers("no_rope_layers") or [(layer + 1) % interval for layer in range(layers)]
+    if len(rope) != layers:
+        raise config.error(f"no_rope_layers has {len(rope)} entries for {layers} layers (num_hidden_layers)")
+    return tuple(not turns for turns in rope)
+
+
+def with_rope(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select the layers with rotary embedding (Llama 4)."""
+    return tuple(not bare for bare in without_rope(config, layers))

@@ -1,0 +1,377 @@
+"""Matching the model that a config describes with the headers of its checkpoint, which give the exact sizes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from fnmatch import translate
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from attrs import evolve
+
+from tpplan.core.axes import Axis
+from tpplan.core.model import NotPlanned, Parameter, Segment
+from tpplan.errors import ModelError
+from tpplan.models.formats.experts import variants
+from tpplan.models.formats.formula import rebuild
+from tpplan.models.formats.leftovers import BUFFERS, PREDICTION, label
+from tpplan.models.formats.scheme import Form
+from tpplan.models.formats.storage import Stored, split_name, store
+from tpplan.models.formats.table import FLOATS, FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from tpplan.core.model import ModelSpec
+    from tpplan.models.checkpoint import Headers, Tensor
+    from tpplan.models.families import Tolerated
+    from tpplan.models.formats.scheme import Scheme
+
+    Forms = Mapping[str, Tensor]
+
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_EXPERT: Final = re.compile(r"\.experts\.(\d{1,9})\.")
+_SHOWN: Final = 3
+
+#: Fused matrices of models whose parts some formats (EXL2, EXL3) store separately.
+_FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+#: Scales that a calibrated cache or attention has, and their zero points.
+_CALIBRATED: Final = re.compile(
+    r"\.(?:self_attn|attn|attention|self_attention)(?:\.\w+)*?"
+    r"\.(?:(?:q|k|v|kv|qk|p|prob|prob_output|softmax)_(?:scale|zero_point|global_scale|offset)|output_(?:scale|zero_point))$"
+)
+#: The projections that they come with.
+_CACHED: Final = {"k_proj": "k", "v_proj": "v"}
+
+_KNOWN: Final = "tpplan knows plain floats, " + ", ".join(
+    dict.fromkeys(re.sub(r"[ -]?g?\{.*", "", form.text) for form in FORMATS.values())
+)
+_OTHER_MODEL: Final = "the config and the checkpoint are of different models, or one was edited: fetch both again"
+_INCOMPLETE: Final = "the download may be incomplete, or the config of another model: fetch both again"
+_VARIANT: Final = "the files may be of a variant of the architecture that tpplan does not know"
+
+
+def stored_by_headers(logical: ModelSpec, scheme: Scheme, headers: Headers, tolerated: Tolerated) -> ModelSpec:
+    """Return the model as its checkpoint stores it, exact to the byte.
+
+    Names are those of the family, even if the checkpoint omits a prefix; experts that are stored in another form than
+    the family's have the names of the checkpoint. Experts of a layer whose stored shapes differ (EXL2 may use more bits
+    for some) become one parameter per shape under the same name; their copies add up to the number of experts. Tensors
+    that are no part of the planned model are in its ``not_planned``.
+
+    Raises:
+        ModelError: the checkpoint contradicts the config, lacks tensors, or has unexpected tensors or unknown formats.
+    """
+    match = _Match(logical, scheme, headers, tolerated)
+    try:
+        spec = rebuild(logical, match.stored, match.calibrated)
+    except ModelError:
+        match.check_counts()
+        raise
+    match.check_complete()
+    quantised = match.sizes.keys() - set(FLOATS)
+    text = max(
+        quantised or match.sizes.keys(), key=lambda text: (match.sizes[text], text), default=logical.weight_format
+    )
+    if "{bpw}" in text:
+        text = text.format(bpw=f"{8 * match.sizes[text] / match.elements[text]:.2f}")
+    return evolve(
+        spec,
+        dtype=_dtype(match.sizes, text, logical.dtype),
+        weight_format=text,
+        gather_only=next(iter(match.gather_only), ""),
+        not_planned=tuple(NotPlanned(what, match.aside[what]) for what in sorted(match.aside)),
+        notes=(*spec.notes, *match.notes),
+    )
+
+
+def _dtype(sizes: Mapping[str, int], text: str, said: str) -> str:
+    """Return the dtype of the activations: that of most unquantised bytes, unless any have the one that a config names.
+
+    Args:
+        sizes: bytes by format or dtype.
+        text: the format or dtype of most matrices.
+        said: dtype in the config.
+    """
+    floats = {_DTYPES[name]: size for name, size in sizes.items() if name in _DTYPES and size}
+    return _DTYPES.get(text) or (said if said in floats or not floats else max(floats, key=lambda each: floats[each]))
+
+
+class _Match:
+    """Matcher of a model's parameters with the tensors of a checkpoint; it records sizes, formats and mismatches."""
+
+    def __init__(self, logical: ModelSpec, scheme: Scheme, headers: Headers, tolerated: Tolerated) -> None:
+        self.logical = logical
+        self.scheme = scheme
+        self.sizes: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+        self.aside: Counter[str] = Counter()
+        self.gather_only: dict[str, None] = {}
+        self.notes: dict[str, None] = {}
+        self.missing: list[str] = []
+        self.kinds: dict[tuple[object, ...], Stored] = {}
+        self.split: dict[str, tuple[tuple[Parameter, ...], ...]] = {}
+        self.given: dict[str, str] = {}
+        names = [p.name for p in (*logical.parameters, *(p for block in logical.blocks for p in block.parameters))]
+        self.own: dict[str, set[str]] = {}
+        for name in names:
+            stem, suffix = split_name(name)
+            self.own.setdefault(stem, set()).add(suffix)
+        there = any(name.startswith(tolerated.prefix) for name in headers.tensors)
+        self.prefix = "" if there else tolerated.prefix
+        self.start = next((name.partition("{layer}")[0] for name in names if "{layer}" in name), "")
+        self.layers = re.compile(re.escape(self.start.removeprefix(self.prefix)) + r"(\d{1,9})\.")
+        ignored = re.compile("|".join(map(translate, tolerated.ignored)) or r"(?!)")
+        self.found: dict[str, dict[str, Tensor]] = {}
+        self.scales: dict[int, list[str]] = {}
+        for name, tensor in headers.tensors.items():
+            layer = _number(self.layers.match(name))
+            if tolerated.extra_layers and layer >= logical.layer_count:
+                self.aside[PREDICTION] += tensor.nbytes
+            elif ignored.match(name):
+                self.aside[label(name, tensor) or BUFFERS] += tensor.nbytes
+            else:
+                stem, suffix = split_name(name)
+                self.found.setdefault(stem, {})[suffix] = tensor
+                if layer >= 0 and name.endswith(("_scale", "_point", "_offset")) and _CALIBRATED.search(name):
+                    self.scales.setdefault(layer, []).append(name)
+        self.left = {(stem, suffix) for stem, forms in self.found.items() for suffix in forms}
+
+    def stored(self, parameter: Parameter, layer: int | None) -> tuple[Parameter, ...]:
+        """Return the stored parameters of a parameter in a layer."""
+        parts = self.parts(parameter, layer)
+        if parts is not None:
+            return tuple(chain.from_iterable(self.stored(part, layer) for part in parts))
+        template, suffix = split_name(parameter.name)
+        others = self.own.get(template, {suffix}) - {suffix}
+        template = template.removeprefix(self.prefix).replace("{layer}", str(layer))
+        experts = "{expert}" in template
+        kinds: Counter[tuple[object, ...]] = Counter()
+        for expert in range(parameter.copies if experts else 1):
+            stem = template.replace("{expert}", str(expert)) if experts else template
+            forms = self.found.get(stem, {})
+            if len(parameter.dims) == 1:
+                forms = {suffix: forms[suffix]} if suffix in forms else {}
+            elif others:
+                forms = {suffix: tensor for suffix, tensor in forms.items() if suffix not in others}
+            if not forms:
+                self.missing.append(stem + suffix)
+                continue
+            key = (id(parameter), *((suffix, tensor.dtype, tensor.shape) for suffix, tensor in sorted(forms.items())))
+            if key not in self.kinds:
+                self.kinds[key] = self.kind(parameter, stem, suffix, forms)
+            kinds[key] += 1
+            self.left.difference_update((stem, suffix) for suffix in self.kinds[key].suffixes)
+        counts = [(self.kinds[key], count) for key, count in kinds.items()]
+        for kind, count in counts:
+            if layer is not None or kind.text in FLOATS:
+                self.sizes[kind.text] += sum(p.bytes for p in kind.parameters) * count // parameter.copies
+                self.elements[kind.text] += prod(parameter.shape) * count
+            if kind.gather_only:
+                self.gather_only[kind.gather_only] = None
+        found = tuple(evolve(p, copies=count) for kind, count in counts for p in kind.parameters)
+        return found + self.scales_of(template + suffix, layer)
+
+    def parts(self, parameter: Parameter, layer: int | None) -> tuple[Parameter, ...] | None:
+        """Return the tensors that the checkpoint has in place of a parameter; None if it is stored as it is.
+
+        They are the parts of a fused matrix, or experts in another form. There are none if another parameter has them.
+        """
+        if self.has(parameter, layer):
+            return None
+        if parameter.name not in self.split:
+            experts = max((block.experts for block in self.logical.blocks), default=0)
+            self.split[parameter.name] = (*_fused(parameter), *(variants(parameter, experts) if experts else ()))
+            for part in chain.from_iterable(self.split[parameter.name]):
+                stem, suffix = split_name(part.name)
+                self.own.setdefault(stem, set()).add(suffix)
+        parts = next((parts for parts in self.split[parameter.name] if self.has(parts[0], layer)), None)
+        if parts and self.given.setdefault(parts[0].name, parameter.name) != parameter.name:
+            return ()
+        return parts
+
+    def has(self, parameter: Parameter, layer: int | None) -> bool:
+        """Return whether the checkpoint has anything under a parameter's name."""
+        stem, suffix = split_name(parameter.name)
+        at = stem.removeprefix(self.prefix).replace("{layer}", str(layer)).replace("{expert}", "0")
+        forms = self.found.get(at, {})
+        others = self.own.get(stem, {suffix}) - {suffix}
+        return suffix in forms if len(parameter.dims) == 1 else bool(forms.keys() - others)
+
+    def scales_of(self, name: str, layer: int | None) -> tuple[Parameter, ...]:
+        """Return the scales of a quantised cache that a projection comes with."""
+        module, _, weight = name.rpartition(".")
+        attention, _, projection = module.rpartition(".")
+        if layer is None or weight != "weight" or projection not in _CACHED or layer not in self.scales:
+            return ()
+        scale = f"{_CACHED[projection]}_scale"
+        wanted = (f"{module}.{scale}", f"{attention}.{scale}")
+        return self.take([name for name in wanted if name in self.scales[layer]])
+
+    def calibrated(self, layer: int) -> tuple[Parameter, ...]:
+        """Return what else a layer has of scales of its attention."""
+        return self.take(sorted(self.scales.get(layer, ())))
+
+    def take(self, names: Collection[str]) -> tuple[Parameter, ...]:
+        """Return tensors of a layer that are no part of a matrix as parameters, which live where its KV heads do."""
+        heads = next((block.attention.kv_heads for block in self.logical.blocks if block.attention), 0)
+        taken = []
+        for name in names:
+            stem, suffix = split_name(name)
+            if (stem, suffix) in self.left:
+                self.left.discard((stem, suffix))
+                tensor = self.found[stem][suffix]
+                at = self.layers.match(name)
+                assert at  # noqa: S101 - they were chosen by it
+                dims = tuple((Segment(Axis.KV if 1 < n == heads else None, n),) for n in tensor.shape)
+                own = f"{self.start}{{layer}}.{name[at.end() :]}"
+                taken.append(Parameter(own, tensor.dtype, dims, home=Axis.KV))
+                self.sizes[tensor.dtype] += 0
+        return tuple(taken)
+
+    def kind(self, parameter: Parameter, stem: str, suffix: str, forms: Forms) -> Stored:
+        """Return how a parameter is stored, given its tensors by suffix.
+
+        Raises:
+            ModelError: they match no known format, or not the size in the config.
+        """
+        candidates = [name for name, form in FORMATS.items() if form.required <= forms.keys()]
+        candidates.sort(key=lambda name: len(forms.keys() - FORMATS[name].pieces.keys()))
+        candidates = candidates if len(parameter.dims) > 1 else []
+        for each in (parameter, *_turned(parameter)):
+            for name in candidates:
+                if found := store(each, name, self.scheme, forms):
+                    return found
+        # Headers decide, whatever the config says of groups and bits.
+        for name in candidates if self.scheme.method else ():
+            if found := store(parameter, name, Form(permuted=self.scheme.permuted), forms):
+                said = _named(FORMATS[self.scheme.format or name].text, self.scheme)
+                self.notes[f"{self.scheme.source} says {said}, but the files have {found.text}, which is planned"] = (
+                    None
+                )
+                return found
+        plain = forms.get(suffix)
+        if plain and plain.dtype in FLOATS:
+            for each in (parameter, *_turned(parameter)):
+                if plain.shape == each.shape:
+                    return Stored((evolve(each, dtype=plain.dtype),), (suffix,), plain.dtype)
+        raise self.unknown(parameter, stem, suffix, forms)
+
+    def unknown(self, parameter: Parameter, stem: str, suffix: str, forms: Forms) -> ModelError:
+        """Return the error for a parameter that is stored in no form that fits."""
+        plain = forms.get(suffix)
+        file = next(iter(forms.values())).file
+        asked = f"{self.scheme.source} asks for {list(parameter.shape)}"
+        if plain and plain.dtype in FLOATS and forms.keys() <= {suffix, ".bias"}:
+            what = f"{file} has {stem}{suffix} of {plain.dtype} {list(plain.shape)!s:.60}"
+            return ModelError(f"{what}, but {asked}", _OTHER_MODEL)
+        shown = [f"{stem}{s} of {t.dtype} {list(t.shape)!s:.60}" for s, t in list(forms.items())[:_SHOWN]]
+        return self.unread(f"{file} has {', '.join(shown)}", asked)
+
+    def unread(self, what: str, asked: str) -> ModelError:
+        """Return the error for tensors in a format that tpplan does not know, with what the config calls it."""
+        told = f" ({self.scheme.source} says {self.scheme.method[:60]!a})" if self.scheme.method else ""
+        return ModelError(f"{what}; no format that tpplan knows stores a matrix so{told}, and {asked}", _KNOWN)
+
+    def check_counts(self) -> None:
+        """Check that the numbers of layers and experts match the config, the most common cause of mismatches.
+
+        Raises:
+            ModelError: a number differs; the error has both.
+        """
+        experts = max((block.experts for block in self.logical.blocks), default=0)
+        for what, search, asked, where in (
+            ("layers", self.layers.match, self.logical.layer_count, "num_hidden_layers"),
+            ("experts", _EXPERT.search, experts, "in each layer"),
+        ):
+            there = 1 + max((_number(search(f"{stem}.")) for stem in self.found), default=-1)
+            if there not in {0, asked}:
+                hint = _OTHER_MODEL if there > asked else _INCOMPLETE
+                source = self.scheme.source
+                raise ModelError(f"the checkpoint has {there} {what}, but {source} asks for {asked} ({where})", hint)
+
+    def check_complete(self) -> None:
+        """Check that the checkpoint has all tensors of the model, and no others but those of known other parts.
+
+        Raises:
+            ModelError: tensors are missing or unexpected. The error gives the numbers of layers or experts if these
+                differ, names a format that is unknown, and otherwise names tensors.
+        """
+        for stem, suffix in list(self.left):
+            tensor = self.found[stem][suffix]
+            if what := label(stem + suffix, tensor):
+                self.aside[what] += tensor.nbytes
+                self.left.discard((stem, suffix))
+        if not self.missing and not self.left:
+            return
+        self.check_counts()
+        left = sorted(stem + suffix for stem, suffix in self.left)
+        modules = {name.rpartition(".")[0]: name for name in self.missing}
+        for name in left:
+            parts = name.split(".")
+            starts = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+            if module := next((start for start in starts if start in modules or start in self.missing), ""):
+                beside = [other for other in left if other.startswith(module)][:_SHOWN]
+                shown = [f"{other} of {t.dtype} {list(t.shape)!s:.60}" for other in beside for t in [self.at(other)]]
+                asked = f"{self.scheme.source} asks for {modules.get(module, module)}"
+                raise self.unread(f"{self.at(name).file} has {', '.join(shown)}", asked)
+        source = self.scheme.source
+        parts = []
+        if self.missing:
+            parts.append(
+                f"the checkpoint lacks {len(self.missing)} tensors that {source} asks for: {_some(self.missing)}"
+            )
+        if left:
+            parts.append(f"the checkpoint has {len(left)} tensors that {source} does not ask for: {_some(left)}")
+        raise ModelError("; ".join(parts), _VARIANT if left else _INCOMPLETE)
+
+    def at(self, name: str) -> Tensor:
+        """Return a tensor of the checkpoint by its name."""
+        stem, suffix = split_name(name)
+        return self.found[stem][suffix]
+
+
+def _fused(parameter: Parameter) -> tuple[tuple[Parameter, ...], ...]:
+    """Return the parts of a fused matrix or bias, which some checkpoints have in its place."""
+    fused = split_name(parameter.name)[0].rpartition(".")[2]
+    names = _FUSED.get(fused, ())
+    if not names or len(parameter.dims[0]) != len(names):
+        return ()
+    return (
+        tuple(
+            evolve(parameter, name=parameter.name.replace(fused, name), dims=((segment,), *parameter.dims[1:]))
+            for name, segment in zip(names, parameter.dims[0], strict=True)
+        ),
+    )
+
+
+def _turned(parameter: Parameter) -> tuple[Parameter, ...]:
+    """Return a tensor of all experts with inputs and outputs exchanged; nothing for other parameters."""
+    if len(parameter.dims) != len(("experts", "in", "out")) or any(segment.axis for segment in parameter.dims[0]):
+        return ()
+    experts, rows, columns = parameter.dims
+    return (evolve(parameter, dims=(experts, columns, rows), out=parameter.out and 3 - parameter.out),)
+
+
+def _named(text: str, scheme: Scheme) -> str:
+    """Fill in a format's name with the parameters in the config."""
+    known = {"group": scheme.group or "?", **scheme.known}
+    return re.sub(r"\{(\w+)\}", lambda match: str(known.get(match[1], "?")), text)
+
+
+def _number(match: re.Match[str] | None) -> int:
+    """Return the number that matched, -1 without a match."""
+    return int(match[1]) if match else -1
+
+
+def _some(names: Collection[str]) -> str:
+    """Format a few tensor names that differ in more than numbers, and the number of remaining ones."""
+    kinds: dict[str, str] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\d+", "#", name), name)
+    shown = [f"{name[:120]!a}" for name in list(kinds.values())[:_SHOWN]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -1,0 +1,1 @@
+"""Plan files: reading, writing, and the numbered rules that every plan obeys."""

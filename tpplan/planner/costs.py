@@ -1,0 +1,122 @@
+"""Costs of a model's axes in bytes, as exact integers: of a whole axis, of a slice, and of holding any slice at all."""
+
+from __future__ import annotations
+
+from attrs import evolve, frozen
+
+from tpplan.core.axes import Axis, unit_count
+
+
+@frozen
+class Cost:
+    """Bytes by bucket, and how many of these bytes one decoded token reads."""
+
+    weights: int = 0
+    cache: int = 0
+    workspace: int = 0
+    reads: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Sum of weights, cache and workspace."""
+        return self.weights + self.cache + self.workspace
+
+    def __add__(self, other: Cost) -> Cost:
+        """Add two costs, bucket by bucket."""
+        return Cost(
+            self.weights + other.weights,
+            self.cache + other.cache,
+            self.workspace + other.workspace,
+            self.reads + other.reads,
+        )
+
+    def part(self, numerator: int, denominator: int, *, up: bool = False) -> Cost:
+        """Return a fraction of the cost, rounded down, or up with ``up``; reads, an estimate, always round up."""
+        more = denominator - 1 if up else 0
+        return Cost(
+            (self.weights * numerator + more) // denominator,
+            (self.cache * numerator + more) // denominator,
+            (self.workspace * numerator + more) // denominator,
+            -(-self.reads * numerator // denominator),
+        )
+
+
+@frozen
+class Demand:
+    """An axis to cut, with the costs of everything that its cut distributes.
+
+    Attributes:
+        axis: the axis; query heads follow ``kv_heads`` and have no demand of their own.
+        layers: ranges of the layers that share the cut; empty for axes outside the layers.
+        size: elements of the axis; every replica of a KV head counts.
+        unit: elements that a cut may not separate.
+        width: tensor elements per element of the axis.
+        replicas: number of copies of each KV head: elements ``r·i`` to ``r·i + r - 1`` are KV head ``i``.
+        group: query heads per (replicated) KV head; 0 for other axes.
+        split: cost of the whole axis, of which a device pays the fraction that it holds.
+        kept: fixed cost of a device that holds any element.
+        head: cost of a KV head if KV heads are replicated; a device pays it once per head, however many replicas it
+            holds.
+    """
+
+    axis: Axis
+    layers: str
+    size: int
+    unit: int
+    width: int
+    replicas: int
+    group: int
+    split: Cost
+    kept: Cost
+    head: Cost
+
+    @property
+    def units(self) -> int:
+        """Number of units; a ragged last unit counts as one."""
+        return unit_count(self.size, self.unit)
+
+    def unit_cost(self) -> Cost:
+        """Return the planner's cost of a whole unit, wherever it lies on the axis; see :meth:`fixed_cost`."""
+        return self._elements(self.unit) + self.head.part(self.unit, self.replicas, up=True)
+
+    def fixed_cost(self) -> Cost:
+        """Return the planner's cost of holding any unit; with :meth:`unit_cost` it never falls below :meth:`cost`.
+
+        With ``r`` replicas, a slice of ``n`` elements covers at most ``n / r + 2 - 2 / r`` heads: one for the first
+        element, another for the second, and then one more for every ``r`` elements.
+        """
+        return self.kept + self.head.part(2 * self.replicas - 2, self.replicas, up=True)
+
+    def cost(self, start: int, end: int) -> Cost:
+        """Return the exact cost of a slice; an empty slice costs nothing."""
+        if start == end:
+            return Cost()
+        heads = unit_count(end, self.replicas) - start // self.replicas
+        return self.kept + self._elements(end - start) + self.head.part(heads, 1)
+
+    def _elements(self, elements: int) -> Cost:
+        rows = self.split.workspace * unit_count(elements, self.unit)
+        return evolve(evolve(self.split, workspace=0).part(elements, self.size), workspace=rows)
+
+
+@frozen
+class Demands:
+    """The costs of a model for a request.
+
+    Attributes:
+        axes: the axes to cut, with their costs.
+        common: cost of every device in use, whatever it holds.
+    """
+
+    axes: tuple[Demand, ...]
+    common: Cost
+
+    def with_weights(self, numerator: int, denominator: int) -> Demands:
+        """Return the costs with all weights smaller or larger in proportion, rounded up."""
+
+        def scaled(cost: Cost) -> Cost:
+            weights, reads = (-(-size * numerator // denominator) for size in (cost.weights, cost.reads - cost.cache))
+            return evolve(cost, weights=weights, reads=max(0, reads) + cost.cache)
+
+        axes = (evolve(d, split=scaled(d.split), kept=scaled(d.kept), head=scaled(d.head)) for d in self.axes)
+        return Demands(tuple(axes), scaled(self.common))

@@ -1,0 +1,365 @@
+"""The error for requests that fit no plan: the shortfall of each device, and suggestions verified by planning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import evolve, field, frozen
+
+from tpplan.core.device import Device
+from tpplan.core.model import ModelSpec
+from tpplan.core.plan import CACHE_KINDS, Cache, Request
+from tpplan.core.sizes import format_bytes
+from tpplan.errors import TpplanError
+from tpplan.planner.attempt import Attempt, attempt
+from tpplan.planner.costs import Demands
+from tpplan.planner.ledger import demands
+from tpplan.planner.place import Effort
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_CONTEXT_STEP = 256
+_MEMORY_STEP = 2**26
+#: Fewest tenths of a bit per weight to speak of.
+_FEWEST_BITS = 15
+#: Largest budget to suggest; no GPU has this much memory.
+_MOST_MEMORY = 2**39
+_MOST_JOINING = 64
+#: Most kinds of devices to try for suggestions of more devices or more memory: the largest ones.
+_TRIED_DEVICES = 6
+#: Of more devices than this, only the largest kind.
+_MANY_DEVICES = 64
+
+
+@frozen
+class Shortfall:
+    """The memory that a device needs for the cut that lacks least, and how much of it is missing, in bytes.
+
+    Missing bytes are attributed to the cache first, then to workspace, weights and overhead.
+
+    Attributes:
+        device: index of the device.
+        name: display name of the device.
+        budget_bytes: budget of the device.
+        weights_bytes: bytes needed for weights.
+        cache_bytes: bytes needed for the cache.
+        workspace_bytes: bytes needed for the workspace.
+        overhead_bytes: bytes needed for the overhead.
+        missing_bytes: bytes needed in excess of the budget, 0 if the device has enough.
+        missing_weights_bytes: part of the missing bytes attributed to weights.
+        missing_cache_bytes: part of the missing bytes attributed to the cache.
+        missing_workspace_bytes: part of the missing bytes attributed to the workspace.
+        missing_overhead_bytes: part of the missing bytes attributed to the overhead.
+        reserved_bytes: bytes of the budget that the request reserves.
+    """
+
+    device: int
+    name: str
+    budget_bytes: int
+    weights_bytes: int
+    cache_bytes: int
+    workspace_bytes: int
+    overhead_bytes: int
+    missing_bytes: int
+    missing_weights_bytes: int
+    missing_cache_bytes: int
+    missing_workspace_bytes: int
+    missing_overhead_bytes: int
+    reserved_bytes: int = 0
+
+
+@frozen
+class Suggestion:
+    """A single change with which planning succeeds.
+
+    Attributes:
+        kind: ``context``, ``tokens``, ``batch``, ``cache``, ``layout``, ``kv``, ``strategy``, ``reserve``, ``devices``
+            or ``memory``.
+        value: tokens per sequence, those that sequences share, the number of sequences, the cache kind, the layout, kv
+            mode or strategy, the bytes to reserve (0: nothing), the number of devices to add, or the budget in bytes.
+        device: index of the device to add more of, or to give the budget to; -1 for the other kinds.
+        message: description of the change.
+        context: of ``tokens``, the context to lower to, so that a sequence fits into the pool; 0 to leave it.
+    """
+
+    kind: str
+    value: str
+    device: int
+    message: str
+    context: int = 0
+
+
+class InfeasibleError(TpplanError):
+    """No plan fits the budgets.
+
+    Attributes:
+        shortfalls: one per device.
+        suggestions: single changes that make the request fit, each verified by planning.
+    """
+
+    def __init__(
+        self, message: str, hint: str, shortfalls: tuple[Shortfall, ...], suggestions: tuple[Suggestion, ...]
+    ) -> None:
+        super().__init__(message, hint)
+        self.shortfalls = shortfalls
+        self.suggestions = suggestions
+
+
+@frozen
+class _Trials:
+    """Attempts to plan with a single change.
+
+    Attributes:
+        model: the model that does not fit.
+        devices: the devices that it does not fit.
+        request: what was asked.
+        costs: the model's costs, by request and number of devices, as far as it matters.
+    """
+
+    model: ModelSpec
+    devices: tuple[Device, ...]
+    request: Request
+    costs: dict[tuple[Request, int], Demands] = field(factory=dict)
+
+    def wanted(self, request: Request, count: int) -> Demands:
+        """Return the model's costs, computed once."""
+        key = request, count if request.kv == "replicate" else 0
+        if key not in self.costs:
+            self.costs[key] = demands(self.model, request, count)
+        return self.costs[key]
+
+    def fits(self, request: Request | None = None, devices: tuple[Device, ...] = ()) -> bool:
+        """Return whether another request or other devices give a plan."""
+        request, devices = request or self.request, devices or self.devices
+        wanted = self.wanted(request, len(devices))
+        found = attempt(self.model, devices, request, effort=Effort.ANY, wanted=wanted)
+        return found is not None and not found.lacking
+
+    def fits_bits(self, request: Request, tenths: int) -> bool:
+        """Return whether weights of so many tenths of a bit give a plan, if all tensors are smaller in proportion."""
+        wanted = self.wanted(request, len(self.devices))
+        size = tenths * self.model.parameter_count, 80 * self.model.weight_bytes
+        found = attempt(self.model, self.devices, request, effort=Effort.ANY, wanted=wanted.with_weights(*size))
+        return found is not None and not found.lacking
+
+
+def explain(best: Attempt) -> InfeasibleError:
+    """Return the error for a request that does not fit, with shortfalls and suggestions.
+
+    Args:
+        best: the attempt that lacks least, or ExLlamaV2's.
+    """
+    model, devices, request = best.model, best.devices, best.request
+    trials = _Trials(model, devices, request)
+    shortfalls = tuple(_shortfall(best, i) for i in range(len(devices)))
+    suggestions = tuple(_suggestions(trials))
+    needed = sum(entry.used_bytes for entry in best.memory)
+    budget = sum(device.budget_bytes for device in devices)
+    reserved = sum(entry.reserved_bytes for entry in best.memory)
+    usable = sum(
+        max(0, device.budget_bytes - device.overhead_bytes - entry.reserved_bytes)
+        for device, entry in zip(devices, best.memory, strict=True)
+    )
+    kept = f", {format_bytes(reserved)} of these reserved," if reserved else ""
+    worst = max(shortfalls, key=lambda s: s.missing_bytes)
+    message = (
+        f"{model.name} does not fit: it needs {format_bytes(needed)} on {len(devices)} "
+        f"device{'s' if len(devices) > 1 else ''} with budgets of {format_bytes(budget)} together{kept or ','} "
+        f"and device {worst.device} ({worst.name}) would lack {format_bytes(worst.missing_bytes)}"
+    )
+    if needed <= budget - reserved:
+        coarse = sorted({f"{each.axis} ({each.units})" for each in best.wanted.axes if each.units < len(devices)})
+        why = f"some axes have too few units for {len(devices)} devices: " if coarse else "whole units do not divide so"
+        message += f"; there is enough in all, but {why}{', '.join(coarse)}"
+    elif 0 < usable < model.weight_bytes:  # in any plan; this one may hold some weights twice
+        what = "an overhead and a reserve" if reserved else "an overhead"
+        beside = "" if model.weight_bytes > budget else f", beside {what} of {format_bytes(budget - usable)}"
+        message += f"; its weights alone are {format_bytes(model.weight_bytes)}{beside}"
+        message += f": with these budgets it needs a checkpoint with fewer bits per weight{_fewer_bits(trials)}"
+    hint = "; or ".join(s.message for s in suggestions) or "use more or larger devices, or a smaller model"
+    return InfeasibleError(message, hint, shortfalls, suggestions)
+
+
+def _fewer_bits(trials: _Trials) -> str:
+    """Return how many bits per weight would do, with as many of the tokens that were asked for as possible."""
+    model, request = trials.model, trials.request
+    now = model.weight_bytes * 80 // model.parameter_count
+    tokens = request.cache.tokens // request.batch
+    while tokens >= _CONTEXT_STEP or tokens == request.cache.tokens // request.batch:
+        cache = Cache(request.cache.kind, tokens * request.batch)
+        context = min(request.context, cache.tokens)
+        smaller = evolve(request, strategy="balanced", cache=cache, context=context)
+        bits = _most(lambda tenths, smaller=smaller: trials.fits_bits(smaller, tenths), now)  # type: ignore[misc]
+        if bits >= _FEWEST_BITS:
+            each = f" for each of {request.batch} sequences" if request.batch > 1 else ""
+            at = f"a pool of {cache.tokens} tokens" if request.context else f"{tokens} tokens{each}"
+            return (
+                f": at most {bits // 10}.{bits % 10} at {at} in {request.cache.kind}, "
+                f"if all tensors are smaller in proportion (now {now // 10}.{now % 10})"
+            )
+        tokens //= 2
+    return ""
+
+
+def _shortfall(best: Attempt, index: int) -> Shortfall:
+    entry, device = best.memory[index], best.devices[index]
+    left = missing = max(0, -entry.free_bytes)
+    parts = []
+    for size in (entry.cache_bytes, entry.workspace_bytes, entry.weights_bytes, entry.overhead_bytes):
+        parts.append(min(left, size))
+        left -= parts[-1]
+    cache, workspace, weights, overhead = parts
+    return Shortfall(
+        device=index,
+        name=device.name,
+        budget_bytes=device.budget_bytes,
+        weights_bytes=entry.weights_bytes,
+        cache_bytes=entry.cache_bytes,
+        workspace_bytes=entry.workspace_bytes,
+        overhead_bytes=entry.overhead_bytes,
+        missing_bytes=missing,
+        missing_weights_bytes=weights,
+        missing_cache_bytes=cache,
+        missing_workspace_bytes=workspace,
+        missing_overhead_bytes=overhead,
+        reserved_bytes=entry.reserved_bytes,
+    )
+
+
+def _suggestions(trials: _Trials) -> Iterator[Suggestion]:
+    """Yield single changes that make the request fit, those that cost the user least first."""
+    request, fits = trials.request, trials.fits
+    kinds = [kind for kind, size in CACHE_KINDS.items() if size < CACHE_KINDS[request.cache.kind]]
+    kind = next((k for k in kinds if fits(evolve(request, cache=Cache(k, request.cache.tokens)))), "")
+    if kind:
+        yield Suggestion("cache", kind, -1, f"cache the keys and values as {kind}")
+    if request.context:
+        yield from _largest_pool(request, fits)
+    elif context := _largest_context(request, fits):
+        yield Suggestion("context", str(context), -1, f"shorten the context to {context} tokens per sequence")
+    batch = _largest_batch(request, fits)
+    if batch:
+        words = f"cache {batch} sequence{'s' if batch > 1 else ''} instead of {request.batch}"
+        yield Suggestion("batch", str(batch), -1, words)
+    layout = "gather" if request.layout == "reduce" else "reduce"
+    if not (layout == "reduce" and trials.model.gather_only) and fits(evolve(request, layout=layout)):
+        yield Suggestion("layout", layout, -1, f"use the layout {layout}")
+    once = request.kv == "replicate"
+    kv, words = ("idle", "store each KV head once") if once else ("replicate", "replicate the KV heads")
+    if fits(evolve(request, kv=kv)):
+        yield Suggestion("kv", kv, -1, words)
+    if request.strategy == "exllamav2" and fits(evolve(request, strategy="balanced")):
+        yield Suggestion("strategy", "balanced", -1, "use the strategy balanced, which keeps budgets")
+    if request.reserve and fits(evolve(request, reserve=())):
+        yield Suggestion("reserve", "0", -1, "reserve nothing")
+    yield from _more_devices(trials)
+    yield from _more_memory(trials)
+
+
+def _largest_context(request: Request, fits: Callable[[Request], bool]) -> int:
+    """Return the most tokens per sequence that fit, a multiple of 256, or 0."""
+    each = _CONTEXT_STEP * request.batch
+    most = -(-request.cache.tokens // each) - 1
+    steps = _most(lambda steps: fits(evolve(request, cache=Cache(request.cache.kind, steps * each))), most)
+    return steps * _CONTEXT_STEP
+
+
+def _largest_pool(request: Request, fits: Callable[[Request], bool]) -> Iterator[Suggestion]:
+    """Yield the largest pool that fits, a multiple of 256 tokens, with a lower context if that has to fit into it."""
+
+    def smaller(steps: int) -> Request:
+        tokens = steps * _CONTEXT_STEP
+        return evolve(request, cache=Cache(request.cache.kind, tokens), context=min(request.context, tokens))
+
+    most = -(-request.cache.tokens // _CONTEXT_STEP) - 1
+    tokens = _most(lambda steps: fits(smaller(steps)), most) * _CONTEXT_STEP
+    if tokens >= request.batch:
+        context = tokens if tokens < request.context else 0
+        words = f"share a pool of {tokens} tokens" + f", with a context of {context}" * (context > 0)
+        yield Suggestion("tokens", str(tokens), -1, words, context)
+
+
+def _largest_batch(request: Request, fits: Callable[[Request], bool]) -> int:
+    """Return the most sequences that fit with the same context each, or 0."""
+    each, rest = divmod(request.cache.tokens, request.batch)
+    if rest or request.context:  # of a pool, another number of sequences does not change the tokens
+        return 0
+    return _most(
+        lambda batch: fits(evolve(request, batch=batch, cache=Cache(request.cache.kind, batch * each))),
+        request.batch - 1,
+    )
+
+
+def _most(fits: Callable[[int], bool], most: int) -> int:
+    """Return the greatest number up to ``most`` that fits, or 0; ``fits`` must be monotonic."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _different(devices: tuple[Device, ...]) -> list[tuple[int, Device]]:
+    """Return the largest distinct devices, each with the index where it first occurs."""
+    first = {device: i for i, device in reversed([*enumerate(devices)])}
+    largest = sorted(((i, d) for d, i in first.items()), key=lambda pair: (-pair[1].budget_bytes, pair[0]))
+    return largest[: _TRIED_DEVICES if len(devices) <= _MANY_DEVICES else 1]
+
+
+def _more_devices(trials: _Trials) -> Iterator[Suggestion]:
+    """Yield the smallest number of devices to add, copies of one of the given devices."""
+    devices = trials.devices
+    best: tuple[int, int] | None = None
+    for index, device in _different(devices):
+        count = _least(
+            lambda more, device=device: trials.fits(devices=(*devices, *[device] * more)),  # type: ignore[misc]
+            best[0] - 1 if best else _MOST_JOINING,
+        )
+        if count:
+            best = (count, index)
+    if best:
+        count, index = best
+        yield Suggestion("devices", str(count), index, f"add {count} more {devices[index].name}")
+
+
+def _more_memory(trials: _Trials) -> Iterator[Suggestion]:
+    """Yield the device that needs the smallest additional budget on its own, with its new budget."""
+    devices = trials.devices
+    best: tuple[int, int] | None = None
+    for index, device in _different(devices):
+
+        def fits(steps: int, index: int = index, device: Device = device) -> bool:
+            larger = evolve(device, budget_bytes=device.budget_bytes + steps * _MEMORY_STEP)
+            return trials.fits(devices=(*devices[:index], larger, *devices[index + 1 :]))
+
+        most = (_MOST_MEMORY - device.budget_bytes) // _MEMORY_STEP
+        steps = _least(fits, min(most, best[0] - 1) if best else most)
+        if steps:
+            best = (steps, index)
+    if best:
+        more, index = best[0] * _MEMORY_STEP, best[1]
+        budget = devices[index].budget_bytes + more
+        words = f"give device {index} ({devices[index].name}) {format_bytes(more)} more, {format_bytes(budget)} in all"
+        yield Suggestion("memory", str(budget), index, words)
+
+
+def _least(fits: Callable[[int], bool], most: int) -> int:
+    """Return the least number from 1 to ``most`` that fits, or 0; ``fits`` must be monotonic."""
+    high = 1
+    while high < most and not fits(high):
+        high *= 2
+    high = min(high, most)
+    if high < 1 or not fits(high):
+        return 0
+    low = high // 2
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high

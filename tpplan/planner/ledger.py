@@ -1,0 +1,276 @@
+"""The memory ledger: the exact number of bytes that each part of a model takes on the device that holds it.
+
+The cost of a device in use has three parts: its overhead, the tensors and buffers that every device in use holds (such
+as norms), and for each axis of which it holds a slice a fixed cost (tensors that are needed whole) and a cost per unit.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import TYPE_CHECKING
+
+from attrs import define, evolve, field
+
+from tpplan.core.axes import DEFAULT_UNIT, Axis, format_layers, power_of_two_unit
+from tpplan.core.model import Segment
+from tpplan.core.plan import CACHE_KINDS, DeviceMemory, Request
+from tpplan.core.workspace import ITEM_BYTES, common_workspace, rope_workspace, unit_workspace
+from tpplan.planner.costs import Cost, Demand, Demands
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+
+    from tpplan.core.device import Device
+    from tpplan.core.model import Attention, Block, LinearAttention, ModelSpec, Parameter
+
+
+def cache_bytes(elements: int, kind: str) -> int:
+    """Return the bytes of a cache of ``elements`` elements, rounded up once for all of them."""
+    return -(-elements * CACHE_KINDS[kind] // 16)
+
+
+def cache_bytes_per_token(model: ModelSpec, kind: str) -> int:
+    """Return the cache bytes of one token, summed over all layers, while no sliding window is full."""
+    return _token_bytes(model, kind, 1)
+
+
+def sequence_cache_bytes(model: ModelSpec, kind: str, tokens: int) -> int:
+    """Return the cache bytes of a sequence of ``tokens``, summed over all layers; sliding windows limit it."""
+    return _token_bytes(model, kind, tokens) + state_bytes(model)
+
+
+def state_bytes(model: ModelSpec) -> int:
+    """Return the bytes of the state that linear attention keeps of a sequence, summed over all layers."""
+    return sum(
+        len(block.layers) * block.linear.key_heads * _state_bytes(block.linear, model.dtype)
+        for block in model.blocks
+        if block.linear
+    )
+
+
+def _token_bytes(model: ModelSpec, kind: str, tokens: int) -> int:
+    return sum(
+        len(block.layers) * kept * (_latent_bytes(block.attention, kind) or _head_bytes(block.attention, kind) * heads)
+        for block in model.blocks
+        if block.attention
+        for heads in (block.attention.kv_heads,)
+        for kept in (min(tokens, block.attention.window or tokens),)
+    )
+
+
+def _head_bytes(attention: Attention, kind: str) -> int:
+    return 0 if attention.latent_dim else cache_bytes(attention.head_dim + attention.v_head_dim, kind)
+
+
+def _latent_bytes(attention: Attention, kind: str) -> int:
+    return cache_bytes(attention.latent_dim, kind)
+
+
+def _state_bytes(linear: LinearAttention, dtype: str) -> int:
+    """Return the bytes of the state of a key head with its value heads, as transformers keeps it.
+
+    The inputs of the convolution are kept in the dtype of the activations, the recurrent state in 32 bits.
+    """
+    values = linear.group * linear.value_head_dim
+    convolved = linear.kernel * (2 * linear.key_head_dim + values)
+    return convolved * ITEM_BYTES[dtype] + linear.key_head_dim * values * ITEM_BYTES["float32"]
+
+
+@define
+class _Group:
+    """Accumulator for the costs of the layers that share the cut of one axis."""
+
+    axis: Axis
+    size: int
+    width: int = 1
+    group: int = 0
+    replicas: int = 1
+    layers: list[int] = field(factory=list)
+    units: set[int] = field(factory=set)
+    split: Cost = field(factory=Cost)
+    kept: Cost = field(factory=Cost)
+    head: Cost = field(factory=Cost)
+
+    def add_heads(self, cost: Cost) -> None:
+        """Add a cost that is cut by KV heads; a device stores each head once, however many replicas it holds."""
+        if self.replicas == 1:
+            self.split += cost
+        else:
+            self.head += cost.part(self.replicas, self.size)
+
+
+def demands(
+    model: ModelSpec,
+    request: Request,
+    device_count: int,
+    cut_of: Callable[[Axis, int], Hashable] = lambda axis, layer: None,  # noqa: ARG005
+) -> Demands:
+    """Compute the costs of ``model`` for ``request``, per axis.
+
+    Args:
+        model: the model.
+        request: the request.
+        device_count: number of devices. It matters only if KV heads are replicated: they are repeated by the smallest
+            factor that gives every device a head, as far as the number of query heads allows.
+        cut_of: for an axis and a layer, which of several cuts of this axis is that of the layer; equal for all
+            layers of a block. By default, layers in which the axis has the same sizes share a cut.
+    """
+    shared = {Axis.VC: _Group(Axis.VC, model.vocab_size), Axis.RS: _Group(Axis.RS, model.hidden_size)}
+    groups: dict[tuple[Hashable, ...], _Group] = {(axis,): group for axis, group in shared.items()}
+    common = Cost()
+    for block in model.blocks:
+        own = dict(shared)
+        for axis, group in _layer_groups(block, request, device_count):
+            key = (axis, group.size, group.width, group.group, cut_of(axis, block.layers[0]))
+            own[axis] = groups.setdefault(key, group)
+            own[axis].layers.extend(block.layers)
+        if block.attention:
+            _add_cache(own[Axis.KV], block.attention, len(block.layers), request)
+        if block.linear:
+            heads = block.linear.key_heads * len(block.layers) * request.batch
+            state = heads * _state_bytes(block.linear, model.dtype)
+            own[Axis.LH].split += Cost(cache=state, reads=state)
+        for parameter in block.parameters:
+            common += _charge(own, parameter, block, request.layout)
+    for parameter in model.parameters:
+        common += _charge(shared, parameter, None, request.layout)
+    gated = any(group.axis is Axis.LH for group in groups.values())
+    axes = tuple(_demand(g, model.dtype, request, gated=gated) for g in sorted(groups.values(), key=_order))
+    sizes = [(d.axis, d.size, d.width) for d in axes]
+    sizes += [(Axis.Q, d.size * d.group, d.width) for d in axes if d.axis is Axis.KV]
+    return Demands(axes, common + Cost(workspace=common_workspace(sizes, model.dtype, request)))
+
+
+def _layer_groups(block: Block, request: Request, devices: int) -> Iterator[tuple[Axis, _Group]]:
+    """Yield the axes of a block's layers, each with a new group; the KV heads' group includes the query heads."""
+    for axis, size in block.sizes():
+        if axis is Axis.KV and block.attention:
+            heads = block.attention
+            repeat = replicas(heads, devices) if request.kv == "replicate" else 1
+            width = max(heads.head_dim, heads.v_head_dim)
+            yield axis, _Group(axis, size * repeat, width, heads.q_heads // (size * repeat), repeat)
+        elif axis is Axis.LH and block.linear:
+            width = max(block.linear.key_head_dim, block.linear.group * block.linear.value_head_dim)
+            yield axis, _Group(axis, size, width)
+        elif axis is not Axis.Q:
+            yield axis, _Group(axis, size, block.experts_per_token if axis is Axis.EX else 1)
+
+
+def replicas(attention: Attention, devices: int) -> int:
+    """Return the number of copies of each KV head that gives every device one, as far as query heads allow."""
+    group = attention.q_heads // attention.kv_heads
+    factors = [f for f in range(1, group + 1) if group % f == 0]
+    return next((f for f in factors if attention.kv_heads * f >= devices), group)
+
+
+def _add_cache(group: _Group, attention: Attention, layers: int, request: Request) -> None:
+    """Add the cache of layers; sliding windows limit what a sequence keeps, unless the server keeps all of it."""
+    tokens = request.cache.tokens
+    if attention.window and not request.full_window:
+        tokens = min(tokens, request.batch * attention.window)
+    heads = tokens * layers * _head_bytes(attention, request.cache.kind) * attention.kv_heads
+    latent = tokens * layers * _latent_bytes(attention, request.cache.kind)
+    group.add_heads(Cost(cache=heads, reads=heads))
+    group.kept += Cost(cache=latent, reads=latent)
+
+
+def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, layout: str) -> Cost:
+    """Charge a parameter to the axes that cut it or that it belongs to; return the rest, common to all devices."""
+    dim = parameter.cut_dim(layout)
+    segments = (Segment(None, 1),) if dim is None else parameter.dims[dim]
+    length = sum(segment.length for segment in segments)
+    layers = len(block.layers) if block else 1
+    common = Cost()
+    for segment in segments:
+        cost = _weights(parameter, parameter.bytes * layers * segment.length // length, block)
+        payer = segment.axis or parameter.home
+        group = own.get(Axis.KV if payer is Axis.Q else payer) if payer else None
+        if group is None:
+            common += cost
+        elif segment.axis is None:
+            group.kept += cost
+        elif segment.axis is Axis.KV:
+            group.add_heads(cost)
+            heads = segment.unit(group.size // group.replicas)
+            group.units.add(heads * group.replicas if heads > 1 else 1)  # any replica is a whole head
+        else:
+            group.split += cost
+            group.units.add(segment.unit(group.size))
+    return common
+
+
+def _weights(parameter: Parameter, size: int, block: Block | None) -> Cost:
+    """Return the cost of ``size`` bytes of a parameter; a token reads only the experts that it is routed to."""
+    if parameter.lookup:
+        return Cost(weights=size)
+    axes = {segment.axis for dim in parameter.dims for segment in dim}
+    if block and block.experts and Axis.EX in axes:
+        return Cost(weights=size, reads=-(-size * block.experts_per_token // block.experts))
+    return Cost(weights=size, reads=size)
+
+
+def _order(group: _Group) -> tuple[int, int, int]:
+    return list(Axis).index(group.axis), min(group.layers, default=0), group.size
+
+
+def _demand(group: _Group, dtype: str, request: Request, *, gated: bool) -> Demand:
+    unit = axis_unit(group.axis, group.size, group.units)
+    rows = unit_workspace(group.axis, unit, group.width, group.group, dtype, request=request, gated=gated)
+    tables = rope_workspace(group.width, dtype, request) if group.axis is Axis.KV else 0
+    return Demand(
+        axis=group.axis,
+        layers=format_layers(group.layers) if group.layers else "",
+        size=group.size,
+        unit=unit,
+        width=group.width,
+        replicas=group.replicas,
+        group=group.group,
+        split=evolve(group.split, workspace=rows),
+        kept=group.kept + Cost(workspace=tables),
+        head=group.head,
+    )
+
+
+def axis_unit(axis: Axis, size: int, units: Iterable[int] = ()) -> int:
+    """Return the unit of an axis: the number of elements that a cut may not separate.
+
+    The default unit is reduced to the largest power of two that divides the size (the vocabulary keeps the default and
+    a ragged last unit). It is then raised to a multiple of every tensor's unit, so that no cut divides a packed word, a
+    quantisation group or a block.
+
+    Args:
+        axis: the axis.
+        size: number of elements of the axis.
+        units: units of the tensor dimensions that the axis cuts, see :meth:`~tpplan.core.model.Segment.unit`.
+    """
+    unit = DEFAULT_UNIT[axis]
+    if axis is not Axis.VC:
+        unit = power_of_two_unit(size, unit)
+    return min(size, lcm(unit, *units))
+
+
+def ledger(
+    bounds: Sequence[Sequence[int]], wanted: Demands, devices: Sequence[Device], request: Request
+) -> tuple[DeviceMemory, ...]:
+    """Return the memory of each device; ``free_bytes`` is negative where the budget is exceeded.
+
+    Args:
+        bounds: the cut points of each axis, in the order of ``wanted.axes``.
+        wanted: the axes and their costs.
+        devices: one for each slice of the bounds.
+        request: says what is reserved; ``reads_bytes`` are filled in for the strategy ``latency``.
+    """
+    entries = []
+    reads = request.strategy == "latency"
+    for index, device in enumerate(devices):
+        slices = ((demand, row[index], row[index + 1]) for demand, row in zip(wanted.axes, bounds, strict=True))
+        costs = [demand.cost(start, end) for demand, start, end in slices if end > start]
+        used = bool(costs)
+        total = sum(costs, wanted.common) if used else Cost()
+        overhead = device.overhead_bytes if used else 0
+        reserved = request.reserved(index)
+        free = device.budget_bytes - total.bytes - overhead - reserved
+        # Rounded up, reads must not exceed the bytes held; a device with only lookup tables reads little, but not 0.
+        read = min(max(total.reads, 1), total.weights + total.cache) if reads and used else 0
+        entries.append(DeviceMemory(index, total.weights, total.cache, total.workspace, overhead, free, read, reserved))
+    return tuple(entries)

@@ -1,0 +1,1 @@
+"""What commands report, as frozen classes that become JSON; :mod:`tpplan.render` makes them text."""
