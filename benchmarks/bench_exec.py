@@ -17,7 +17,7 @@ import tpplan
 from benchmarks.rows import GPUS, MODEL, TOKENS, Row, measure, rounds_wanted
 from tpplan.core.axes import Axis
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.cpu import Pending, VirtualDevices
+from tpplan.exec.backends.cpu import Pending, VirtualDevices
 from tpplan.exec.programs.lower import TRANSPORTS
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tpplan.exec.binding import BITS
-from tpplan.exec.operands import ADDABLE
+from tpplan.exec.calls.operands import ADDABLE
+from tpplan.exec.memory.binding import BITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

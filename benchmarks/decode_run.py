@@ -22,8 +22,8 @@ from tpplan.decoder import Decoder, Prompt, Sampling
 from tpplan.decoder.prompt_graphs import PromptGraphs
 from tpplan.decoder.steps import Steps
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.bench import limits as bench_limits
 from tpplan.exec.programs.program import HOST
+from tpplan.exec.tools.bench import limits as bench_limits
 from tpplan.weights import iter_slices, load_weights
 
 if TYPE_CHECKING:

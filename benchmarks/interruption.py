@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import tpplan
-from tpplan.exec.arena import Arena
+from tpplan.exec.memory.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ _PACKAGE = Path(tpplan.__file__).parent
 #: Where the functions are in which a context is compiled, used and closed.
 CONTEXT = str(_PACKAGE / "exec")
 #: Where a file is written.
-FILES = str(_PACKAGE / "files.py")
+FILES = str(_PACKAGE / "files" / "text.py")
 
 
 def interrupt() -> None:

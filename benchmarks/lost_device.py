@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec.compiler import build
-from tpplan.exec.gpu.cuda import CudaDevices
+from tpplan.exec.cuda.backend import CudaDevices
 from tpplan.exec.programs.program import Exchange
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.core.plan import SplitPlan
-    from tpplan.exec.binding import Memory
-    from tpplan.exec.gathered import Pending
+    from tpplan.exec.handles import Pending
+    from tpplan.exec.memory.binding import Memory
     from tpplan.exec.programs.program import Buffer, Program
 
 #: How long kernels wait, and how long an error may take, in seconds.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.cuda import nccl
 
-from tpplan.exec.gathered import Gathered
+from tpplan.exec.handles import Gathered
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from tpplan.hardware.catalogue import overhead
 if TYPE_CHECKING:
     from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
-    from tpplan.exec.gpu.graph import Graph
+    from tpplan.exec.cuda.graph import Graph
 
 MODEL = ROOT / "examples" / "models" / "Llama-3.1-8B" / "config.json"
 SIZES = (40, 20, 30, 25, 36, 22, 28, 33)

@@ -10,8 +10,8 @@ from attrs import frozen
 from benchmarks.contents import STARTS
 from tpplan.core.axes import Axis
 from tpplan.exec import HOST
+from tpplan.exec.calls.operands import ADDABLE
 from tpplan.exec.explain import cuts
-from tpplan.exec.operands import ADDABLE
 
 if TYPE_CHECKING:
     from random import Random

@@ -18,10 +18,11 @@ from tpplan.core import workspace
 from tpplan.core.axes import Axis
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, DeviceMemory, PlanModel, Request, Split, SplitPlan
-from tpplan.exec import compiler, host
-from tpplan.exec.cpu import VirtualDevices
-from tpplan.exec.programs.adversary import Adversary
-from tpplan.exec.selftest import attempts
+from tpplan.exec import compiler
+from tpplan.exec.backends.adversary import Adversary
+from tpplan.exec.backends.cpu import VirtualDevices
+from tpplan.exec.memory import host
+from tpplan.exec.tools.selftest import attempts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,7 +11,7 @@ import torch
 from tpplan.decoder import layers
 from tpplan.decoder.cache import Store
 from tpplan.decoder.layers import Scoring, attend, hiding
-from tpplan.exec.torch_shims import flash_attention_of_several
+from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ from attrs import field, frozen
 
 from tests.sources import Sources
 from tests.warps import ME, Block, Meeting, Turns
-from tpplan.exec.gpu.exchange_table import MOST_WORDS
 from tpplan.exec.kernels.kernel import Kernel
+from tpplan.exec.protocol.words import MOST_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

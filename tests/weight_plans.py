@@ -15,7 +15,7 @@ from tpplan.core.axes import Axis
 from tpplan.core.device import Device
 from tpplan.core.plan import KV_MODES, LAYOUTS, Cache, Request
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.binding import BITS
+from tpplan.exec.memory.binding import BITS
 from tpplan.planner.attempt import Attempt
 from tpplan.planner.ledger import demands, ledger
 from tpplan.weights import iter_slices, load_weights

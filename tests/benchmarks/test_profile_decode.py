@@ -15,7 +15,7 @@ from tests.bench_decode_cases import CONFIG, order, run_command
 from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder, Sampling
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.kernels import frame, packet, slot, straight, sums
+from tpplan.exec.kernels import direct, frame, packet, slot, sums
 from tpplan.exec.kernels.kernel import Kernel
 from tpplan.weights import load_weights
 
@@ -70,7 +70,7 @@ def test_kinds_of_kernels(name: str, kind: str) -> None:
 
 def test_all_kernels_of_tpplan_are_known() -> None:
     """Whichever module they are in."""
-    modules = (frame, packet, slot, straight, sums)
+    modules = (frame, packet, slot, direct, sums)
     names = {each.name for module in modules for each in vars(module).values() if isinstance(each, Kernel)}
     assert len(names) > 12
     assert {Work(name, 0).kind for name in names} == {OWN}

@@ -19,8 +19,8 @@ from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for 
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.aside import Aside
+from tpplan.exec.backends.cpu import Pending, VirtualDevices
 from tpplan.exec.compiler import build
-from tpplan.exec.cpu import Pending, VirtualDevices
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.programs.program import OUTPUT
 

@@ -9,14 +9,14 @@ import pytest
 from benchmarks.lost_device import _Losing, lose
 from benchmarks.soak import FRAMED_ROWS, plan_for, soak
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.links.cache import pair_of
-from tpplan.exec.links.driver import TorchDriver
-from tpplan.exec.links.known import link_report
+from tpplan.exec.machine.link_cache import pair_of
+from tpplan.exec.machine.links import link_report
+from tpplan.exec.machine.probe_driver import TorchDriver
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.programs.program import Program
 
 if TYPE_CHECKING:
-    from tpplan.exec.engine import Backend
+    from tpplan.exec.backends.engine import Backend
 
 
 @pytest.mark.multi_gpu

@@ -22,8 +22,8 @@ from tpplan.exec.programs.fence import caller
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from tpplan.exec.backends.adversary import Adversary
     from tpplan.exec.context import TPContext
-    from tpplan.exec.programs.adversary import Adversary
 
 #: Operations of a context that return tensors, with the argument that says on which devices.
 _RESULTS = {"broadcast": "axis", "allgather": "to", "all_reduce": None}

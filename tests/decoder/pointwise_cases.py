@@ -19,7 +19,7 @@ from tpplan.decoder.launches import pointwise
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.pointwise import GATES
 from tpplan.decoder.layers import rms_norm, rotate
-from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

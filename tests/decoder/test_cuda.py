@@ -23,7 +23,7 @@ from tpplan.decoder import Decoder, Prompt, Sampling, generate, layers, model, p
 from tpplan.decoder.layers import Scoring, attend, hiding
 from tpplan.decoder.stack import Stack
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.torch_shims import takes_cudnn
+from tpplan.exec.toolchain.torch_shims import takes_cudnn
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from tests.decoder.late import late
 from tests.decoder_cases import model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import Decoder, generate
+from tpplan.exec.backends.adversary import Adversary
 from tpplan.exec.compiler import build
-from tpplan.exec.programs.adversary import Adversary
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from tpplan.core.plan import SplitPlan
-    from tpplan.exec.binding import Memory
     from tpplan.exec.context import TPContext
+    from tpplan.exec.memory.binding import Memory
 
 
 def adversarial(plan: SplitPlan, transport: str) -> tuple[TPContext, Adversary]:

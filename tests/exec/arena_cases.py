@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tpplan.exec.arena import Arena
+from tpplan.exec.memory.arena import Arena
 
 DTYPES = (
     torch.bool,

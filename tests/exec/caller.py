@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.exec.program_cases import FRAMED, LIMITS, operations
-from tpplan.exec.binding import BITS, Memory
-from tpplan.exec.engine import Backend
-from tpplan.exec.gathered import Pending
-from tpplan.exec.programs.adversary import Adversary
+from tpplan.exec.backends.adversary import Adversary
+from tpplan.exec.backends.engine import Backend
+from tpplan.exec.handles import Pending
+from tpplan.exec.memory.binding import BITS, Memory
 from tpplan.exec.programs.lower import TRANSPORTS, lower, route
 from tpplan.exec.programs.operation import Addition, Moves, Operation, Reduction
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, SLOTS, Buffer, Queue, Stream

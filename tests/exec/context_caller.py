@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
-    from tpplan.exec.programs.adversary import Adversary
+    from tpplan.exec.backends.adversary import Adversary
     from tpplan.exec.programs.program import Stream
 
 

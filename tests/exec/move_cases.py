@@ -9,7 +9,7 @@ import pytest
 import torch
 from attrs import define, field
 
-from tpplan.exec.links.report import Link, LinkReport, Mechanism, Verdict, routes
+from tpplan.exec.machine.link_report import Link, LinkReport, Mechanism, Verdict, routes
 
 CPU, *GPU = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1", "cuda:2"))
 

@@ -9,10 +9,10 @@ from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from tpplan.core.workspace import FRAME_SLOTS, HOST_SLOTS
-from tpplan.exec.links.tuning import Tuning
 from tpplan.exec.programs.lower import TRANSPORTS, Limits, Route, lower, route
 from tpplan.exec.programs.operation import Addition, Operation, Reduction, Share, allgather, broadcast, scatter
 from tpplan.exec.programs.program import HOST, SLOTS, Program
+from tpplan.exec.tuning import Tuning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

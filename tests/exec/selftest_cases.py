@@ -12,8 +12,8 @@ from torch import Tensor
 from schemas import generate
 from tests.watching import Watching
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.compiler import build
-from tpplan.exec.cpu import VirtualDevices
 
 if TYPE_CHECKING:
     from collections.abc import Callable

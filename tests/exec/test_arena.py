@@ -13,7 +13,7 @@ from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache, Request, Split
 from tpplan.core.workspace import areas
 from tpplan.errors import ExecutionError
-from tpplan.exec.arena import Arena
+from tpplan.exec.memory.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,13 +15,14 @@ from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for 
 from tests.exec.test_thresholds import ALL_REDUCE, ALLGATHER, BROADCAST, LIMITS
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
-from tpplan.exec import HOST, Gathered, torch_shims
-from tpplan.exec.gpu import aside as gpu_aside
-from tpplan.exec.gpu.aside import StreamsAside
-from tpplan.exec.links.tuning import KIB
+from tpplan.exec import HOST, Gathered
+from tpplan.exec.cuda import side_streams as gpu_aside
+from tpplan.exec.cuda.side_streams import StreamsAside
 from tpplan.exec.programs import operation
 from tpplan.exec.programs.lower import TRANSPORTS, Mode, Route, route
-from tpplan.exec.torch_shims import leaving_processors
+from tpplan.exec.toolchain import torch_shims
+from tpplan.exec.toolchain.torch_shims import leaving_processors
+from tpplan.exec.tuning import KIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

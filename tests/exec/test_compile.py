@@ -24,11 +24,11 @@ from tpplan.core.sizes import format_bytes
 from tpplan.core.workspace import areas, workspace_bytes
 from tpplan.errors import ExecutionError, PlanError, RequestError
 from tpplan.exec import compiler
-from tpplan.exec.arguments import seconds
-from tpplan.exec.machine import Found, differences, look_at
+from tpplan.exec.checks import seconds
+from tpplan.exec.machine.look import Found, differences, look_at
+from tpplan.exec.machine.transports import Choice
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
-from tpplan.exec.transports import Choice
 from tpplan.planfile.codec import fingerprint
 from tpplan.reports.check import check
 

@@ -17,8 +17,8 @@ from tests.exec.reference import same
 from tpplan import exec as tpx
 from tpplan.core.axes import Axis
 from tpplan.core.workspace import pinned_bytes
+from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.compiler import build
-from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.programs.lower import TRANSPORTS
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tests.exec.reference import same, values
 from tpplan.core.axes import Axis
 from tpplan.core.workspace import align
 from tpplan.exec import HOST
-from tpplan.exec.programs.adversary import Adversary
+from tpplan.exec.backends.adversary import Adversary
 from tpplan.exec.programs.fence import caller
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.programs.program import Stream

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.exec.caller import DTYPES, LAYOUTS, Caller, Script, bits, memory, noise, scripts, total, widths
 from tests.exec.program_cases import CASES
 from tpplan.errors import ExecutionError, InternalError
-from tpplan.exec import cpu
-from tpplan.exec.binding import resolve
-from tpplan.exec.cpu import VirtualDevices, add, sequence
+from tpplan.exec.backends import cpu
+from tpplan.exec.backends.cpu import VirtualDevices, add, sequence
+from tpplan.exec.memory.binding import resolve
 from tpplan.exec.programs.fence import HOST_STREAM, order, own
 from tpplan.exec.programs.program import (
     EXCHANGE,

@@ -20,15 +20,15 @@ from tpplan.core.axes import Axis, parse_layers
 from tpplan.core.plan import Split
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.backends.cpu import Pending, VirtualDevices
+from tpplan.exec.backends.engine import Engine
 from tpplan.exec.compiler import build
-from tpplan.exec.cpu import Pending, VirtualDevices
-from tpplan.exec.engine import Engine
 from tpplan.exec.explain import ALL, ASIDE, IN_GRAPH, Explanation, Way, called, cuts, explain, in_graphs
-from tpplan.exec.links.tuning import Tuning
 from tpplan.exec.programs.lower import TRANSPORTS, Limits
 from tpplan.exec.programs.program import EXCHANGE, HOST, SLOT, STAGE, Buffer, Program, flat, reads, writes
-from tpplan.exec.selftest.references import KINDS
-from tpplan.exec.selftest.trial import FORMS, Noise, Scene
+from tpplan.exec.tools.selftest.references import KINDS
+from tpplan.exec.tools.selftest.trial import FORMS, Noise, Scene
+from tpplan.exec.tuning import Tuning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

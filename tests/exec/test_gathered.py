@@ -21,13 +21,13 @@ from tests.exec.reference import columns, same, values
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import Gathered
-from tpplan.exec.cpu import VirtualDevices
+from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.programs.lower import TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tpplan.exec.cpu import Pending
+    from tpplan.exec.backends.cpu import Pending
     from tpplan.exec.programs.program import Buffer, Program
 
 __all__ = ["little_room"]  # a fixture

@@ -10,9 +10,11 @@ import torch
 from tests.contexts import UNEVEN, context, little_room  # noqa: F401
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
-from tpplan.exec import HOST, engine, resolver
+from tpplan.exec import HOST
+from tpplan.exec.backends import engine
+from tpplan.exec.backends.cpu import VirtualDevices
+from tpplan.exec.calls import resolve
 from tpplan.exec.context import TPContext
-from tpplan.exec.cpu import VirtualDevices
 
 SEEDS = range(12)
 
@@ -70,7 +72,7 @@ def test_an_unwanted_result_is_kept_until_it_is_written() -> None:
 def test_widths_that_never_come_again_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls and programs are forgotten, the oldest first, and made again where they come back."""
     monkeypatch.setattr(engine, "_KEPT", 4)
-    monkeypatch.setattr(resolver, "_KEPT", 4)
+    monkeypatch.setattr(resolve, "_KEPT", 4)
     ctx = context(UNEVEN, "peer", None)
     for turn in range(2):
         for columns in range(1, 10):

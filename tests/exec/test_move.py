@@ -27,8 +27,8 @@ from tests.exec.move_cases import (
     same_tensors,
 )
 from tpplan.errors import DeviceError
-from tpplan.exec import move
-from tpplan.exec.move import Mover, gpu_peer_copy, safe_move_tensor
+from tpplan.exec.machine import move
+from tpplan.exec.machine.move import Mover, gpu_peer_copy, safe_move_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -164,7 +164,7 @@ def test_a_failure_is_reported_once_and_not_repeated(caplog: pytest.LogCaptureFi
         assert same_tensors(mover.move(machine.put(X, GPU[0]), 1, non_blocking=False), X)
     assert machine.ways() == DIRECT + STAGED * 3
     (record,) = caplog.records
-    assert (record.levelno, record.name) == (logging.WARNING, "tpplan.exec.move")
+    assert (record.levelno, record.name) == (logging.WARNING, "tpplan.exec.machine.move")
     assert record.getMessage() == (
         "peer copy from cuda:0 to cuda:1 failed, from now on by the host's memory: "
         "CUDA error: peer access is not supported"

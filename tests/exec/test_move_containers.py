@@ -12,7 +12,7 @@ import torch
 
 from tests.exec.move_cases import CPU, GPU, Machine, Placed, X, same_tensors
 from tpplan.errors import ExecutionError
-from tpplan.exec.move import Mover, safe_move_tensor
+from tpplan.exec.machine.move import Mover, safe_move_tensor
 
 
 class Weights(NamedTuple):

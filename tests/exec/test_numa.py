@@ -13,7 +13,8 @@ import torch
 
 from tests.contexts import UNEVEN
 from tpplan.exec import compile as compile_plan
-from tpplan.exec import compiler, numa
+from tpplan.exec import compiler
+from tpplan.exec.machine import numa
 from tpplan.weights import staging
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 from tests.exec.move_cases import DIRECT, EACH_MACHINE, GPU, Machine, X
 from tpplan.errors import ExecutionError
-from tpplan.exec.move import Mover, gpu_peer_copy
+from tpplan.exec.machine.move import Mover, gpu_peer_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tpplan.errors import ExecutionError
-from tpplan.exec import pinning
-from tpplan.exec.arena import Arena
+from tpplan.exec.memory import pinning
+from tpplan.exec.memory.arena import Arena
 from tpplan.hardware.probe import system_memory
 
 if TYPE_CHECKING:

@@ -13,16 +13,16 @@ from attrs import evolve
 from tests.contexts import ALONE, UNEVEN, context
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
-from tpplan.exec.calls import Calls
+from tpplan.exec.calls.call import Calls
+from tpplan.exec.calls.repeat import Runner
 from tpplan.exec.programs.lower import Route
-from tpplan.exec.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from tpplan.exec import TPContext
-    from tpplan.exec.calls import Call
-    from tpplan.exec.gathered import Pending
+    from tpplan.exec.calls.call import Call
+    from tpplan.exec.handles import Pending
     from tpplan.exec.programs.operation import Operation
     from tpplan.exec.programs.program import Buffer, Program
 
@@ -263,7 +263,7 @@ def test_outputs_with_gradients_are_refused_where_they_are_recorded(ctx: TPConte
 
 def test_memories_do_not_add_up(ctx: TPContext, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of so many, one is forgotten for each that comes, and after the context's end, all are."""
-    monkeypatch.setattr("tpplan.exec.runner._KEPT", 3)
+    monkeypatch.setattr("tpplan.exec.calls.repeat._KEPT", 3)
     out = _outputs(ctx, 1)
     kept = [_parts(ctx, 1) for _ in range(5)]
     for i, parts in enumerate(kept, 1):
@@ -280,7 +280,7 @@ def test_a_few_more_than_are_remembered_are_mostly_known(
     ctx: TPContext, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where they take turns, too, so that the one that was not used for longest is always the next to come."""
-    monkeypatch.setattr("tpplan.exec.runner._KEPT", 100)
+    monkeypatch.setattr("tpplan.exec.calls.repeat._KEPT", 100)
     kept, out = [_parts(ctx, 1) for _ in range(107)], _outputs(ctx, 1)
     for _ in range(10):
         for parts in kept:
@@ -293,7 +293,7 @@ def test_what_is_found_anew_takes_no_other_place(
     ctx: TPContext, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that is of another dtype every time does not push out what else is remembered."""
-    monkeypatch.setattr("tpplan.exec.runner._KEPT", 2)
+    monkeypatch.setattr("tpplan.exec.calls.repeat._KEPT", 2)
     others, parts, out = _parts(ctx, 1), _parts(ctx, 1), _outputs(ctx, 1)
     ctx.allgather(others, Axis.RS, out=out)
     for dtype in (torch.float32, torch.int32) * 5:

@@ -12,13 +12,13 @@ from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test her
 from tpplan.errors import RequestError
 from tpplan.exec import Tuning
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.backends.cpu import VirtualDevices
+from tpplan.exec.backends.engine import Virtual
 from tpplan.exec.compiler import build
-from tpplan.exec.cpu import VirtualDevices
-from tpplan.exec.engine import Virtual
-from tpplan.exec.links.tuning import KIB, MIB, default
 from tpplan.exec.programs import operation
 from tpplan.exec.programs.lower import Limits, Mode, Route, route
-from tpplan.exec.selftest import run as selftest
+from tpplan.exec.tools.selftest import run as selftest
+from tpplan.exec.tuning import KIB, MIB, default
 
 if TYPE_CHECKING:
     from tpplan.exec.context import TPContext

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
-from tpplan.exec.torch_shims import alike, timeout_of
+from tpplan.exec.toolchain.torch_shims import alike, timeout_of
 
 if TYPE_CHECKING:
     from pathlib import Path

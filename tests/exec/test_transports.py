@@ -11,14 +11,15 @@ import torch
 
 import tpplan
 from tpplan.errors import ExecutionError
-from tpplan.exec import Tuning, compiler, transports
-from tpplan.exec.environment import serialised, unreachable
-from tpplan.exec.gpu import kernel_cache
-from tpplan.exec.links import driver as link_driver
-from tpplan.exec.links.report import Link, LinkReport, Mechanism, Verdict, routes
-from tpplan.exec.machine import Found
+from tpplan.exec import Tuning, compiler
+from tpplan.exec.machine import probe_driver as link_driver
+from tpplan.exec.machine import transports
+from tpplan.exec.machine.environment import serialised, unreachable
+from tpplan.exec.machine.link_report import Link, LinkReport, Mechanism, Verdict, routes
+from tpplan.exec.machine.look import Found
+from tpplan.exec.machine.transports import Choice, choose
 from tpplan.exec.programs.lower import TRANSPORTS
-from tpplan.exec.transports import Choice, choose
+from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -25,10 +25,10 @@ from tests.exllamav2.models import (
 from tpplan.core import workspace
 from tpplan.errors import DeviceError, ExecutionError, RequestError
 from tpplan.exec import compiler
-from tpplan.exec.arena import Arena
-from tpplan.exec.cpu import VirtualDevices
-from tpplan.exec.links.tuning import Tuning
-from tpplan.exec.transports import Choice
+from tpplan.exec.backends.cpu import VirtualDevices
+from tpplan.exec.machine.transports import Choice
+from tpplan.exec.memory.arena import Arena
+from tpplan.exec.tuning import Tuning
 from tpplan.exllamav2 import (
     BROADCAST_ID,
     BROADCAST_KV,

@@ -21,7 +21,7 @@ from tests.exllamav2.models import (
     small_model,
 )
 from tpplan.exec import compiler
-from tpplan.exec.programs.adversary import Adversary
+from tpplan.exec.backends.adversary import Adversary
 from tpplan.exllamav2 import (
     BROADCAST_ID,
     BROADCAST_KV,

@@ -11,7 +11,8 @@ import torch
 import tpplan.exllamav2
 from tests.exllamav2.models import HALF, finalized, noise, parts_of, small_model
 from tpplan.errors import RequestError
-from tpplan.exec import Tuning, move
+from tpplan.exec import Tuning
+from tpplan.exec.machine import move
 from tpplan.exllamav2 import (
     BROADCAST_ID,
     BROADCAST_KV,
@@ -132,7 +133,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[object], bool], ...]] = {
 def test_attributes(name: str) -> None:
     """Each attribute has the original's type, and is None where the original's is."""
     tp = TPContext(small_model(), [1.0, 0.0, 1.0], backend="cpu")
-    steps = (lambda: None), tp.finalize, tp.unload
+    steps: list[Callable[[], object]] = [lambda: None, tp.finalize, tp.unload]
     for step, is_right in zip(steps, ATTRIBUTES[name], strict=True):
         step()
         assert is_right(getattr(tp, name)), getattr(tp, name)

@@ -34,7 +34,7 @@ def _survey(*, json: bool) -> int:
     from tpplan.render.survey import survey as view  # noqa: PLC0415
 
     with needing("testing links"):
-        from tpplan.exec.links.survey import survey as examine  # noqa: PLC0415
+        from tpplan.exec.tools.survey.survey import survey as examine  # noqa: PLC0415
     console.show_log()
     console.answer(examine(console.busy), view, json=json)
     return OK
@@ -261,15 +261,15 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
         transport: peer, host or events; all of them by default.
         json: print one JSON document.
     """
-    from tpplan.exec import choices  # noqa: PLC0415 (before what needs torch)
+    from tpplan.exec import options  # noqa: PLC0415 (before what needs torch)
     from tpplan.render.selftest import selftest as view  # noqa: PLC0415
 
-    choices.check_choice("backend", backend, choices.BACKENDS)
-    wanted = choices.tested_transports(transport)
+    options.check_choice("backend", backend, options.BACKENDS)
+    wanted = options.tested_transports(transport)
     found = on_plans.read_plan(plan)
     with needing("running a plan"):
         from tpplan.exec.fallback import compiler  # noqa: PLC0415
-        from tpplan.exec.selftest import run as tests  # noqa: PLC0415
+        from tpplan.exec.tools.selftest import run as tests  # noqa: PLC0415
     console.show_log()
     report = tests.selftest(found, compiler(found, backend, on_plans.note), wanted, console.busy)
     console.answer(report, view, json=json)
@@ -297,16 +297,16 @@ def bench(
         transport: peer, host, events, or auto (by default).
         json: print one JSON document.
     """
-    from tpplan.exec import choices  # noqa: PLC0415 (before what needs torch)
+    from tpplan.exec import options  # noqa: PLC0415 (before what needs torch)
     from tpplan.render.bench import bench as view  # noqa: PLC0415
 
-    choices.check_choice("backend", backend, choices.BACKENDS)
-    choices.check_choice("transport", transport, choices.TRANSPORTS_OR_AUTO)
-    asked, turns = choices.payloads(sizes) if sizes else (), choices.checked_rounds(rounds)
+    options.check_choice("backend", backend, options.BACKENDS)
+    options.check_choice("transport", transport, options.TRANSPORTS_OR_AUTO)
+    asked, turns = options.payloads(sizes) if sizes else (), options.checked_rounds(rounds)
     found = on_plans.read_plan(plan)
     with needing("running a plan"):
-        from tpplan.exec.bench import run as times  # noqa: PLC0415
         from tpplan.exec.fallback import compiler  # noqa: PLC0415
+        from tpplan.exec.tools.bench import run as times  # noqa: PLC0415
     console.show_log()
     make, told = compiler(found, backend, on_plans.note), (lambda _: None) if json else console.growing(view)
     report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)

@@ -26,7 +26,7 @@ from tpplan.decoder.layers import some_of, together
 from tpplan.decoder.plain import Plain
 from tpplan.decoder.products import AT_ONCE
 from tpplan.decoder.quantised import ordered
-from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.quantised import Matrix, Quantised
     from tpplan.decoder.settings import Settings
     from tpplan.decoder.stacked import Projection
-    from tpplan.exec.gpu.channel import Channel
+    from tpplan.exec.cuda.channel import Channel
 
 
 def steps_on(

@@ -46,7 +46,7 @@ def generate(
         RequestError: there are no prompts or too many, or one is empty, too long for the plan's cache, or has tokens
             outside the vocabulary; or another generation has started since, in the same cache.
     """
-    from tpplan.exec.cluster.agreement import agree  # noqa: PLC0415 (needs torch, which checking prompts does not)
+    from tpplan.exec.processes.agreement import agree  # noqa: PLC0415 (needs torch, which checking prompts does not)
 
     settings = {
         "max_new_tokens": str(max_new_tokens),

@@ -14,7 +14,7 @@ from torch import Tensor
 from tpplan.decoder.layers import together
 from tpplan.decoder.prompts import Extent
 from tpplan.decoder.rings import Ring
-from tpplan.exec.torch_shims import flash_attention_of_several
+from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

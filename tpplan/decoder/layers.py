@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from tpplan.exec.torch_shims import flash_attention, takes_cudnn
+from tpplan.exec.toolchain.torch_shims import flash_attention, takes_cudnn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

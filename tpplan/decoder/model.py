@@ -29,7 +29,7 @@ from tpplan.decoder.settings import settings_of
 from tpplan.decoder.stack import Stack
 from tpplan.decoder.steps import Steps
 from tpplan.errors import ExecutionError
-from tpplan.exec.cluster.agreement import agree
+from tpplan.exec.processes.agreement import agree
 from tpplan.exec.programs.program import HOST
 from tpplan.models.reader import read_model
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.ropes import Angles
     from tpplan.decoder.settings import Settings
     from tpplan.exec.context import TPContext
-    from tpplan.exec.gpu.graph import Graph
+    from tpplan.exec.cuda.graph import Graph
     from tpplan.weights import Weights
 
 _LOG = logging.getLogger(__name__)

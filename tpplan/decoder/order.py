@@ -15,7 +15,7 @@ from tpplan.decoder.generation import check_prompts
 from tpplan.decoder.prompts import length_of
 from tpplan.decoder.sampling import Sampling
 from tpplan.decoder.text import Tokenizer
-from tpplan.exec.choices import BACKENDS, check_choice
+from tpplan.exec.options import BACKENDS, check_choice
 from tpplan.weights.source import Source
 
 #: Default number of new tokens, if the plan's cache has room.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.layers import Scoring
     from tpplan.decoder.quantised import Matrix, Quantised
     from tpplan.decoder.stacked import Projection
-    from tpplan.exec.gpu.channel import Channel
+    from tpplan.exec.cuda.channel import Channel
 
 
 @frozen

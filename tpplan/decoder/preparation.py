@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tpplan.decoder.prompts import Prompt
 from tpplan.decoder.sampling import Sampling
 from tpplan.errors import RequestError
-from tpplan.exec.cluster.agreement import agree
+from tpplan.exec.processes.agreement import agree
 
 if TYPE_CHECKING:
     from tpplan.decoder.model import Decoder

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.model import Decoder
     from tpplan.decoder.stack import Stack
-    from tpplan.exec.gpu.graph import Graph
+    from tpplan.exec.cuda.graph import Graph
 
 #: Minimum rows of a graph. With half of them, a pass takes a GPU nearly as long, as it still reads all weights.
 _SMALLEST: Final = 128

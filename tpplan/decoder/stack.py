@@ -15,7 +15,7 @@ from tpplan.core.axes import Axis
 from tpplan.decoder.agreed import agreed, room_for
 from tpplan.decoder.layers import Scoring
 from tpplan.decoder.plain import Plain, Turn
-from tpplan.exec.torch_shims import leaving_processors
+from tpplan.exec.toolchain.torch_shims import leaving_processors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

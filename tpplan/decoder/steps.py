@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.decoder.model import Decoder
-    from tpplan.exec.gpu.graph import Graph
+    from tpplan.exec.cuda.graph import Graph
 
 #: Minimum span of a step: the places of the cache it may read. Spans double from here, and each has its own graph.
 _SHORTEST_SPAN: Final = 256

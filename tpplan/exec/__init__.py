@@ -1,9 +1,9 @@
 """Running a plan: compile it, and move data by it. Needs torch.
 
-``compiler`` makes a ``context``, whose operations become programs (``programs``). They run on virtual devices (``cpu``)
-or on CUDA devices (``gpu``), by the kernels in ``kernels``; ``links`` knows by which ways data gets from GPU to GPU,
-and up to which size each is the fastest. ``rope`` makes the tables of position embeddings. ``selftest`` and ``bench``
-are what the commands of these names do.
+``compiler`` makes a ``context``, whose operations (``calls``) become ``programs``. ``backends`` run these on virtual
+devices in host memory, ``cuda`` on GPUs, by ``kernels`` that share a ``protocol`` with the host. ``memory`` is what a
+context holds, ``machine`` what is known of the devices and their links, and ``processes`` are several that run one plan
+together. ``rope`` makes the tables of position embeddings; ``tools`` are what commands do.
 
 Names are imported when they are first used, as in ``tpplan`` itself.
 """
@@ -18,25 +18,25 @@ from tpplan.core.missing import needing
 
 if TYPE_CHECKING:
     from tpplan.exec.aside import Aside
-    from tpplan.exec.cluster.process_group import process_group
     from tpplan.exec.compiler import compile  # noqa: A004
     from tpplan.exec.context import TPContext
-    from tpplan.exec.device import DeviceContext
-    from tpplan.exec.gathered import Gathered
-    from tpplan.exec.links.tuning import Tuning
+    from tpplan.exec.handles import Gathered
+    from tpplan.exec.memory.device import DeviceContext
+    from tpplan.exec.processes.group import process_group
     from tpplan.exec.programs.program import HOST
     from tpplan.exec.rope.tables import Rope
+    from tpplan.exec.tuning import Tuning
 
 _MODULE_OF = {
     "HOST": "programs.program",
     "Aside": "aside",
-    "DeviceContext": "device",
-    "Gathered": "gathered",
+    "DeviceContext": "memory.device",
+    "Gathered": "handles",
     "Rope": "rope.tables",
     "TPContext": "context",
-    "Tuning": "links.tuning",
+    "Tuning": "tuning",
     "compile": "compiler",
-    "process_group": "cluster.process_group",
+    "process_group": "processes.group",
 }
 
 __all__ = ["HOST", "Aside", "DeviceContext", "Gathered", "Rope", "TPContext", "Tuning", "compile", "process_group"]

@@ -14,26 +14,26 @@ from tpplan.core.model import ModelSpec
 from tpplan.core.plan import SplitPlan
 from tpplan.core.workspace import FLAG_BYTES, FRAME_SLOT_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
 from tpplan.errors import ExecutionError, RequestError
-from tpplan.exec.arguments import seconds
-from tpplan.exec.binding import Memory
-from tpplan.exec.choices import BACKENDS, TRANSPORTS_OR_AUTO, check_choice
+from tpplan.exec.backends.cpu import VirtualDevices
+from tpplan.exec.backends.engine import Engine
+from tpplan.exec.calls.operands import ADDABLE
+from tpplan.exec.checks import seconds
 from tpplan.exec.context import TPContext
-from tpplan.exec.cpu import VirtualDevices
-from tpplan.exec.device import DeviceContext
-from tpplan.exec.engine import Engine
-from tpplan.exec.gpu.blocks import SLOT_BLOCKS, most_blocks
-from tpplan.exec.gpu.slot_table import capacity
+from tpplan.exec.cuda.blocks import SLOT_BLOCKS, most_blocks
 from tpplan.exec.guard import run_all
-from tpplan.exec.host import HostMemory
-from tpplan.exec.links.tuning import Tuning, default
-from tpplan.exec.links.tuning_cache import stored
-from tpplan.exec.machine import differences, listed, look_at, places_for, uncounted
-from tpplan.exec.numa import near
-from tpplan.exec.operands import ADDABLE
+from tpplan.exec.machine.look import differences, listed, look_at, places_for, uncounted
+from tpplan.exec.machine.numa import near
+from tpplan.exec.machine.transports import Choice, choose
+from tpplan.exec.machine.tuning_cache import stored
+from tpplan.exec.memory.binding import Memory
+from tpplan.exec.memory.device import DeviceContext
+from tpplan.exec.memory.host import HostMemory
+from tpplan.exec.options import BACKENDS, TRANSPORTS_OR_AUTO, check_choice
 from tpplan.exec.programs.lower import SPARED_BYTES, Limits
 from tpplan.exec.programs.program import HOST, SLOTS
+from tpplan.exec.protocol.slots import capacity
 from tpplan.exec.tensors import name_of
-from tpplan.exec.transports import Choice, choose
+from tpplan.exec.tuning import Tuning, default
 from tpplan.models.reader import read_model
 from tpplan.planfile.verify import verify
 from tpplan.planner.recount import differences as recounted
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from tpplan.exec.cluster.meeting import Meeting
-    from tpplan.exec.engine import Backend
-    from tpplan.exec.machine import Found
+    from tpplan.exec.backends.engine import Backend
+    from tpplan.exec.machine.look import Found
+    from tpplan.exec.processes.meeting import Meeting
     from tpplan.exec.programs.program import Queue
 
 
@@ -143,7 +143,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     dtype = planned if dtype is None else dtype
     max_rows = plan.request.max_rows if max_rows is None else max_rows
     if has_others:
-        from tpplan.exec.cluster.compiler import compile_together  # noqa: PLC0415 (which imports this module)
+        from tpplan.exec.processes.compiler import compile_together  # noqa: PLC0415 (which imports this module)
 
         return compile_together(
             plan,
@@ -181,7 +181,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     if backend == "cpu":
         chosen = _PLAINEST if transport == "auto" else transport
         return made(VirtualDevices, transport=chosen, tuning=tuning)
-    from tpplan.exec.gpu.cuda import CudaDevices  # noqa: PLC0415 (needs a driver)
+    from tpplan.exec.cuda.backend import CudaDevices  # noqa: PLC0415 (needs a driver)
 
     patience = _TIMEOUT if timeout is None else seconds("timeout", timeout)
     start = partial(CudaDevices, places={i: places[i] for i in used}, transport=choice.transport, timeout=patience)
@@ -326,7 +326,7 @@ def _has_several(group: ProcessGroup) -> bool:
     Raises:
         ExecutionError: this process is not in it.
     """
-    from tpplan.exec.cluster.meeting import Meeting  # noqa: PLC0415 (not for every plan)
+    from tpplan.exec.processes.meeting import Meeting  # noqa: PLC0415 (not for every plan)
 
     return Meeting(group).count > 1
 

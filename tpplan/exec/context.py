@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from tpplan.exec.arguments import whole
-from tpplan.exec.cluster.telling import Alone
+from tpplan.exec.checks import whole
 from tpplan.exec.context_operations import ContextOperations
 from tpplan.exec.explain import explain
 from tpplan.exec.guard import run_all
+from tpplan.exec.processes.telling import Alone
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from tpplan.exec.aside import Aside
+    from tpplan.exec.cuda.channel import Channel
+    from tpplan.exec.cuda.graph import Graph
     from tpplan.exec.explain import Explanation
-    from tpplan.exec.gpu.channel import Channel
-    from tpplan.exec.gpu.graph import Graph
 
 
 _Told = TypeVar("_Told")

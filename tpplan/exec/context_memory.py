@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
-from tpplan.exec.arguments import check_dtype, check_type, whole
-from tpplan.exec.cuts import Cuts
+from tpplan.exec.calls.inflight import Inflight
+from tpplan.exec.calls.slices import Cuts
+from tpplan.exec.checks import check_dtype, check_type, whole
 from tpplan.exec.guard import Guard
-from tpplan.exec.inflight import Inflight
 from tpplan.exec.overlap import share_bytes
 from tpplan.exec.tensors import check_copied, check_kind, check_stored
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from tpplan.core.axes import Slice
     from tpplan.core.plan import SplitPlan
-    from tpplan.exec.device import DeviceContext
-    from tpplan.exec.host import HostMemory
+    from tpplan.exec.memory.device import DeviceContext
+    from tpplan.exec.memory.host import HostMemory
     from tpplan.exec.rope.tables import Rope
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.exec.calls import Calls
+from tpplan.exec.calls.call import Calls
+from tpplan.exec.calls.repeat import Runner
+from tpplan.exec.calls.resolve import Resolver
 from tpplan.exec.context_memory import ContextMemory
-from tpplan.exec.gathered import Gathered
+from tpplan.exec.handles import Gathered
 from tpplan.exec.programs.lower import Mode
 from tpplan.exec.programs.program import HOST
-from tpplan.exec.resolver import Resolver
-from tpplan.exec.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from tpplan.core.axes import Axis
     from tpplan.core.plan import SplitPlan
-    from tpplan.exec.cluster.meeting import Meeting
-    from tpplan.exec.device import DeviceContext
-    from tpplan.exec.engine import Engine
-    from tpplan.exec.host import HostMemory
+    from tpplan.exec.backends.engine import Engine
+    from tpplan.exec.memory.device import DeviceContext
+    from tpplan.exec.memory.host import HostMemory
+    from tpplan.exec.processes.meeting import Meeting
 
 
 class ContextOperations(ContextMemory):

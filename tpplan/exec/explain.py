@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from tpplan.core.plan import Split, SplitPlan
-    from tpplan.exec.engine import Engine
+    from tpplan.exec.backends.engine import Engine
     from tpplan.exec.programs.lower import Route
     from tpplan.exec.programs.operation import Operation
     from tpplan.exec.programs.program import Buffer, Program

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.core.sizes import format_bytes
-from tpplan.exec.links.tuning import copies_field, slots_field
 from tpplan.exec.programs.lower import LARGEST_CHUNK, kind_of
 from tpplan.exec.programs.operation import Addition, Moves
+from tpplan.exec.tuning import copies_field, slots_field
 
 if TYPE_CHECKING:
-    from tpplan.exec.engine import Engine
+    from tpplan.exec.backends.engine import Engine
     from tpplan.exec.programs.lower import Mode, Route
     from tpplan.exec.programs.operation import Operation
 

@@ -8,8 +8,8 @@ import torch
 
 from tpplan.core.workspace import align, areas
 from tpplan.errors import ExecutionError
-from tpplan.exec.arena import Arena
-from tpplan.exec.arguments import check_dtype, whole
+from tpplan.exec.checks import check_dtype, whole
+from tpplan.exec.memory.arena import Arena
 from tpplan.exllamav2.model import DTYPE
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.pinning import refused
+from tpplan.exec.memory.pinning import refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from tpplan.core.axes import Axis, Slice
 from tpplan.core.plan import Cache, Request, SplitPlan
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.choices import BACKENDS, TRANSPORTS_OR_AUTO, check_choice
+from tpplan.exec.options import BACKENDS, TRANSPORTS_OR_AUTO, check_choice
 from tpplan.exllamav2.areas import Scratch
 from tpplan.exllamav2.device import global_streams, make_streams
 from tpplan.exllamav2.gpus import read_gpu_split

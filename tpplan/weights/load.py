@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tpplan.core.workspace import align
 from tpplan.errors import ModelError, RequestError
-from tpplan.exec.arena import Arena
-from tpplan.exec.cluster.agreement import agree
+from tpplan.exec.memory.arena import Arena
+from tpplan.exec.processes.agreement import agree
 from tpplan.models.formats.storage import split_name
 from tpplan.weights.digests import check_same, digests_of
 from tpplan.weights.progress import progress

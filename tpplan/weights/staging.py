@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from tpplan.exec.numa import near
-from tpplan.exec.pinning import refused
+from tpplan.exec.machine.numa import near
+from tpplan.exec.memory.pinning import refused
 from tpplan.weights.reads import CHUNK_BYTES
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tpplan.exec.gpu.kernel_cache import OVERLAPS
+from tpplan.exec.toolchain.kernel_cache import OVERLAPS
 
 _INSTRUCTION = re.compile(r"griddepcontrol\.(wait|launch_dependents);")
 

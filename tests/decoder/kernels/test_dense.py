@@ -15,7 +15,7 @@ from tests.machine_code import CAPABILITIES, check_code, in_order
 from tpplan.decoder.launches import dense
 from tpplan.decoder.launches.dense import KINDS, Dense, names_of
 from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable

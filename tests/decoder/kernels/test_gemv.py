@@ -18,7 +18,7 @@ from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.gemv import Gemv, Norm, shape_of
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.layers import rms_norm
-from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.toolchain import kernel_cache
 
 SIZES = [(1536, 4096), (4096, 1024), (4096, 3584), (28672, 4096), (4096, 14336), (7, 8), (9, 2304), (33, 896), (5, 520)]
 #: Kernels, each with the generation of GPUs that it is compiled for: it takes long, and they differ by dtype in little.

@@ -22,7 +22,7 @@ from tpplan.decoder.launches import grouped
 from tpplan.decoder.launches.grouped import WHOLE, Grouped, names_of
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.stacked import Projection
-from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
     from tests.decoder.kernels.experts_cases import Matrices

@@ -8,8 +8,8 @@ import torch
 from tests.packed_cases import matrix_of
 from tpplan.decoder.launches.launcher import DTYPES, bits_of
 from tpplan.decoder.quantised import IntMatrix, Matrix
-from tpplan.exec.gpu.channel import adders_on
-from tpplan.exec.gpu.channel_table import (
+from tpplan.exec.cuda.channel import adders_on
+from tpplan.exec.protocol.channel import (
     ADDERS,
     CALLERS,
     DEVICES,
@@ -21,7 +21,7 @@ from tpplan.exec.gpu.channel_table import (
     SET,
     SLOT,
 )
-from tpplan.exec.gpu.exchange_table import BLOCKS, COUNTERS, DEADLINE, MOST_WORDS
+from tpplan.exec.protocol.words import BLOCKS, COUNTERS, DEADLINE, MOST_WORDS
 
 lanes = pytest.importorskip("tests.lanes")
 gemv_kernels = pytest.importorskip("tpplan.decoder.kernels.gemv")

@@ -26,9 +26,9 @@ from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.packed import STEPS, Packed, names_of, shape_of
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.stacked import below
-from tpplan.exec.gpu import kernel_cache
-from tpplan.exec.gpu.channel_table import CALLERS, MOST_BLOCKS
-from tpplan.exec.gpu.exchange_table import MOST_WORDS
+from tpplan.exec.protocol.channel import CALLERS, MOST_BLOCKS
+from tpplan.exec.protocol.words import MOST_WORDS
+from tpplan.exec.toolchain import kernel_cache
 
 __all__ = ["launches"]  # a fixture
 

@@ -11,7 +11,7 @@ from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.packed_cases import FORMS, WARPS, product_of
 from tpplan.decoder.launches.launcher import DTYPES, bits_of
 from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
-from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.toolchain import kernel_cache
 
 #: Kernels, each with generations of GPUs that it is compiled for: they differ by dtype in little.
 KERNELS = [

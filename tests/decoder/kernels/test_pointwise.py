@@ -19,7 +19,7 @@ from tpplan.decoder import Decoder, Prompt, fused
 from tpplan.decoder.launches.pointwise import Places, Pointwise
 from tpplan.decoder.layers import angles, rms_norm, rotate
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.toolchain import kernel_cache
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:

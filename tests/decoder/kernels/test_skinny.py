@@ -18,9 +18,9 @@ from tpplan.decoder.launches import skinny
 from tpplan.decoder.launches.few_rows import GATES
 from tpplan.decoder.launches.launcher import DTYPES
 from tpplan.decoder.launches.skinny import Skinny, shape_of
-from tpplan.exec.gpu import kernel_cache
-from tpplan.exec.gpu.channel_table import CALLERS, MOST_BLOCKS
-from tpplan.exec.gpu.exchange_table import MOST_WORDS
+from tpplan.exec.protocol.channel import CALLERS, MOST_BLOCKS
+from tpplan.exec.protocol.words import MOST_WORDS
+from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable

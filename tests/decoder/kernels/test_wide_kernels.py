@@ -15,7 +15,7 @@ from tests.packed_cases import product_of
 from tpplan.decoder.kernels.wide_limits import stage_bytes
 from tpplan.decoder.launches.packed import STEPS
 from tpplan.decoder.launches.wide import bytes_of
-from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.toolchain import kernel_cache
 
 #: Warps of a multiprocessor, by rows.
 WARPS = {32: 16, 48: 12, 64: 8}

@@ -6,8 +6,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from schemas import generate
-from tpplan.exec.bench import clock as bench_clock
 from tpplan.exec.programs.program import HOST
+from tpplan.exec.tools.bench import clock as bench_clock
 from tpplan.reports.bench import Limit
 
 SCHEMA = Draft202012Validator(generate.schema("bench-report"))

@@ -14,8 +14,8 @@ from attrs import evolve
 from tests.command import Done, command
 from tests.contexts import MAX_ROWS, UNEVEN, little_room  # noqa: F401 (for every test here)
 from tests.exec.bench.cases import OPERATIONS, RATES, SCHEMA, short_turns  # noqa: F401 (for every test here)
-from tpplan.exec.bench import run as bench
-from tpplan.exec.bench.case import Case, Cases
+from tpplan.exec.tools.bench import run as bench
+from tpplan.exec.tools.bench.case import Case, Cases
 from tpplan.files.codec import unstructure
 from tpplan.render.bench import bench as view
 from tpplan.reports.bench import BenchReport, Measured, Spread, Timed

@@ -18,17 +18,17 @@ from tests.exec.bench.cases import OPERATIONS, short_turns  # noqa: F401 (for ev
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.bench import case as bench_case
-from tpplan.exec.bench import limits as bench_limits
-from tpplan.exec.bench import peers as bench_peers
-from tpplan.exec.bench import run as bench
-from tpplan.exec.bench.clock import Clock, Run
-from tpplan.exec.bench.even import even_plan
-from tpplan.exec.bench.peers import Contender
-from tpplan.exec.cpu import VirtualDevices
-from tpplan.exec.links.tuning import Tuning
+from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.programs.program import OUTPUT, Buffer
+from tpplan.exec.tools.bench import case as bench_case
+from tpplan.exec.tools.bench import limits as bench_limits
+from tpplan.exec.tools.bench import peers as bench_peers
+from tpplan.exec.tools.bench import run as bench
+from tpplan.exec.tools.bench.clock import Clock, Run
+from tpplan.exec.tools.bench.even import even_plan
+from tpplan.exec.tools.bench.peers import Contender
+from tpplan.exec.tuning import Tuning
 from tpplan.planfile.verify import verify
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.core.plan import SplitPlan
-    from tpplan.exec.bench.case import Case
+    from tpplan.exec.backends.cpu import Pending
     from tpplan.exec.context import TPContext
-    from tpplan.exec.cpu import Pending
     from tpplan.exec.programs.program import Program
+    from tpplan.exec.tools.bench.case import Case
     from tpplan.reports.bench import BenchReport, Limit, Timed
 
 

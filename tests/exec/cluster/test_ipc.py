@@ -16,7 +16,7 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.bindings: pip install '.
 from cuda.bindings import driver, runtime
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.cluster import ipc
+from tpplan.exec.processes import ipc
 
 
 @pytest.fixture

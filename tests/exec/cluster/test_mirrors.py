@@ -15,9 +15,9 @@ from tests.exec.caller import bits, expected, memory, noise, widths
 from tests.exec.program_cases import LIMITS, OPERATIONS, PASSED_ON, operations
 from tpplan.core.workspace import ALIGNMENT
 from tpplan.errors import InternalError
-from tpplan.exec.binding import resolve
-from tpplan.exec.cluster.mirrors import Mirrors
-from tpplan.exec.cpu import add, sequence
+from tpplan.exec.backends.cpu import add, sequence
+from tpplan.exec.memory.binding import resolve
+from tpplan.exec.processes.mirrors import Mirrors
 from tpplan.exec.programs.lower import Route, lower, route
 from tpplan.exec.programs.operation import Reduction, allgather
 from tpplan.exec.programs.program import EXCHANGE, INPUT, OUTPUT, RESIDUAL, Buffer, flat, reads, writes

@@ -12,8 +12,8 @@ from torch import distributed
 
 from tests.contexts import UNEVEN
 from tpplan.errors import ExecutionError
-from tpplan.exec.cluster.carrier import GroupCarrier, Parcel, backends_of
-from tpplan.exec.machine import places_for
+from tpplan.exec.machine.look import places_for
+from tpplan.exec.processes.transport import GroupCarrier, Parcel, backends_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from tests.exec.caller import LAYOUTS, bits, expected, memory, noise, widths
 from tests.exec.program_cases import OPERATIONS, ROWS, Case, case, operations
-from tpplan.exec.binding import Memory, resolve
-from tpplan.exec.cluster.rounds import Message, Round, rounds
-from tpplan.exec.cpu import VirtualDevices, Work, add, sequence
+from tpplan.exec.backends.cpu import VirtualDevices, Work, add, sequence
+from tpplan.exec.memory.binding import Memory, resolve
+from tpplan.exec.processes.rounds import Message, Round, rounds
 from tpplan.exec.programs.operation import Reduction
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tpplan.exec.cpu import Place
+    from tpplan.exec.backends.cpu import Place
 
 DTYPE = torch.bfloat16
 

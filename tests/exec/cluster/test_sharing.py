@@ -14,8 +14,8 @@ from attrs import define
 
 from tests.exec.cluster.threads import ThreadMeeting
 from tpplan.errors import ExecutionError
-from tpplan.exec.cluster import sharing
-from tpplan.exec.cluster.sharing import Sharing
+from tpplan.exec.processes import shared
+from tpplan.exec.processes.shared import Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,11 +78,11 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Opened]:
 
     ipc = SimpleNamespace(Handle=Handle, Opened=SimpleNamespace(on=on))
     page = SimpleNamespace(Page=SimpleNamespace(create=create, open=lambda *_: Page()))
-    monkeypatch.setitem(sys.modules, "tpplan.exec.cluster.ipc", ipc)
-    monkeypatch.setitem(sys.modules, "tpplan.exec.cluster.page", page)
+    monkeypatch.setitem(sys.modules, "tpplan.exec.processes.ipc", ipc)
+    monkeypatch.setitem(sys.modules, "tpplan.exec.processes.host_page", page)
     monkeypatch.setattr(Page, "missing", 0)
     monkeypatch.setattr(Page, "closed", 0)
-    monkeypatch.setattr(sharing, "_HELD", set())
+    monkeypatch.setattr(shared, "_HELD", set())
     return found
 
 
@@ -105,12 +105,12 @@ def test_each_gets_the_areas_of_the_other(opened: list[Opened], tmp_path: Path) 
     def call(one: Sharing, process: int) -> bool:
         ((device, (control, exchange)),) = one.share(areas(process)).items()
         assert (device, int(control[0]), len(exchange)) == (1 - process, 1 - process, 3)
-        assert one in sharing._HELD
+        assert one in shared._HELD
         one.fail("too late to say")
         one.forget_name()
         one.leave(1)
         one.leave(1)
-        return one in sharing._HELD
+        return one in shared._HELD
 
     assert both(call) == [False, False]
     assert not any(each.is_open for each in opened)
@@ -128,7 +128,7 @@ def test_what_somebody_may_still_use_is_held(opened: list[Opened], monkeypatch: 
         one.leave(0)
 
     both(call)
-    assert len(sharing._HELD) == 2
+    assert len(shared._HELD) == 2
     assert not any(each.is_open for each in opened)
     assert Page.closed == 0
 
@@ -146,7 +146,7 @@ def test_a_failure_before_is_told(opened: list[Opened]) -> None:
 
     assert both(call) == ["", "no memory"]
     assert not opened
-    assert not sharing._HELD
+    assert not shared._HELD
 
 
 def test_a_failure_behind_ends_it_for_all(opened: list[Opened]) -> None:
@@ -156,7 +156,7 @@ def test_a_failure_behind_ends_it_for_all(opened: list[Opened]) -> None:
         one.share(areas(process))
         one.end()
         one.leave(1)  # as a context does that is closed
-        return one in sharing._HELD
+        return one in shared._HELD
 
     assert both(call) == [False, False]
     assert not any(each.is_open for each in opened)
@@ -166,4 +166,4 @@ def test_nothing_is_shared_without_kernels(opened: list[Opened]) -> None:
     """Processes still tell each other that they have come so far."""
     assert both(lambda one, process: one.share(areas(process)), None) == [{}, {}]
     assert not opened
-    assert not sharing._HELD
+    assert not shared._HELD

@@ -12,12 +12,12 @@ import torch
 
 from tests.exec.cluster.threads import ThreadMeeting
 from tpplan.errors import ExecutionError
-from tpplan.exec.cluster import ways
-from tpplan.exec.cluster.members import Claim, Gpu
-from tpplan.exec.cluster.ways import Way, way_between
-from tpplan.exec.links import tuning_cache
-from tpplan.exec.links.tuning import Tuning
-from tpplan.exec.transports import Choice
+from tpplan.exec.machine import tuning_cache
+from tpplan.exec.machine.transports import Choice
+from tpplan.exec.processes import process_transport
+from tpplan.exec.processes.members import Claim, Gpu
+from tpplan.exec.processes.process_transport import Way, way_between
+from tpplan.exec.tuning import Tuning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,8 +30,10 @@ MEASURED = Tuning(peer_sums_bytes=2**18, copies_fans_bytes=2**20)
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Pretend two GPUs, a and b, between which everything works, and thresholds that were measured."""
-    monkeypatch.setattr(ways, "choose", lambda *_: (Choice("peer"), []))
-    monkeypatch.setattr(ways, "_tried", lambda meeting, _: [ways._Verdict() for _ in range(meeting.count)])
+    monkeypatch.setattr(process_transport, "choose", lambda *_: (Choice("peer"), []))
+    monkeypatch.setattr(
+        process_transport, "_tried", lambda meeting, _: [process_transport._Verdict() for _ in range(meeting.count)]
+    )
     monkeypatch.setattr(tuning_cache, "stored", lambda *_: (MEASURED, "measured"))
     return monkeypatch
 
@@ -74,13 +76,22 @@ def _fail(*_: object) -> Any:
     ("broken", "reason"),
     [
         (
-            lambda m: m.setattr(ways, "choose", lambda *_: (Choice("events", notes=("peer is not verified",)), [])),
+            lambda m: m.setattr(
+                process_transport, "choose", lambda *_: (Choice("events", notes=("peer is not verified",)), [])
+            ),
             "not",
         ),
-        (lambda m: m.setattr(ways, "choose", lambda *_: (Choice("peer"), ["kernels: none"])), "is out: kernels: none"),
-        (lambda m: m.setattr(ways, "choose", _fail), "is out: ValueError: no such thing"),
         (
-            lambda m: m.setattr(ways, "_tried", lambda *_: [ways._Verdict(), ways._Verdict("is out: no memory")]),
+            lambda m: m.setattr(process_transport, "choose", lambda *_: (Choice("peer"), ["kernels: none"])),
+            "is out: kernels: none",
+        ),
+        (lambda m: m.setattr(process_transport, "choose", _fail), "is out: ValueError: no such thing"),
+        (
+            lambda m: m.setattr(
+                process_transport,
+                "_tried",
+                lambda *_: [process_transport._Verdict(), process_transport._Verdict("is out: no memory")],
+            ),
             "is out: no memory (process 1)",
         ),
     ],
@@ -102,7 +113,7 @@ def test_else_torch_distributed_and_why(
 def test_links_and_thresholds_are_those_of_the_gpus_of_all(machine: pytest.MonkeyPatch) -> None:
     """Every process asks about its own GPU, and about the links between all, which it knows by UUID."""
     chosen, stored = Mock(return_value=(Choice("peer"), [])), Mock(return_value=(MEASURED, "measured"))
-    machine.setattr(ways, "choose", chosen)
+    machine.setattr(process_transport, "choose", chosen)
     machine.setattr(tuning_cache, "stored", stored)
     found()
     assert chosen.call_args_list == [call([torch.device("cuda:0")], "auto", ["b", "a"])] * 2
@@ -121,7 +132,7 @@ def test_not_between_hosts_and_not_for_several_gpus() -> None:
 def test_loads_that_are_not_verified(machine: pytest.MonkeyPatch) -> None:
     """Kernels then use slots only, in all processes, even if just one may not read from its peers."""
     choices = iter([Choice("peer", straight=False), Choice("peer"), Choice("peer")])
-    machine.setattr(ways, "choose", lambda *_: (next(choices), []))
+    machine.setattr(process_transport, "choose", lambda *_: (next(choices), []))
     for way in found():
         assert way.others
         assert not way.straight

@@ -18,8 +18,8 @@ from tests.contexts import CPU
 from tests.exec.reference import same
 from tpplan.core.axes import Axis
 from tpplan.exec import HOST, compiler
-from tpplan.exec.cluster.processes import Processes
-from tpplan.exec.cluster.telling import Telling
+from tpplan.exec.processes.distributed import Processes
+from tpplan.exec.processes.telling import Telling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from tpplan.core.plan import SplitPlan
-    from tpplan.exec.cluster.carrier import Parcel
     from tpplan.exec.context import TPContext
+    from tpplan.exec.processes.transport import Parcel
 
 _T = TypeVar("_T")
 

@@ -19,18 +19,18 @@ from cuda.bindings import runtime
 from benchmarks.soak import plan_for
 from benchmarks.stress import Stress
 from tpplan.exec.compiler import build
-from tpplan.exec.gpu.cuda import CudaDevices
+from tpplan.exec.cuda.backend import CudaDevices
 from tpplan.exec.programs.lower import TRANSPORTS
-from tpplan.exec.selftest import run
+from tpplan.exec.tools.selftest import run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
-    from tpplan.exec.binding import Memory
-    from tpplan.exec.gathered import Pending
-    from tpplan.exec.gpu.bound import Bound
+    from tpplan.exec.cuda.bound import Bound
+    from tpplan.exec.handles import Pending
+    from tpplan.exec.memory.binding import Memory
 
 #: Operations between two looks at what was wrong, and bytes of the largest tensor.
 _AT_ONCE, _LARGEST = 500, 4 * 2**20

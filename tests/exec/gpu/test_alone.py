@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.gpu import alone
+from tpplan.exec.cuda import exclusive
 
 A, B, C = (torch.device("cuda", i) for i in range(3))
 
@@ -20,9 +20,9 @@ class Told:
         """Write to a log."""
         self._log, self._name = log, name
 
-    def tell_alone(self, *, alone: bool) -> None:
+    def tell_exclusive(self, *, exclusive: bool) -> None:
         """Note it."""
-        self._log.append((self._name, alone))
+        self._log.append((self._name, exclusive))
 
 
 def taken(log: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
@@ -36,18 +36,18 @@ def test_whoever_shares_a_gpu_is_told() -> None:
     """As soon as another comes, and again when it has left; nobody else is told anything."""
     log: list[tuple[str, bool]] = []
     first, second, third = (Told(log, name) for name in ("first", "second", "third"))
-    alone.enter(first, [A, B])
+    exclusive.enter(first, [A, B])
     assert taken(log) == [("first", True)]
-    alone.enter(second, [C])
+    exclusive.enter(second, [C])
     assert taken(log) == [("second", True)]
-    alone.enter(third, [B, C])
+    exclusive.enter(third, [B, C])
     assert sorted(taken(log)) == [("first", False), ("second", False)]
-    alone.leave(second)
+    exclusive.leave(second)
     assert taken(log) == []
-    alone.leave(first)
+    exclusive.leave(first)
     assert taken(log) == [("third", True)]
     for each in (first, third, third):
-        alone.leave(each)
+        exclusive.leave(each)
     assert taken(log) == []
 
 
@@ -55,18 +55,18 @@ def test_a_gpu_that_stands_for_two_devices_is_shared() -> None:
     """Also by one context alone."""
     log: list[tuple[str, bool]] = []
     crowded = Told(log, "crowded")
-    alone.enter(crowded, [A, A])
+    exclusive.enter(crowded, [A, A])
     assert log == []
-    alone.leave(crowded)
+    exclusive.leave(crowded)
 
 
 class Lost(Told):
     """Notes what it is told, and fails where it is told that it is not alone."""
 
-    def tell_alone(self, *, alone: bool) -> None:
+    def tell_exclusive(self, *, exclusive: bool) -> None:
         """Fail, if so."""
-        super().tell_alone(alone=alone)
-        if not alone:
+        super().tell_exclusive(exclusive=exclusive)
+        if not exclusive:
             raise ExecutionError("a device failed")
 
 
@@ -74,16 +74,16 @@ def test_who_could_not_come_has_no_seat() -> None:
     """If somebody cannot be told, the others are told again that they are alone, and so is who comes next."""
     log: list[tuple[str, bool]] = []
     first, lost, late, next_one = Told(log, "first"), Lost(log, "lost"), Told(log, "late"), Told(log, "next")
-    alone.enter(first, [A])
-    alone.enter(lost, [B])
+    exclusive.enter(first, [A])
+    exclusive.enter(lost, [B])
     log.clear()
     with pytest.raises(ExecutionError, match="failed"):
-        alone.enter(late, [A, B, C])
+        exclusive.enter(late, [A, B, C])
     assert taken(log) == [("first", False), ("lost", False), ("first", True)]
-    alone.enter(next_one, [C])
+    exclusive.enter(next_one, [C])
     assert taken(log) == [("next", True)]
     for each in (late, lost, first, next_one):
-        alone.leave(each)
+        exclusive.leave(each)
     assert taken(log) == []
 
 
@@ -91,10 +91,10 @@ def test_who_was_dropped_counts_no_more() -> None:
     """Whoever comes next is alone, though nobody left."""
     log: list[tuple[str, bool]] = []
     dropped, other = Told(log, "dropped"), Told(log, "other")
-    alone.enter(dropped, [A])
+    exclusive.enter(dropped, [A])
     del dropped
     gc.collect()
     log.clear()
-    alone.enter(other, [A])
+    exclusive.enter(other, [A])
     assert taken(log) == [("other", True)]
-    alone.leave(other)
+    exclusive.leave(other)

@@ -19,7 +19,7 @@ from tpplan.decoder.launches.gemv import Gemv
 from tpplan.decoder.launches.packed import STEPS, Packed
 from tpplan.decoder.launches.skinny import MOST_JOINT, Skinny
 from tpplan.errors import ExecutionError
-from tpplan.exec.gpu import kernel_cache
+from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,9 +14,9 @@ from cuda.bindings import runtime
 from tests.exec.gpu.fake_driver import Runtime
 from tests.exec.reference import values
 from tpplan.errors import ExecutionError, InternalError
-from tpplan.exec.binding import Memory, finder, no_memory, resolve
-from tpplan.exec.gpu import copies
-from tpplan.exec.gpu.copies import HostCopy, Transfer
+from tpplan.exec.cuda import copies
+from tpplan.exec.cuda.copies import HostCopy, Transfer
+from tpplan.exec.memory.binding import Memory, finder, no_memory, resolve
 from tpplan.exec.programs.fence import HOST_STREAM, own
 from tpplan.exec.programs.program import EXCHANGE, HOST, INPUT, OUTPUT, SLOTS, STAGE, Buffer, Copy, View
 

@@ -13,8 +13,8 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu1
 from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.gpu import cuda, early
-from tpplan.exec.gpu.launch import Ready
+from tpplan.exec.cuda import backend, programmatic_launch
+from tpplan.exec.cuda.launch import Ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,9 +25,9 @@ RESULTS = driver.CUresult
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
     """Let no test know another's driver."""
-    early.is_possible.cache_clear()
+    programmatic_launch.is_possible.cache_clear()
     yield
-    early.is_possible.cache_clear()
+    programmatic_launch.is_possible.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_old_gpus_and_drivers_have_none(
     """A GPU has to be of the generation of Hopper, and a driver of CUDA 12.3; without one there are none."""
     answer = (RESULTS.CUDA_SUCCESS, version) if version else (RESULTS.CUDA_ERROR_NOT_INITIALIZED, 99999)
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: answer)
-    assert early.is_possible(capability) == expected
+    assert programmatic_launch.is_possible(capability) == expected
 
 
 def _ready(*, may_be_early: bool = True) -> Ready:
@@ -64,18 +64,18 @@ def test_the_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(driver, "cuLaunchKernelEx", start)
     ready = _ready()
-    cuda._in_a_graph(ready)(9)
+    backend._in_a_graph(ready)(9)
     serialized = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     assert told == [(7, 9, ready.parameters, serialized)]
     for other in (_ready(may_be_early=False), Mock()):
-        assert cuda._in_a_graph(other) is other
+        assert backend._in_a_graph(other) is other
 
 
 def test_what_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the kernel, and what the driver says."""
     monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *_: (RESULTS.CUDA_ERROR_INVALID_VALUE,))
     with pytest.raises(ExecutionError, match="a kernel was not launched: CUDA_ERROR_INVALID_VALUE"):
-        early.early(_ready())(9)
+        programmatic_launch.early(_ready())(9)
 
 
 @pytest.mark.parametrize("name", ["NONE", "ACTIVE", "INVALIDATED"])
@@ -83,10 +83,10 @@ def test_only_a_stream_that_is_captured_makes_a_graph(name: str, monkeypatch: py
     """Not one that is not, nor one whose capture has failed; and only as long as this is allowed."""
     status = getattr(driver.CUstreamCaptureStatus, f"CU_STREAM_CAPTURE_STATUS_{name}")
     monkeypatch.setattr(driver, "cuStreamIsCapturing", lambda _: (RESULTS.CUDA_SUCCESS, status))
-    assert not early.is_captured(9)
-    with early.allowed(early=True):
-        assert early.is_captured(9) == (name == "ACTIVE")
-        with early.allowed(early=False):
-            assert not early.is_captured(9)
-        assert early.is_captured(9) == (name == "ACTIVE")
-    assert not early.is_captured(9)
+    assert not programmatic_launch.is_captured(9)
+    with programmatic_launch.allowed(early=True):
+        assert programmatic_launch.is_captured(9) == (name == "ACTIVE")
+        with programmatic_launch.allowed(early=False):
+            assert not programmatic_launch.is_captured(9)
+        assert programmatic_launch.is_captured(9) == (name == "ACTIVE")
+    assert not programmatic_launch.is_captured(9)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu13]'")
 
 from tests.exec.program_cases import ITEM_BYTES, LIMITS, operations
-from tpplan.exec.gpu.exchanges import kernels_for
-from tpplan.exec.gpu.landing import lands
+from tpplan.exec.cuda.exchanges import kernels_for
+from tpplan.exec.cuda.host_writes import lands
 from tpplan.exec.programs.lower import TRANSPORTS, Mode, lower, route
 from tpplan.exec.programs.program import Exchange
 

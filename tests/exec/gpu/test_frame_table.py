@@ -12,8 +12,10 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu1
 from tests.exec.program_cases import CASES, OPERATIONS
 from tpplan.core.workspace import FRAME_BYTES, FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, FRAME_SLOTS
 from tpplan.errors import InternalError
-from tpplan.exec.gpu.exchange_table import OWN, RESIDUE
-from tpplan.exec.gpu.frame_table import (
+from tpplan.exec.programs.lower import Route, lower
+from tpplan.exec.programs.operation import scatter
+from tpplan.exec.programs.program import Exchange
+from tpplan.exec.protocol.frames import (
     BLOCKS,
     COLUMN,
     COUNT,
@@ -39,10 +41,8 @@ from tpplan.exec.gpu.frame_table import (
     Place,
     table,
 )
-from tpplan.exec.gpu.slot_table import queues
-from tpplan.exec.programs.lower import Route, lower
-from tpplan.exec.programs.operation import scatter
-from tpplan.exec.programs.program import Exchange
+from tpplan.exec.protocol.slots import queues
+from tpplan.exec.protocol.words import OWN, RESIDUE
 
 if TYPE_CHECKING:
     from tpplan.exec.programs.operation import Operation

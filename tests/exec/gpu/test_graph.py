@@ -13,11 +13,11 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from tpplan.exec.gpu import graph as graphs
-from tpplan.exec.gpu.graph import Graph
+from tpplan.exec.cuda import graph as graphs
+from tpplan.exec.cuda.graph import Graph
 
 if TYPE_CHECKING:
-    from tpplan.exec.gpu.cuda import CudaDevices
+    from tpplan.exec.cuda.backend import CudaDevices
 
 
 class _Cuda:

@@ -17,14 +17,14 @@ from tests.exec.caller import bits, expected, memory, noise, widths
 from tests.exec.gpu.fake_driver import Runtime
 from tests.exec.program_cases import CASES
 from tpplan.errors import ExecutionError
-from tpplan.exec.gpu import copies, cuda, launch_graph, marks, slots, streams
-from tpplan.exec.gpu.bound import Bound, ReadyProgram
-from tpplan.exec.gpu.cuda import CudaDevices
-from tpplan.exec.gpu.exchanges import Exchanges
-from tpplan.exec.gpu.issuing import ISSUING, Issuing
-from tpplan.exec.gpu.launch import Ready
-from tpplan.exec.gpu.launch_graph import LaunchGraphs
-from tpplan.exec.gpu.marks import Marks
+from tpplan.exec.cuda import backend, copies, encode_slots, events, launch_graph, streams
+from tpplan.exec.cuda.backend import CudaDevices
+from tpplan.exec.cuda.bound import Bound, ReadyProgram
+from tpplan.exec.cuda.events import Marks
+from tpplan.exec.cuda.exchanges import Exchanges
+from tpplan.exec.cuda.issuing import ISSUING, Issuing
+from tpplan.exec.cuda.launch import Ready
+from tpplan.exec.cuda.launch_graph import LaunchGraphs
 from tpplan.exec.programs.fence import HOST_STREAM, own
 from tpplan.exec.programs.operation import Moves
 from tpplan.exec.programs.program import HOST, INPUT, Buffer, Copy, Exchange, Program
@@ -40,7 +40,7 @@ COPIED = {
 def test_a_launch_that_fails_after_another_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device 0 has its part of the program and device 1 has not: they count differently from then on."""
     monkeypatch.setattr(streams, "is_capturing", lambda: False)
-    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend, "current_device", lambda: 0)
     exchanges = (Exchange(own(0), ()), Exchange(own(1), ()))
     program = Program("p", exchanges)
     launches: Any = (Mock(), Mock())
@@ -74,7 +74,7 @@ def test_devices_that_cannot_copy_to_each_other_take_part_in_nothing(
 ) -> None:
     """That is found before kernels are loaded and other contexts are told; by the host nothing of it is asked."""
     made = Mock()
-    monkeypatch.setattr(cuda, "Exchanges", made)
+    monkeypatch.setattr(backend, "Exchanges", made)
     monkeypatch.setattr(torch.cuda, "Stream", Mock())
     monkeypatch.setattr(torch.Tensor, "copy_", Mock(side_effect=RuntimeError("peer access")))
     places = {i: torch.device("cpu", i) for i in range(2)}
@@ -101,9 +101,9 @@ def test_what_a_timeout_says_of_links(
 ) -> None:
     """In one process that issues for all devices, the links are to blame if kernels that use them wait in vain."""
     made, refute = Mock(), Mock()
-    monkeypatch.setattr(cuda, "Exchanges", made)
-    monkeypatch.setattr(cuda, "refute", refute)
-    monkeypatch.setattr(cuda, "_enable_access", Mock())
+    monkeypatch.setattr(backend, "Exchanges", made)
+    monkeypatch.setattr(backend, "refute", refute)
+    monkeypatch.setattr(backend, "_enable_access", Mock())
     monkeypatch.setattr(torch.cuda, "Stream", Mock())
     places = {i: torch.device("cuda", ordinal) for i, ordinal in enumerate((3, 5))}
     CudaDevices(memory(), places, transport=transport, timeout=timeout, others=others)
@@ -129,7 +129,7 @@ def test_a_timeout_is_told_once(code: int, calls: int) -> None:
 
 def test_what_is_interrupted_behind_the_launches_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host counts what it waits for there: a landing that it did not count would be taken for the next one."""
-    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend, "current_device", lambda: 0)
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges, devices._loaded, devices._current = Mock(), set(), {}
     devices._issuing, devices._graphs = Issuing(devices._exchanges), LaunchGraphs({})
@@ -165,7 +165,7 @@ def test_what_is_called_often_is_launched_by_graphs(monkeypatch: pytest.MonkeyPa
     Also where the current stream is none of those that are.
     """
     monkeypatch.setattr(streams, "_is_capturing_on", lambda _: False)
-    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend, "current_device", lambda: 0)
     monkeypatch.setattr(launch_graph, "graph_of", lambda kernel, ordinal: kernel.graph if ordinal == 3 else None)
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
@@ -198,12 +198,12 @@ def test_slots_are_not_cleared_while_something_is_captured(monkeypatch: pytest.M
     exchanges: Any = object.__new__(Exchanges)
     exchanges._counters, exchanges._most, exchanges._memory = {}, {"slot": 1}, Mock()
     exchanges._clear = cleared.extend
-    monkeypatch.setattr(slots, "prepare", lambda *_: ())
+    monkeypatch.setattr(encode_slots, "prepare", lambda *_: ())
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges, devices._ready, devices._load_handles = exchanges, {}, {}
     devices._ordinals = {0: 0, 1: 1}
     devices._marks, devices.captures = Mock(), captured
-    monkeypatch.setattr(cuda, "without_callers", lambda _: ())
+    monkeypatch.setattr(backend, "without_callers", lambda _: ())
     if captured:
         with pytest.raises(ExecutionError, match="run everything once before capturing it"):
             devices._prepare(case.program, torch.bfloat16)
@@ -215,8 +215,8 @@ def test_slots_are_not_cleared_while_something_is_captured(monkeypatch: pytest.M
 def test_default_streams_have_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as something is issued to them; afterwards the caller's is, also if something fails."""
     at, seen = [9], []
-    monkeypatch.setattr(cuda, "switch_device", lambda device: (at[0], at.__setitem__(0, device))[0])
-    monkeypatch.setattr(cuda, "current_device", lambda: at[0])
+    monkeypatch.setattr(backend, "switch_device", lambda device: (at[0], at.__setitem__(0, device))[0])
+    monkeypatch.setattr(backend, "current_device", lambda: at[0])
     devices: Any = object.__new__(CudaDevices)
     devices._ordinals, devices._load_handles = {0: 4, 1: 5, 2: 6}, {0: 70}
     devices._current, devices._loaded = {0: 0, 1: 0, 2: 30}, set()
@@ -245,10 +245,10 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
     """
     fake, case, places = Runtime(), COPIED[name], range(6)
     monkeypatch.setattr(copies, "runtime", fake)
-    monkeypatch.setattr(marks, "runtime", fake)
-    monkeypatch.setattr(marks, "switch_device", fake.switch_device)
-    monkeypatch.setattr(marks, "current_device", lambda: fake.device)
-    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(events, "runtime", fake)
+    monkeypatch.setattr(events, "switch_device", fake.switch_device)
+    monkeypatch.setattr(events, "current_device", lambda: fake.device)
+    monkeypatch.setattr(backend, "current_device", lambda: 0)
     monkeypatch.setattr(streams, "is_capturing", lambda: False)
     devices: Any = object.__new__(CudaDevices)
     devices._memory, devices._exchanges, devices._ready = memory(), Mock(prepare=lambda *_, **__: ()), {}

@@ -15,13 +15,13 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu1
 from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.gpu import landing, launch
-from tpplan.exec.gpu.counters import Counters
-from tpplan.exec.gpu.exchange_table import COUNTER_BYTES
-from tpplan.exec.gpu.landing import LINE, Landed, Landings, lands
+from tpplan.exec.cuda import host_writes, launch
+from tpplan.exec.cuda.counters import Counters
+from tpplan.exec.cuda.host_writes import LINE, Landed, Landings, lands
 from tpplan.exec.programs import lower_events
 from tpplan.exec.programs.operation import allgather
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Buffer, Program
+from tpplan.exec.protocol.words import COUNTER_BYTES
 
 GATHER = allgather("gather", ((0, 0, 5), (2, 5, 24)), (HOST,))
 WHOLE = Buffer(OUTPUT, HOST)
@@ -63,7 +63,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Return what stands for the driver."""
     fake = Driver()
     monkeypatch.setattr(launch, "driver", fake)
-    monkeypatch.setattr(landing, "driver", fake)
+    monkeypatch.setattr(host_writes, "driver", fake)
     return fake
 
 
@@ -180,7 +180,7 @@ def test_a_wait_ends_in_time(fake: Driver) -> None:
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_what_never_comes_is_an_error(timeout: float | None, fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where devices have nothing left to do, nobody waits for ever; as long as they have, everybody does."""
-    monkeypatch.setattr(landing, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(host_writes, "_LOOK_SECONDS", 0.0)
     devices = Devices()
     pending = devices.gather([_noise(1, 5), _noise(1, 19)], torch.zeros(1, 24, dtype=torch.int16))
     fake.finish()
@@ -197,7 +197,7 @@ def test_what_never_comes_is_an_error(timeout: float | None, fake: Driver, monke
 
 def test_what_comes_while_devices_end_is_there(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag that is raised between a look at it and a look at the devices is seen."""
-    monkeypatch.setattr(landing, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(host_writes, "_LOOK_SECONDS", 0.0)
     devices = Devices()
     pending = devices.gather([_noise(1, 5), _noise(1, 19)], torch.zeros(1, 24, dtype=torch.int16))
     assert not pending.done()

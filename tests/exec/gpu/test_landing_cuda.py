@@ -13,7 +13,7 @@ from tests.exec.gpu.cuda_cases import GPUS, parts_of, plan_for
 from tpplan import exec as tpx
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
-from tpplan.exec.links.tuning import MIB
+from tpplan.exec.tuning import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

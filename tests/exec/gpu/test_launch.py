@@ -18,16 +18,16 @@ from cuda.bindings import driver
 from tests.exec.gpu.test_slot_table import SMALL
 from tpplan.core.workspace import FRAME_BYTES, FRAME_SLOT_BYTES
 from tpplan.errors import ExecutionError
-from tpplan.exec.binding import Memory
-from tpplan.exec.gpu import frames, launch, slots
-from tpplan.exec.gpu.counters import Counters
-from tpplan.exec.gpu.exchange_table import BLOCKS, COUNTER_BYTES, DEADLINE, FIRST_OPERAND, MOST_WORDS, ROWS
-from tpplan.exec.gpu.frame_table import LONGEST, THREADS
-from tpplan.exec.gpu.launch import Launch, Operands, Work
-from tpplan.exec.gpu.slot_table import queues
+from tpplan.exec.cuda import encode_frames, encode_slots, launch
+from tpplan.exec.cuda.counters import Counters
+from tpplan.exec.cuda.launch import Launch, Operands, Work
+from tpplan.exec.memory.binding import Memory
 from tpplan.exec.programs.lower import Route, lower
 from tpplan.exec.programs.operation import scatter
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Buffer, Exchange, Stream
+from tpplan.exec.protocol.frames import LONGEST, THREADS
+from tpplan.exec.protocol.slots import queues
+from tpplan.exec.protocol.words import BLOCKS, COUNTER_BYTES, DEADLINE, FIRST_OPERAND, MOST_WORDS, ROWS
 
 X, OUT = Buffer(INPUT, 0), Buffer(OUTPUT, 0)
 
@@ -87,7 +87,7 @@ def test_blocks_of_a_frame_kernel_have_a_frame_each(seed: int) -> None:
     memory = Memory({}, {}, lambda _: torch.zeros(1, FRAME_SLOT_BYTES, dtype=torch.uint8), flags)
     program = lower(operation, Route("host", framed=True))
     exchanges = [command for command in program.commands if isinstance(command, Exchange)]
-    for work in frames.prepare(exchanges, 2, memory, Counters(flags), most):
+    for work in encode_frames.prepare(exchanges, 2, memory, Counters(flags), most):
         longest = work.table[LONGEST - work.place]
         blocks, threads = Launch((Mock(handle=1), Mock(handle=2)), work, most, THREADS, {}).bind({}, rows).shape
         assert threads == THREADS
@@ -158,7 +158,7 @@ def test_only_senders_through_the_host_keep_what_they_know(name: str) -> None:
     for exchange in SMALL[name].program.commands:
         device = exchange.stream.device
         for queue in queues(exchange) if isinstance(exchange, Exchange) else ():
-            place = slots._place(queue, device, memory, counters)
+            place = encode_slots._place(queue, device, memory, counters)
             knows = device == queue.sender and queue.place == HOST
             assert len(place.known) == (len(place.freed) if knows else 0)
             first = flags[device].data_ptr()

@@ -13,13 +13,13 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu1
 from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.gpu import launch_graph
-from tpplan.exec.gpu.bound import Bound
-from tpplan.exec.gpu.launch import Ready
-from tpplan.exec.gpu.launch_graph import LaunchGraphs, graph_of
+from tpplan.exec.cuda import launch_graph
+from tpplan.exec.cuda.bound import Bound
+from tpplan.exec.cuda.launch import Ready
+from tpplan.exec.cuda.launch_graph import LaunchGraphs, graph_of
 
 if TYPE_CHECKING:
-    from tpplan.exec.gpu.bound import BoundStep
+    from tpplan.exec.cuda.bound import BoundStep
 
 _SUCCESS, _REFUSED = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 

@@ -12,8 +12,8 @@ from cuda.bindings import runtime
 
 from tests.exec.gpu.fake_driver import Runtime
 from tpplan.errors import ExecutionError
-from tpplan.exec.gpu import marks
-from tpplan.exec.gpu.marks import Marks, Pending
+from tpplan.exec.cuda import events
+from tpplan.exec.cuda.events import Marks, Pending
 from tpplan.exec.programs.fence import HOST_STREAM, own
 from tpplan.exec.programs.program import Event, Record, Wait
 
@@ -24,10 +24,10 @@ STEP, RESULT, DRAINED = Event("step", own(0)), Event("leave", own(0)), Event("dr
 def fake(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """Return what stands for the driver."""
     fake = Runtime()
-    monkeypatch.setattr(marks, "runtime", fake)
-    monkeypatch.setattr(marks, "switch_device", fake.switch_device)
-    monkeypatch.setattr(marks, "current_device", lambda: fake.device)
-    monkeypatch.setattr(marks.Mark, "_destroy", staticmethod(fake.destroyed.append))
+    monkeypatch.setattr(events, "runtime", fake)
+    monkeypatch.setattr(events, "switch_device", fake.switch_device)
+    monkeypatch.setattr(events, "current_device", lambda: fake.device)
+    monkeypatch.setattr(events.Mark, "_destroy", staticmethod(fake.destroyed.append))
     return fake
 
 

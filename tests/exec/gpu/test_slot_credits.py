@@ -13,8 +13,9 @@ from attrs import define, field
 from tests.exec.gpu.test_slot_table import SMALL, STRIDE, Machine
 from tests.exec.program_cases import CASES
 from tpplan.core.workspace import HOST_SLOTS
-from tpplan.exec.gpu.exchange_table import OWN
-from tpplan.exec.gpu.slot_table import (
+from tpplan.exec.programs.operation import Reduction
+from tpplan.exec.programs.program import Await, Exchange, flat
+from tpplan.exec.protocol.slots import (
     COUNT,
     DATA_BYTES,
     FILLED,
@@ -31,8 +32,7 @@ from tpplan.exec.gpu.slot_table import (
     table,
     widest,
 )
-from tpplan.exec.programs.operation import Reduction
-from tpplan.exec.programs.program import Await, Exchange, flat
+from tpplan.exec.protocol.words import OWN
 
 if TYPE_CHECKING:
     from tests.exec.program_cases import Case

@@ -13,9 +13,10 @@ from tests.exec.caller import expected, noise, widths
 from tests.exec.program_cases import CASES, Case
 from tpplan.core.workspace import slot_bytes
 from tpplan.errors import InternalError
-from tpplan.exec.gpu import slot_table
-from tpplan.exec.gpu.exchange_table import OWN
-from tpplan.exec.gpu.slot_table import (
+from tpplan.exec.programs.operation import Reduction
+from tpplan.exec.programs.program import HOST, INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
+from tpplan.exec.protocol import slots
+from tpplan.exec.protocol.slots import (
     COLUMN,
     COUNT,
     FILLED,
@@ -37,8 +38,7 @@ from tpplan.exec.gpu.slot_table import (
     table,
     widest,
 )
-from tpplan.exec.programs.operation import Reduction
-from tpplan.exec.programs.program import HOST, INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
+from tpplan.exec.protocol.words import OWN
 
 SMALL = {name: case for name, case in CASES.items() if case.way.small and case.way.transport != "local"}
 STRIDE = 2**17
@@ -99,7 +99,7 @@ class Machine:
             own = ends.get(INPUT if queue == OWN else RESIDUAL)
             value = self.messages[_slots(words, queue)] if queue < OWN else own
             assert value is not None
-            assert value.shape == (self.rows, words[slot_table.WIDTH])
+            assert value.shape == (self.rows, words[slots.WIDTH])
             numbers = value.contiguous().view(dtype).float()
             total = numbers if total is None else total + numbers
         if total is not None:
@@ -159,10 +159,10 @@ def _check_queues(tables: dict[int, list[int]], machine: Machine) -> None:
     freed: set[int] = set()
     for device, words in tables.items():
         rows = [words[FIRST_QUEUE + 4 * i :][:4] for i in range(words[QUEUES])]
-        for i, (messages, address, slots, known) in enumerate(rows):
+        for i, (messages, address, ring, known) in enumerate(rows):
             assert keys[messages] == ("counter", device, keys[address][1])
-            assert not slots or keys[slots] == ("slots", keys[address][1])
-            assert slots or rows[i - 1][0] == messages  # another receiver of the same slots
+            assert not ring or keys[ring] == ("slots", keys[address][1])
+            assert ring or rows[i - 1][0] == messages  # another receiver of the same slots
             (awaited if i < words[FILLED] else freed).add(address)
             assert keys[known][1:] == keys[address][1:]
             on_host = keys[address][1].place == HOST

@@ -10,17 +10,17 @@ import pytest
 pytest.importorskip("cuda.core", reason="needs cuda.core: pip install '.[cu13]'")
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.gpu import cuda, streams
-from tpplan.exec.gpu.bound import Bound, ReadyProgram
-from tpplan.exec.gpu.cuda import CudaDevices
-from tpplan.exec.gpu.issuing import Issuing
-from tpplan.exec.gpu.launch_graph import LaunchGraphs
+from tpplan.exec.cuda import backend, streams
+from tpplan.exec.cuda.backend import CudaDevices
+from tpplan.exec.cuda.bound import Bound, ReadyProgram
+from tpplan.exec.cuda.issuing import Issuing
+from tpplan.exec.cuda.launch_graph import LaunchGraphs
 from tpplan.exec.programs.program import Program
 
 
 def test_a_call_follows_the_streams_that_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where another one is than before, and only of the devices that take part; a graph asks for all of them."""
-    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend, "current_device", lambda: 0)
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
     devices._issuing, devices._loaded, devices._turn_to = Issuing(devices._exchanges), set(), Mock()
@@ -38,7 +38,7 @@ def test_a_call_follows_the_streams_that_are_current(monkeypatch: pytest.MonkeyP
 def _turning(monkeypatch: pytest.MonkeyPatch, captured: list[int], before: dict[int, int]) -> Any:
     """Return three devices, of which somebody captures the streams of some, and 9 is the one that is current."""
     at = [9]
-    for module in (cuda, streams):
+    for module in (backend, streams):
         monkeypatch.setattr(module, "switch_device", lambda device: (at[0], at.__setitem__(0, device))[0])
         monkeypatch.setattr(module, "current_device", lambda: at[0])
     monkeypatch.setattr(streams, "is_capturing", lambda: at[0] in captured)

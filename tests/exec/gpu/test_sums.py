@@ -14,12 +14,13 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu1
 from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.binding import Memory, no_memory
-from tpplan.exec.gpu import kernel_cache, launch
-from tpplan.exec.gpu.kernel_cache import MOST_SOURCES
-from tpplan.exec.gpu.sums import Addition, Sums
+from tpplan.exec.cuda import launch
+from tpplan.exec.cuda.sums import Addition, Sums
+from tpplan.exec.memory.binding import Memory, no_memory
 from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.program import EXCHANGE, INPUT, OUTPUT, RESIDUAL, Buffer, Sum, View
+from tpplan.exec.toolchain import kernel_cache
+from tpplan.exec.toolchain.kernel_cache import MOST_SOURCES
 
 X, MORE, OUT = Buffer(INPUT, 0), Buffer(RESIDUAL, 0), Buffer(OUTPUT, 0)
 _ARGUMENTS = 6 + 2 * MOST_SOURCES

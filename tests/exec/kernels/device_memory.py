@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tests.exec.caller import expected, noise, widths
-from tpplan.exec.binding import Memory
-from tpplan.exec.gpu.counters import Counters
-from tpplan.exec.gpu.exchange_table import ALONE, COUNTER_BYTES, COUNTERS, DEADLINE, MOST_WORDS, OPERANDS, ROWS, STATUS
+from tpplan.exec.cuda.counters import Counters
+from tpplan.exec.memory.binding import Memory
 from tpplan.exec.programs.program import HOST, RESIDUAL, Buffer, Queue
 from tpplan.exec.programs.program import OPERANDS as ROLES
+from tpplan.exec.protocol.words import ALONE, COUNTER_BYTES, COUNTERS, DEADLINE, MOST_WORDS, OPERANDS, ROWS, STATUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.exec.gpu.launch import Work
+    from tpplan.exec.cuda.launch import Work
     from tpplan.exec.programs.operation import Operation
 
 #: Nanoseconds, more than any case takes.

@@ -13,11 +13,11 @@ from tests import lanes
 from tests.exec.kernels.device_memory import DeviceMemory, tensors_of
 from tests.exec.program_cases import OPERATIONS
 from tpplan.core.workspace import FRAME_SLOTS
-from tpplan.exec.gpu import frames
-from tpplan.exec.gpu.frame_table import FIRST_QUEUE, LINE, QUEUE_WORDS, QUEUES, VECTOR_BYTES, VECTORS
+from tpplan.exec.cuda import encode_frames
 from tpplan.exec.programs.lower import Route, lower
 from tpplan.exec.programs.operation import Reduction, broadcast, scatter
 from tpplan.exec.programs.program import INPUT, OUTPUT, Buffer, Exchange
+from tpplan.exec.protocol.frames import FIRST_QUEUE, LINE, QUEUE_WORDS, QUEUES, VECTOR_BYTES, VECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,7 +64,7 @@ class Machine:
     def told(self, call: Call) -> dict[int, list[int]]:
         """Return what each device's kernel is told."""
         memory = self._memory
-        works = frames.prepare(call.exchanges, call.item, memory.memory, memory.counters, self._blocks)
+        works = encode_frames.prepare(call.exchanges, call.item, memory.memory, memory.counters, self._blocks)
         return {work.stream.device: memory.words(work, call.operands, call.rows) for work in works}
 
     def pretend(self, told: dict[int, list[int]], last: int) -> None:

@@ -13,9 +13,10 @@ import pytest
 from tests import machine_code
 from tests.machine_code import CAPABILITIES, check_code, in_order, registers
 from tpplan.core.missing import install_command
-from tpplan.exec.gpu import frame_table, kernel_cache, slot_table, straight_table
-from tpplan.exec.gpu.blocks import FRAME_BLOCKS, SLOT_BLOCKS, STRAIGHT_BLOCKS
-from tpplan.exec.gpu.frame_table import VECTORS
+from tpplan.exec.cuda.blocks import FRAME_BLOCKS, SLOT_BLOCKS, STRAIGHT_BLOCKS
+from tpplan.exec.protocol import direct, frames, slots
+from tpplan.exec.protocol.frames import VECTORS
+from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +75,7 @@ def test_exchanges_poll_what_others_write(way: str, what: str) -> None:
         assert "ld.global.nc" not in text
         assert ".local" not in text
         _check_early(text, capability)
-        assert registers(check_code(text, capability)) * slot_table.THREADS * SLOT_BLOCKS <= REGISTERS
+        assert registers(check_code(text, capability)) * slots.THREADS * SLOT_BLOCKS <= REGISTERS
 
 
 @pytest.mark.parametrize("name", ["frame_move", "frame_sum_bf16", "frame_sum_f16", "frame_sum_f32"])
@@ -103,7 +104,7 @@ def test_frames_are_told_behind_a_fence(name: str) -> None:
         assert "ld.global.nc" not in text
         assert ".local" not in text
         _check_early(text, capability)
-        assert registers(check_code(text, capability)) * frame_table.THREADS * FRAME_BLOCKS <= REGISTERS
+        assert registers(check_code(text, capability)) * frames.THREADS * FRAME_BLOCKS <= REGISTERS
 
 
 @pytest.mark.parametrize("name", ["straight_move", "straight_sum_bf16", "straight_sum_f16", "straight_sum_f32"])
@@ -119,7 +120,7 @@ def test_straight_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
         assert ".f64" not in text
         assert "ld.global.nc" not in text
         assert ".local" not in text
-        assert registers(check_code(text, capability)) * straight_table.THREADS * STRAIGHT_BLOCKS <= REGISTERS
+        assert registers(check_code(text, capability)) * direct.THREADS * STRAIGHT_BLOCKS <= REGISTERS
 
 
 def test_a_flag_follows_what_has_landed() -> None:
@@ -148,7 +149,7 @@ def test_what_is_missing_is_named_for_torchs_cuda(
 
 def test_what_a_kernel_calls_is_the_same_for_all_generations() -> None:
     """Functions that were compiled with a kernel for one generation are used for others, and by tests all of it is."""
-    script = "from tpplan.exec.gpu.kernel_cache import ptx; print(ptx('sum_f32', (9, 0)))"
+    script = "from tpplan.exec.toolchain.kernel_cache import ptx; print(ptx('sum_f32', (9, 0)))"
     alone = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout
     machine_code.ptx("sum_f32", (8, 0))
     for ptx in (machine_code.ptx, kernel_cache.ptx):
@@ -174,7 +175,7 @@ def test_a_kernel_on_disk_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.
     code = kernel_cache.machine_code("sum_f32", (9, 0))
     script = """if True:
         import sys
-        from tpplan.exec.gpu.kernel_cache import machine_code
+        from tpplan.exec.toolchain.kernel_cache import machine_code
         sys.stdout.buffer.write(machine_code("sum_f32", (9, 0)))
         sys.exit("numba" in sys.modules)
     """

@@ -10,11 +10,11 @@ import torch
 from tests import lanes
 from tests.exec.kernels.device_memory import DeviceMemory, tensors_of
 from tests.exec.program_cases import CASES, Case
-from tpplan.exec.gpu import slots
-from tpplan.exec.gpu.exchange_table import DEADLINE, PIECE
-from tpplan.exec.gpu.slot_table import DATA_BYTES
+from tpplan.exec.cuda import encode_slots
 from tpplan.exec.programs.operation import Reduction
 from tpplan.exec.programs.program import Exchange
+from tpplan.exec.protocol.slots import DATA_BYTES
+from tpplan.exec.protocol.words import DEADLINE, PIECE
 
 packet_kernels = pytest.importorskip("tpplan.exec.kernels.packet", reason="needs numba-cuda")
 exchange = pytest.importorskip("tpplan.exec.kernels.exchange", reason="needs numba-cuda")
@@ -46,7 +46,7 @@ def test_packets_say_what_operations_say(name: str) -> None:
     kernel = packet_kernels.PACKET_SUM_BF16 if is_sum else packet_kernels.PACKET_MOVE
     for _ in range(3):
         operands, results = tensors_of(case.operation, rows, dtype, random)
-        works = slots.prepare(exchanges, dtype.itemsize, memory.memory, memory.counters, 1)
+        works = encode_slots.prepare(exchanges, dtype.itemsize, memory.memory, memory.counters, 1)
         told = [memory.words(work, operands, rows) for work in works]
         assert all(work.simple for work in works)
         assert {words[PIECE] for words in told} == {DATA_BYTES}  # all is aligned to packets
@@ -73,7 +73,7 @@ def test_waiting_ends_at_the_deadline_or_when_another_has_failed(
     memory = DeviceMemory([each.stream.device for each in exchanges], 2**13, 64)
     memory.status[0] = status
     operands, _ = tensors_of(case.operation, rows, torch.bfloat16, Random(1))
-    (work, *_) = slots.prepare(exchanges, 2, memory.memory, memory.counters, 1)
+    (work, *_) = encode_slots.prepare(exchanges, 2, memory.memory, memory.counters, 1)
     words = memory.words(work, operands, rows)
     words[DEADLINE] = deadline_ns
     kernel = packet_kernels.PACKET_SUM_BF16

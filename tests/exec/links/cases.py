@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tpplan.exec.links import known as links
-from tpplan.exec.links.known import link_report
-from tpplan.exec.links.report import LinkReport, Mechanism, Verdict
+from tpplan.exec.machine import links
+from tpplan.exec.machine.link_report import LinkReport, Mechanism, Verdict
+from tpplan.exec.machine.links import link_report
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.exec.links.report import Route
+    from tpplan.exec.machine.link_report import Route
 
 
 COPY, STORE, FLAG, LOAD = Mechanism

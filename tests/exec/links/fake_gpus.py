@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from tpplan.exec.links import probe as link_probe
-from tpplan.exec.links.probe import PeersExhaustedError
-from tpplan.exec.links.report import Mechanism, Route
+from tpplan.exec.machine import probe as link_probe
+from tpplan.exec.machine.link_report import Mechanism, Route
+from tpplan.exec.machine.probe import PeersExhaustedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

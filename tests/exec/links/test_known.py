@@ -13,15 +13,14 @@ from unittest.mock import Mock
 import pytest
 
 from tests.exec.links.cases import BROKEN, COPY, FLAG, LOAD, STORE, UNTESTED, WORKS, not_working, own_cache, report_of  # noqa: F401 (for every test here)
-from tpplan.exec.gpu import kernel_cache
-from tpplan.exec.links import cache as link_cache
-from tpplan.exec.links import child as link_child
-from tpplan.exec.links import driver as link_driver
-from tpplan.exec.links import gpu_cache
-from tpplan.exec.links import probe as link_probe
-from tpplan.exec.links.known import link_report, refute
-from tpplan.exec.links.probe import probe
-from tpplan.exec.links.report import Link, LinkReport, Mechanism, routes
+from tpplan.exec.machine import gpu_cache, link_cache
+from tpplan.exec.machine import probe as link_probe
+from tpplan.exec.machine import probe_child as link_child
+from tpplan.exec.machine import probe_driver as link_driver
+from tpplan.exec.machine.link_report import Link, LinkReport, Mechanism, routes
+from tpplan.exec.machine.links import link_report, refute
+from tpplan.exec.machine.probe import probe
+from tpplan.exec.toolchain import kernel_cache
 from tpplan.files.codec import dumps, structure
 from tpplan.files.text import parse_json
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tpplan.exec.links.report import Route
+    from tpplan.exec.machine.link_report import Route
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[Route]]]:
         events = probe(link_child.load_driver(driver), wanted, verified)
         return tuple(event for event in events if isinstance(event, Link))
 
-    monkeypatch.setattr("tpplan.exec.links.known.probe_in_child", stand_in)
+    monkeypatch.setattr("tpplan.exec.machine.links.probe_in_child", stand_in)
     monkeypatch.setattr(link_probe, "ALONE", (16,))
     monkeypatch.setattr(link_probe, "TOGETHER", (16,))
     return used
@@ -220,7 +219,7 @@ def test_what_real_verdicts_depend_on(change: str, tmp_path: Path, monkeypatch: 
         source.write_text("from tpplan.exec.kernels import rounding")
     (sources / "kernels/rounding.py").write_text("shared by kernels")
     (tmp_path / "version").write_text("driver 1\nbuilt then\n")
-    monkeypatch.setattr(kernel_cache, "__file__", str(sources / "gpu/kernel_cache.py"))
+    monkeypatch.setattr(kernel_cache, "__file__", str(sources / "toolchain/kernel_cache.py"))
     monkeypatch.setattr(link_driver, "_DRIVER_VERSIONS", (str(tmp_path / "version"),))
     before = link_driver.TorchDriver().software()
     assert before == link_driver.TorchDriver().software()

@@ -25,17 +25,17 @@ from tests.exec.links.cases import (  # noqa: F401 (for every test here)
     report_of,
 )
 from tests.exec.links.fake_gpus import GPUS, FakeDriver
-from tpplan.exec.links import child as link_child
-from tpplan.exec.links import probe as link_probe
-from tpplan.exec.links.known import link_report
-from tpplan.exec.links.probe import probe
-from tpplan.exec.links.report import Link, routes
+from tpplan.exec.machine import probe as link_probe
+from tpplan.exec.machine import probe_child as link_child
+from tpplan.exec.machine.link_report import Link, routes
+from tpplan.exec.machine.links import link_report
+from tpplan.exec.machine.probe import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.exec.links.fake_gpus import Move
-    from tpplan.exec.links.report import Route
+    from tpplan.exec.machine.link_report import Route
 
 
 def _probed(driver: FakeDriver) -> dict[Route, Link]:

@@ -16,13 +16,14 @@ from schemas import generate
 from tests.command import command
 from tests.contexts import little_room  # noqa: F401 (for every test here)
 from tests.exec.links.tuning_cases import ROOM, Gpus, Machine
-from tpplan.exec import Tuning, transports
-from tpplan.exec.gpu import kernel_cache
-from tpplan.exec.links import survey, tuning_cache
-from tpplan.exec.links.report import Link, LinkReport, Verdict, routes
-from tpplan.exec.links.survey_report import Thresholds
-from tpplan.exec.links.tuning import COPIES, EXCHANGES, FANS, KIB, MIB, PASSED_ON, SLOTS, STRAIGHT, SUMS, default, tune
+from tpplan.exec import Tuning
+from tpplan.exec.machine import transports, tuning_cache
+from tpplan.exec.machine.link_report import Link, LinkReport, Verdict, routes
+from tpplan.exec.machine.survey_report import Thresholds
 from tpplan.exec.programs.lower import Limits
+from tpplan.exec.toolchain import kernel_cache
+from tpplan.exec.tools.survey import survey
+from tpplan.exec.tuning import COPIES, EXCHANGES, FANS, KIB, MIB, PASSED_ON, SLOTS, STRAIGHT, SUMS, default, tune
 from tpplan.files.codec import unstructure
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def test_the_screen_shows_what_is_logged(links: Callable[..., None], monkeypatch
     """That links are tested, and other things that take their time or matter, is on lines beside the document."""
     links(2)
     report: Callable[..., LinkReport] = vars(survey)["link_report"]
-    log = logging.getLogger("tpplan.exec.links.known")
+    log = logging.getLogger("tpplan.exec.machine.links")
 
     class Slow(Stopwatch):
         def __init__(self, places: Sequence[torch.device]) -> None:

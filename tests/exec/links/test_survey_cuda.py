@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.links import survey
-from tpplan.exec.links.tuning_timer import synthetic_plan
+from tpplan.exec.tools.survey import survey
+from tpplan.exec.tools.survey.timer import synthetic_plan
 
 if TYPE_CHECKING:
     from pathlib import Path

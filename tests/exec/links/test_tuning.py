@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.contexts import little_room  # noqa: F401 (for every test here)
 from tests.exec.links.tuning_cases import ROOM, Machine
 from tpplan.exec import Tuning
-from tpplan.exec.links.tuning import (
+from tpplan.exec.tuning import (
     COPIES,
     EXCHANGES,
     FANS,

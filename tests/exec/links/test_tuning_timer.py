@@ -9,10 +9,12 @@ import torch
 
 import tpplan
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.bench import clock as bench_clock
-from tpplan.exec.engine import Virtual
-from tpplan.exec.links import tuning_timer
-from tpplan.exec.links.tuning import (
+from tpplan.exec.backends.engine import Virtual
+from tpplan.exec.programs.lower import Limits, Mode, Route, kind_of, route
+from tpplan.exec.tools.bench import clock as bench_clock
+from tpplan.exec.tools.survey import timer as survey_timer
+from tpplan.exec.tools.survey.timer import HIDDEN, ITEM_BYTES, GraphTimer, synthetic_plan
+from tpplan.exec.tuning import (
     COPIES,
     EXCHANGES,
     FANS,
@@ -28,8 +30,6 @@ from tpplan.exec.links.tuning import (
     Tuning,
     largest,
 )
-from tpplan.exec.links.tuning_timer import HIDDEN, ITEM_BYTES, GraphTimer, synthetic_plan
-from tpplan.exec.programs.lower import Limits, Mode, Route, kind_of, route
 
 if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
@@ -91,8 +91,8 @@ def test_the_timer_runs_what_it_is_asked_to(transport: str, devices: int, monkey
             ran.add((kind_of(asked), rows * asked.columns * item, found))
         return found
 
-    monkeypatch.setattr(tuning_timer, "compile_plan", compiled)
-    monkeypatch.setattr("tpplan.exec.engine.route", observed)
+    monkeypatch.setattr(survey_timer, "compile_plan", compiled)
+    monkeypatch.setattr("tpplan.exec.backends.engine.route", observed)
     monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: _Graph())
     monkeypatch.setattr(Virtual, "is_capturing", lambda _: _Graph.captures)
     monkeypatch.setattr(bench_clock, "_TURN_SECONDS", 0)  # a turn is a replay
@@ -133,11 +133,11 @@ def test_what_takes_longer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             clock += self._seconds
 
     monkeypatch.setattr(
-        tuning_timer, "compile_plan",
+        survey_timer, "compile_plan",
         lambda plan, **asked: compile_plan(plan, backend="cpu", transport="peer", tuning=asked["tuning"]),
     )  # fmt: skip
     monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda context: Slow(context.explain().limits.tuning))
-    monkeypatch.setattr("tpplan.exec.bench.clock.time.perf_counter", lambda: clock)
+    monkeypatch.setattr("tpplan.exec.tools.bench.clock.time.perf_counter", lambda: clock)
     with GraphTimer([CPU] * 2) as timer:
         small = timer("peer", FANS, 8 * KIB, (SLOTS, STRAIGHT))
         large = timer("peer", FANS, 8 * MIB, (STRAIGHT,))
@@ -153,7 +153,7 @@ def test_what_fails_ends_the_survey(monkeypatch: pytest.MonkeyPatch) -> None:
             raise tpplan.TpplanError("a device waited in vain")
 
     monkeypatch.setattr(
-        tuning_timer, "compile_plan",
+        survey_timer, "compile_plan",
         lambda plan, **asked: compile_plan(plan, backend="cpu", transport="peer", tuning=asked["tuning"]),
     )  # fmt: skip
     monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: Broken())

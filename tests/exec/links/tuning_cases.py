@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from tpplan.exec.links.tuning import COPIES, FANS, KIB, MIB, PASSED_ON, SLOTS
+from tpplan.exec.tuning import COPIES, FANS, KIB, MIB, PASSED_ON, SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

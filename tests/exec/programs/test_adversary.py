@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from tests.exec.caller import Caller, Script, memory, scripts, widths
 from tests.exec.program_cases import CASES, Case
 from tpplan.errors import InternalError
-from tpplan.exec.programs.adversary import Adversary
+from tpplan.exec.backends.adversary import Adversary
 from tpplan.exec.programs.fence import HOST_STREAM, caller, fence, order, own
 from tpplan.exec.programs.lower import Route, lower
 from tpplan.exec.programs.operation import Operation, Reduction, allgather, broadcast

@@ -10,7 +10,7 @@ from attrs import evolve
 
 from tests.exec.caller import Caller, memory
 from tests.exec.program_cases import CASES, Case
-from tpplan.exec.programs.adversary import Adversary
+from tpplan.exec.backends.adversary import Adversary
 from tpplan.exec.programs.fence import own, without_callers
 from tpplan.exec.programs.program import CALLER, Program, Record, Wait, flat
 

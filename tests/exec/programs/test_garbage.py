@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from tpplan.exec.binding import BITS
+from tpplan.exec.memory.binding import BITS
 from tpplan.exec.programs.garbage import Garbage
 
 

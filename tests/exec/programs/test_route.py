@@ -10,10 +10,10 @@ from attrs import evolve
 
 from tests.exec.program_cases import LIMITS
 from tpplan.errors import ExecutionError
-from tpplan.exec.links.tuning import Tuning
 from tpplan.exec.programs.lower import Limits, route
 from tpplan.exec.programs.operation import Reduction, all_reduce, allgather, broadcast
 from tpplan.exec.programs.program import HOST
+from tpplan.exec.tuning import Tuning
 
 if TYPE_CHECKING:
     from tpplan.exec.programs.operation import Operation

@@ -10,12 +10,12 @@ import pytest
 from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test here)
 from tests.exec.selftest_cases import compiler_of, flip, on
 from tpplan.exec.aside import Aside
-from tpplan.exec.cpu import VirtualDevices
-from tpplan.exec.engine import Engine
+from tpplan.exec.backends.cpu import VirtualDevices
+from tpplan.exec.backends.engine import Engine
 from tpplan.exec.programs.program import OUTPUT
-from tpplan.exec.selftest import run as selftest
-from tpplan.exec.selftest.attempts import Attempts
-from tpplan.exec.selftest.references import KINDS
+from tpplan.exec.tools.selftest import run as selftest
+from tpplan.exec.tools.selftest.attempts import Attempts
+from tpplan.exec.tools.selftest.references import KINDS
 from tpplan.files.codec import unstructure
 from tpplan.render.selftest import selftest as view
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.exec.cpu import Pending
+    from tpplan.exec.backends.cpu import Pending
     from tpplan.exec.programs.lower import Mode, Route
     from tpplan.exec.programs.operation import Operation
     from tpplan.exec.programs.program import Buffer, Program

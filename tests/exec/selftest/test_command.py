@@ -16,14 +16,14 @@ from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test her
 from tests.exec.selftest_cases import SCHEMA, compiler_of, flip
 from tpplan.core.missing import install_command
 from tpplan.errors import ExecutionError
-from tpplan.exec import transports
-from tpplan.exec.cpu import VirtualDevices
+from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.fallback import compiler
-from tpplan.exec.gpu import kernel_cache
-from tpplan.exec.links.report import LinkReport
+from tpplan.exec.machine import transports
+from tpplan.exec.machine.link_report import LinkReport
 from tpplan.exec.programs.program import OUTPUT, Buffer, Program
-from tpplan.exec.selftest import run as selftest
-from tpplan.exec.selftest.references import KINDS
+from tpplan.exec.toolchain import kernel_cache
+from tpplan.exec.tools.selftest import run as selftest
+from tpplan.exec.tools.selftest.references import KINDS
 from tpplan.files.codec import unstructure
 from tpplan.files.jsontext import render
 from tpplan.render.selftest import selftest as view
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.core.plan import SplitPlan
+    from tpplan.exec.backends.cpu import Pending
     from tpplan.exec.context import TPContext
-    from tpplan.exec.cpu import Pending
     from tpplan.reports.selftest import SelftestReport
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from tests.contexts import ALONE, UNEVEN, little_room  # noqa: F401 (for every test here)
 from tests.exec.selftest_cases import IN_GRAPHS, Capturable, Recorded, captured, compiler_of, on
 from tpplan.errors import ExecutionError
-from tpplan.exec.cpu import Pending
-from tpplan.exec.links.tuning import Tuning
-from tpplan.exec.selftest import run as selftest
+from tpplan.exec.backends.cpu import Pending
+from tpplan.exec.tools.selftest import run as selftest
+from tpplan.exec.tuning import Tuning
 from tpplan.files.codec import unstructure
 from tpplan.render.selftest import selftest as view
 

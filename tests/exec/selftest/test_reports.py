@@ -10,8 +10,8 @@ from tests.contexts import PLANS, UNEVEN, little_room  # noqa: F401 (for every t
 from tests.exec.selftest_cases import IN_GRAPHS, Capturable, captured, compiler_of, on
 from tpplan.exec.explain import ALL, cuts
 from tpplan.exec.programs.lower import TRANSPORTS
-from tpplan.exec.selftest import run as selftest
-from tpplan.exec.selftest.references import KINDS
+from tpplan.exec.tools.selftest import run as selftest
+from tpplan.exec.tools.selftest.references import KINDS
 
 if TYPE_CHECKING:
     from tpplan.reports.selftest import SelftestReport, Tested

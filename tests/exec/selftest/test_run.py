@@ -14,16 +14,16 @@ from tests.contexts import PLANS, UNEVEN, little_room  # noqa: F401 (for every t
 from tests.exec.selftest_cases import COLUMN, EXAMPLES, compiler_of, flip, on
 from tpplan.core.axes import Axis
 from tpplan.errors import InternalError
-from tpplan.exec import engine
+from tpplan.exec.backends import engine
+from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.context import TPContext
-from tpplan.exec.cpu import VirtualDevices
 from tpplan.exec.explain import ALL, cuts
 from tpplan.exec.programs import lower_events
 from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Await, Buffer, Exchange, Flag, Program, Queue, Wait
-from tpplan.exec.selftest import run as selftest
-from tpplan.exec.selftest.attempts import Attempts
-from tpplan.exec.selftest.references import KINDS
+from tpplan.exec.tools.selftest import run as selftest
+from tpplan.exec.tools.selftest.attempts import Attempts
+from tpplan.exec.tools.selftest.references import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.core.plan import SplitPlan
-    from tpplan.exec.cpu import Pending
+    from tpplan.exec.backends.cpu import Pending
     from tpplan.exec.programs.operation import Moves, Reduction
-    from tpplan.exec.selftest.references import Kind
+    from tpplan.exec.tools.selftest.references import Kind
     from tpplan.reports.selftest import SelftestReport
 
 

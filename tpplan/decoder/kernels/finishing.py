@@ -11,7 +11,7 @@ from typing import Any
 from numba.cuda import libdevice, types
 
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.channel_messages import first_element, sum_of_parts
+from tpplan.exec.kernels.channel import first_element, sum_of_parts
 from tpplan.exec.kernels.kernel import device_function
 
 #: What becomes of a sum: it is stored, or its activation is multiplied by another.

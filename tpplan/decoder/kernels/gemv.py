@@ -16,11 +16,11 @@ from tpplan.decoder.kernels import dot_products
 from tpplan.decoder.kernels.dot_products import ask, ask_now, collected, eight_of, products_of
 from tpplan.decoder.kernels.finishing import ADD, add_up_of, finish_of
 from tpplan.decoder.kernels.row_norms import MOST_WARPS, norm_of
-from tpplan.exec.gpu.channel_table import CALLERS
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.channel_messages import end_sum, send_part, wait_of
+from tpplan.exec.kernels.channel import end_sum, send_part, wait_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
+from tpplan.exec.protocol.channel import CALLERS
 
 #: Bytes of rows that a kernel with a norm keeps in shared memory, at most.
 MOST_BYTES = 2**15
@@ -42,7 +42,7 @@ def _finish_of(count: int, first: Any, both: Any, *, joint: bool) -> Any:
         count: of rows.
         first: makes a float of the first half of 32 bits.
         both: makes 32 bits of two floats.
-        joint: whether it is sent instead, see :mod:`tpplan.exec.kernels.channel_messages`.
+        joint: whether it is sent instead, see :mod:`tpplan.exec.kernels.channel`.
     """
     bits, finish = count.bit_length() - 1, finish_of(first, both)
 
@@ -91,7 +91,7 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
         second: the same of the second.
         both: makes 32 bits of two float32.
         normed: whether the rows are divided by their root mean square first; they are in shared memory then.
-        joint: whether the products of all devices are added up, see :mod:`tpplan.exec.kernels.channel_messages`.
+        joint: whether the products of all devices are added up, see :mod:`tpplan.exec.kernels.channel`.
     """
     bits, values = count.bit_length() - 1, 4 * count
     eight, offsets_of, collect = eight_of(first, second), dot_products.offsets_of(count), collected(count)

@@ -28,11 +28,11 @@ from tpplan.decoder.kernels.packed_loads import WARP_WORDS, by_registers, by_sha
 from tpplan.decoder.kernels.packed_products import products_of
 from tpplan.decoder.kernels.packed_scales import chosen, matrix_rows
 from tpplan.decoder.kernels.tile_sums import TILE, rows_of, tile_sums
-from tpplan.exec.gpu.channel_table import CALLERS
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.channel_messages import end_sum, wait_of
+from tpplan.exec.kernels.channel import end_sum, wait_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
+from tpplan.exec.protocol.channel import CALLERS
 
 #: Warps of a block, at most.
 MOST_WARPS = 8
@@ -65,7 +65,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
         name: of it.
         kind: of codes and rows.
         eights: of rows: 1 or 2; a tile has 16 matrix rows for each.
-        joint: whether the products of all devices are added up, see :mod:`tpplan.exec.kernels.channel_messages`; there
+        joint: whether the products of all devices are added up, see :mod:`tpplan.exec.kernels.channel`; there
             is no mode then, and the words are the caller's.
     """
     first, both = kind.floats.first, kind.floats.both

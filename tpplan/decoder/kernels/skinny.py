@@ -19,11 +19,11 @@ from numba.cuda.extending import intrinsic
 from tpplan.decoder.kernels import tiles
 from tpplan.decoder.kernels.finishing import ADD, add_up_of
 from tpplan.decoder.kernels.tile_sums import TILE, rows_of, tile_sums
-from tpplan.exec.gpu.channel_table import CALLERS
 from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.channel_messages import end_sum, wait_of
+from tpplan.exec.kernels.channel import end_sum, wait_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
+from tpplan.exec.protocol.channel import CALLERS
 
 #: Warps of a block, at most.
 MOST_WARPS = 16
@@ -140,7 +140,7 @@ def _skinny(  # noqa: C901 (the kernel)
         first: makes a float32 of the first element in 32 bits.
         both: makes 32 bits of two float32.
         multiply: writes the instruction.
-        joint: whether the products of all devices are added up, see :mod:`tpplan.exec.kernels.channel_messages`; there
+        joint: whether the products of all devices are added up, see :mod:`tpplan.exec.kernels.channel`; there
             is no mode then, and the words are the caller's.
     """
     products, zeros, add_up = _products(multiply), tiles.zeros(4 * eights), add_up_of(first, both)

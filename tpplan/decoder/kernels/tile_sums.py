@@ -15,7 +15,7 @@ from numba.cuda import types
 
 from tpplan.decoder.kernels import tiles
 from tpplan.decoder.kernels.finishing import ADD, finish_of
-from tpplan.exec.kernels.channel_messages import send_part
+from tpplan.exec.kernels.channel import send_part
 from tpplan.exec.kernels.kernel import device_function
 
 #: Matrix rows of a tile: the left side of an instruction; of a gate half of them are what is gated.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from tpplan.exec.gpu.channel import Channel
+    from tpplan.exec.cuda.channel import Channel
 
 #: Numbers by which kernels know the gates of :func:`tpplan.decoder.gates.gated`; 0 is none.
 GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, SWIGLU_OAI: 4}

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tpplan.decoder.launches.few_rows import GATES, JointRows, bias_of, is_vectors
 from tpplan.decoder.launches.launcher import DTYPES, Launcher, bits_of
-from tpplan.exec.gpu.channel_table import MOST_BLOCKS
+from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from tpplan.decoder.quantised import Matrix
-    from tpplan.exec.gpu.channel import Channel
+    from tpplan.exec.cuda.channel import Channel
 
 #: Maximum rows of a kernel: for more, kernels with tensor cores are faster, even with a separate one for the norm.
 MOST_ROWS: Final = 2

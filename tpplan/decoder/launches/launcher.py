@@ -10,8 +10,8 @@ from typing import Final
 
 import torch
 
-from tpplan.exec.gpu import kernel_cache
-from tpplan.exec.torch_shims import stream_handle
+from tpplan.exec.toolchain import kernel_cache
+from tpplan.exec.toolchain.torch_shims import stream_handle
 
 #: Dtypes that kernels support, and their abbreviations in kernels' names.
 DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -20,16 +20,16 @@ DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 class Launcher:
     """A kernel on one CUDA device, whose parameters are 64-bit words.
 
-    In graphs it is launched early, see :mod:`tpplan.exec.gpu.early`.
+    In graphs it is launched early, see :mod:`tpplan.exec.cuda.programmatic_launch`.
     """
 
     def __init__(self, name: str, place: torch.device, *, is_array: bool = False, most_shared: int = 0) -> None:
         """Load the kernel now: loading it later would wait for kernels that themselves wait for other devices.
 
         Args:
-            name: name of the kernel; its first word names the module, see :mod:`tpplan.exec.gpu.kernel_cache`.
+            name: name of the kernel; its first word names the module, see :mod:`tpplan.exec.toolchain.kernel_cache`.
             place: the device.
-            is_array: whether its parameter is one array of :data:`tpplan.exec.gpu.exchange_table.MOST_WORDS` words.
+            is_array: whether its parameter is one array of :data:`tpplan.exec.protocol.words.MOST_WORDS` words.
             most_shared: bytes of shared memory that launches may ask for.
 
         Raises:
@@ -37,8 +37,8 @@ class Launcher:
         """
         from cuda.bindings import driver  # noqa: PLC0415 (not installed everywhere)
 
-        from tpplan.exec.gpu import early  # noqa: PLC0415 (needs it)
-        from tpplan.exec.gpu.launch import refused  # noqa: PLC0415
+        from tpplan.exec.cuda import programmatic_launch  # noqa: PLC0415 (needs it)
+        from tpplan.exec.cuda.launch import refused  # noqa: PLC0415
 
         capability = torch.cuda.get_device_capability(place)
         self._name, self._place, self._is_array = name, place, is_array
@@ -56,7 +56,7 @@ class Launcher:
                     raise refused(f"{name} of {place}", result)
             with suppress(RuntimeError):  # not in drivers before CUDA 12.4
                 driver.cuFuncLoad(self._function)
-        self._early = early if early.is_possible(capability) else None
+        self._early = programmatic_launch if programmatic_launch.is_possible(capability) else None
 
     def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int, shared: int = 0) -> None:
         """Launch the kernel.

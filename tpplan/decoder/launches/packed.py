@@ -17,12 +17,12 @@ from tpplan.decoder.launches.dense import block_of, kind_of
 from tpplan.decoder.launches.few_rows import JointRows, is_vectors
 from tpplan.decoder.launches.launcher import DTYPES, Launcher, bits_of
 from tpplan.decoder.quantised import IntMatrix, Matrix, Quantised
-from tpplan.exec.gpu.channel_table import MOST_BLOCKS
+from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from tpplan.exec.gpu.channel import Channel
+    from tpplan.exec.cuda.channel import Channel
 
 #: Rows that are taken; and by those that add up the products of several devices.
 MOST_ROWS: Final = 16

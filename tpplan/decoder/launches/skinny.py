@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tpplan.decoder.launches.few_rows import JointRows, is_vectors
 from tpplan.decoder.launches.launcher import DTYPES, Launcher
-from tpplan.exec.gpu.channel_table import MOST_BLOCKS
+from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from tpplan.decoder.quantised import Matrix
-    from tpplan.exec.gpu.channel import Channel
+    from tpplan.exec.cuda.channel import Channel
 
 #: Rows that kernels take; and those that add up the products of several devices, for more of which sums are faster.
 MOST_ROWS: Final = 16

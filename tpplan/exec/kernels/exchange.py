@@ -7,10 +7,10 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.exchange_table import COUNTER_BYTES, COUNTERS, DEADLINE, FAILURES, STATUS
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import device_function
 from tpplan.exec.kernels.ptx import word
+from tpplan.exec.protocol.words import COUNTER_BYTES, COUNTERS, DEADLINE, FAILURES, STATUS
 
 _WORD = types.uint64
 _HALF = types.uint32

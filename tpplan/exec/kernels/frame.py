@@ -5,7 +5,7 @@ their flags inside, are sooner there, but take twice the room. While a block of 
 others do the same, so the link is busy in both directions. A block has sent all that it has of a frame before it adds
 up what others have of the same columns: a sum may be written over a part.
 
-How messages are cut is told in :mod:`tpplan.exec.gpu.frame_table`, and what a kernel exchanges, in its table.
+How messages are cut is told in :mod:`tpplan.exec.protocol.frames`, and what a kernel exchanges, in its table.
 """
 
 from __future__ import annotations
@@ -15,27 +15,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.exchange_table import MOST_QUEUES, OWN, PIECE, RESIDUAL, ROWS, X
-from tpplan.exec.gpu.frame_table import (
-    BLOCKS,
-    COLUMN,
-    FILLED,
-    LOCAL_COLUMN,
-    LOCAL_TO,
-    LOCAL_WIDTH,
-    LONGEST,
-    MOVE_WORDS,
-    MOVES,
-    MOVES_AT,
-    SHARE_SKIP,
-    SHARE_WIDTH,
-    SHARED,
-    SOURCES,
-    SOURCES_AT,
-    VECTOR_BYTES,
-    VECTORS,
-    WIDTH,
-)
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.frame_numbers import (
     await_credit,
@@ -55,6 +34,27 @@ from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
 from tpplan.exec.kernels.slot import load_piece, store_piece
 from tpplan.exec.kernels.sums import none, only
+from tpplan.exec.protocol.frames import (
+    BLOCKS,
+    COLUMN,
+    FILLED,
+    LOCAL_COLUMN,
+    LOCAL_TO,
+    LOCAL_WIDTH,
+    LONGEST,
+    MOVE_WORDS,
+    MOVES,
+    MOVES_AT,
+    SHARE_SKIP,
+    SHARE_WIDTH,
+    SHARED,
+    SOURCES,
+    SOURCES_AT,
+    VECTOR_BYTES,
+    VECTORS,
+    WIDTH,
+)
+from tpplan.exec.protocol.words import MOST_QUEUES, OWN, PIECE, RESIDUAL, ROWS, X
 
 _WORD = types.uint64
 _HALF = types.uint32

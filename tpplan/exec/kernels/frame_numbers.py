@@ -11,8 +11,11 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.exchange_table import ALONE
-from tpplan.exec.gpu.frame_table import (
+from tpplan.exec.kernels import ptx
+from tpplan.exec.kernels.exchange import counter, expired, fail
+from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.kernels.ptx import word
+from tpplan.exec.protocol.frames import (
     COUNT,
     FILLED,
     FIRST_QUEUE,
@@ -23,10 +26,7 @@ from tpplan.exec.gpu.frame_table import (
     VECTOR_BYTES,
     VECTORS,
 )
-from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.exchange import counter, expired, fail
-from tpplan.exec.kernels.kernel import device_function
-from tpplan.exec.kernels.ptx import word
+from tpplan.exec.protocol.words import ALONE
 
 _WORD = types.uint64
 _HALF = types.uint32
@@ -126,7 +126,7 @@ def begin(firsts: Any) -> Any:
         last = ptx.poll_32(word(words) + block)
         seen = ptx.poll_32(word(words + _WORD(4)) + block) if fills else last
         firsts[queue] = last + _HALF(1)
-    if alone:  # see tpplan.exec.gpu.early
+    if alone:  # see tpplan.exec.cuda.programmatic_launch
         ptx.let_next_begin()
     cuda.syncthreads()
     return _HALF(last + _HALF(1)), seen

@@ -10,13 +10,13 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.exchange_table import OUT, ROWS
-from tpplan.exec.gpu.frame_table import VECTOR_BYTES
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.frame_numbers import turn
 from tpplan.exec.kernels.kernel import device_function
 from tpplan.exec.kernels.ptx import word
 from tpplan.exec.kernels.slot import row
+from tpplan.exec.protocol.frames import VECTOR_BYTES
+from tpplan.exec.protocol.words import OUT, ROWS
 
 _WORD = types.uint64
 _HALF = types.uint32

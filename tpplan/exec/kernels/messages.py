@@ -1,7 +1,7 @@
 """What the kernels of exchanges through slots know of messages: their numbers, where they are, and which were read.
 
 That a slot was read is told at the start of the next kernel that reads one of the same queue: told at the end, it would
-keep the kernel from ending until it has arrived. A message tells it, too: see :mod:`tpplan.exec.gpu.slot_table`.
+keep the kernel from ending until it has arrived. A message tells it, too: see :mod:`tpplan.exec.protocol.slots`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.exchange_table import ALONE, COUNTER_BYTES
-from tpplan.exec.gpu.slot_table import (
+from tpplan.exec.kernels import ptx
+from tpplan.exec.kernels.exchange import counter, expired, fail
+from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.kernels.ptx import word
+from tpplan.exec.protocol.slots import (
     COUNT,
     FILLED,
     FIRST_QUEUE,
@@ -22,10 +25,7 @@ from tpplan.exec.gpu.slot_table import (
     REGION,
     STRIDE,
 )
-from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.exchange import counter, expired, fail
-from tpplan.exec.kernels.kernel import device_function
-from tpplan.exec.kernels.ptx import word
+from tpplan.exec.protocol.words import ALONE, COUNTER_BYTES
 
 _WORD = types.uint64
 _HALF = types.uint32
@@ -71,7 +71,7 @@ def begin(counts: Any, slots: Any, peeked: Any) -> None:
         peeked: see :func:`peek`.
     """
     last, read, alone = peeked
-    if alone:  # see tpplan.exec.gpu.early
+    if alone:  # see tpplan.exec.cuda.programmatic_launch
         ptx.let_next_begin()
     thread = _WORD(cuda.threadIdx.x)
     block = part()

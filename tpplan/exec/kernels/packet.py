@@ -11,8 +11,13 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.exchange_table import MOST_QUEUES, OUT, OWN, RESIDUAL, RESIDUE, ROWS, X
-from tpplan.exec.gpu.slot_table import (
+from tpplan.exec.kernels import ptx
+from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.kernels.messages import answered, begin, peek, receive, region
+from tpplan.exec.kernels.ptx import word
+from tpplan.exec.kernels.slot import load_packet, row, store_packet
+from tpplan.exec.kernels.sums import none, only
+from tpplan.exec.protocol.slots import (
     COLUMN,
     DATA_BYTES,
     FILLED,
@@ -24,12 +29,7 @@ from tpplan.exec.gpu.slot_table import (
     SOURCE_WORDS,
     WIDTH,
 )
-from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.kernel import Kernel, device_function
-from tpplan.exec.kernels.messages import answered, begin, peek, receive, region
-from tpplan.exec.kernels.ptx import word
-from tpplan.exec.kernels.slot import load_packet, row, store_packet
-from tpplan.exec.kernels.sums import none, only
+from tpplan.exec.protocol.words import MOST_QUEUES, OUT, OWN, RESIDUAL, RESIDUE, ROWS, X
 
 _WORD = types.uint64
 _HALF = types.uint32

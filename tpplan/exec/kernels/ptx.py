@@ -180,7 +180,7 @@ fence = _instruction("fence.acq_rel.sys;", "", "", memory=True)
 near_fence = _instruction("fence.acq_rel.gpu;", "", "", memory=True)
 #: Of threads of one device that take turns: which one this is, from 0 to the last; the one after that is 0 again.
 next_turn = _instruction("atom.global.inc.u32 $0, [$1], $2;", "u32", "u64 u32", memory=True)
-#: The kernel's parameter, which :mod:`tpplan.exec.gpu.kernel_cache` makes an array of this name; a word by its index.
+#: The kernel's parameter, which :mod:`tpplan.exec.toolchain.kernel_cache` makes an array of this name.
 PARAMETER = "tpplan_words"
 _TEXT = f"{{ .reg .b64 a, b; shl.b64 b, $1, 3; mov.b64 a, {PARAMETER}; add.s64 a, a, b; ld.param.b64 $0, [a]; }}"
 word = _instruction(_TEXT, "u64", "u64")
@@ -268,8 +268,8 @@ def shared_address(typingctx: Any, array: Any) -> Any:  # noqa: ARG001
     return types.uint64(array), codegen
 
 
-#: Of launches that overlap, see :mod:`tpplan.exec.gpu.early`; older GPUs have none, and kernels for them leave these
-#: out.
+#: Of launches that overlap, see :mod:`tpplan.exec.cuda.programmatic_launch`; older GPUs have none, and kernels for
+#: them leave these out.
 _OVERLAP = "griddepcontrol"
 #: Waits until all work before is done and seen: comes before everything that others write or read.
 after_earlier = _instruction(f"{_OVERLAP}.wait;", "", "", memory=True)

@@ -6,7 +6,7 @@ and needs no other flag. Every block of threads has packets, counters and a part
 all devices, so that the blocks of a kernel need not wait for each other.
 
 How messages are numbered and slots freed is in :mod:`tpplan.exec.kernels.messages`. What a kernel exchanges is in its
-table; see :mod:`tpplan.exec.gpu.slot_table`.
+table; see :mod:`tpplan.exec.protocol.slots`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.exchange_table import MOST_QUEUES, OUT, OWN, PIECE, RESIDUAL, RESIDUE, ROWS, X
-from tpplan.exec.gpu.slot_table import (
+from tpplan.exec.kernels import ptx
+from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.kernels.messages import answered, begin, peek, receive, region
+from tpplan.exec.kernels.ptx import word
+from tpplan.exec.kernels.sums import none, only
+from tpplan.exec.protocol.slots import (
     DATA_BYTES,
     LANES_AT,
     PACKET_BYTES,
@@ -30,11 +34,7 @@ from tpplan.exec.gpu.slot_table import (
     SOURCE_WORDS,
     WIDTH,
 )
-from tpplan.exec.kernels import ptx
-from tpplan.exec.kernels.kernel import Kernel, device_function
-from tpplan.exec.kernels.messages import answered, begin, peek, receive, region
-from tpplan.exec.kernels.ptx import word
-from tpplan.exec.kernels.sums import none, only
+from tpplan.exec.protocol.words import MOST_QUEUES, OUT, OWN, PIECE, RESIDUAL, RESIDUE, ROWS, X
 
 _WORD = types.uint64
 _HALF = types.uint32

@@ -11,9 +11,9 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from tpplan.exec.gpu.kernel_cache import MOST_SOURCES
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.toolchain.kernel_cache import MOST_SOURCES
 
 _WORD = types.uint64
 

@@ -8,7 +8,7 @@
   that would bring each device too much data are divided by columns. Where kernels may not wait for each other, copies
   in parts.
 
-The slot size and the thresholds of a :class:`~tpplan.exec.links.tuning.Tuning` decide which messages count as small,
+The slot size and the thresholds of a :class:`~tpplan.exec.tuning.Tuning` decide which messages count as small,
 and which go to copy engines.
 
 Copies from the host and within a device are the same for all transports.
@@ -23,10 +23,10 @@ from attrs import field, frozen
 from tpplan.core.sizes import format_apart
 from tpplan.core.workspace import ALIGNMENT, CHUNKS, PAIR
 from tpplan.errors import ExecutionError
-from tpplan.exec.links.tuning import EXCHANGES, FANS, SUMS, Tuning
 from tpplan.exec.programs import lower_events, lower_flags, lower_host, relays
 from tpplan.exec.programs.operation import Addition, Moves, Reduction
 from tpplan.exec.programs.program import HOST, SLOTS
+from tpplan.exec.tuning import EXCHANGES, FANS, SUMS, Tuning
 
 if TYPE_CHECKING:
     from tpplan.exec.programs.operation import Operation

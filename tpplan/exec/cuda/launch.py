@@ -1,0 +1,184 @@
+"""Launches of exchange kernels, prepared so that they cost the host little more than the driver's call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from struct import Struct
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+from cuda.bindings import driver
+
+from tpplan.errors import ExecutionError
+from tpplan.exec.memory.binding import pitch
+from tpplan.exec.programs.program import Buffer, Stream
+from tpplan.exec.protocol.words import BLOCKS, MOST_WORDS, OPERANDS, ROWS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
+
+
+@frozen(eq=False)
+class Operands:
+    """The caller's tensors as parameters of a kernel.
+
+    Attributes:
+        buffers: the buffers in the order of the words; some may have no tensor.
+        bits: bitwise or of all byte offsets in rows and of all widths.
+        piece: maximum bytes that are moved at once.
+    """
+
+    buffers: tuple[Buffer, ...]
+    bits: int
+    piece: int
+
+    def words(self, tensors: Mapping[Buffer, Tensor]) -> list[int]:
+        """Return the largest piece to which everything is aligned, then the address and pitch of each tensor."""
+        words, every = [0], self.bits | self.piece
+        for buffer in self.buffers:
+            matrix = tensors.get(buffer)
+            address, step = (0, 0) if matrix is None else (matrix.data_ptr(), pitch(matrix))
+            every |= address | step
+            words += (address, step)
+        words[0] = every & -every
+        return words
+
+
+@frozen(eq=False)
+class Work:
+    """A device's work in an exchange, for a dtype.
+
+    Attributes:
+        stream: the program's stream.
+        place: index of the table in the parameter.
+        table: the words of the table.
+        operands: the operands of the call.
+        row_bytes: bytes per row that the longest step moves, rounded up.
+        blocks: maximum blocks of a launch.
+        simple: whether there is a faster kernel for operands aligned to the largest piece.
+        pieces: pieces that a thread handles at once.
+    """
+
+    stream: Stream
+    place: int
+    table: Sequence[int]
+    operands: Operands
+    row_bytes: int
+    blocks: int = BLOCKS
+    simple: bool = False
+    pieces: int = 1
+
+
+class Launch:
+    """A kernel with its parameter, to be bound to operands.
+
+    Attributes:
+        stream: the program's stream to launch it on.
+    """
+
+    def __init__(
+        self,
+        kernels: tuple[Any, Any],
+        work: Work,
+        blocks: int,
+        threads: int,
+        header: Mapping[int, int],
+        *,
+        early: bool = False,
+    ) -> None:
+        """Write all constant words of the parameter.
+
+        Args:
+            kernels: kernels loaded by cuda.core: one for all operands, and one for those aligned to the largest piece.
+            work: the device's work.
+            blocks: maximum blocks that run at once.
+            threads: threads per block.
+            header: the context's words, by index.
+            early: whether kernels may be launched early in a graph, see :mod:`tpplan.exec.cuda.programmatic_launch`.
+        """
+        self._early = early
+        self.stream = work.stream
+        self._operands = work.operands.words
+        self._kernel, self._aligned = (driver.CUfunction(int(kernel.handle)) for kernel in kernels)
+        self._piece = work.operands.piece
+        self._words = (ctypes.c_uint64 * MOST_WORDS)()
+        for index, word in {**header, **dict(enumerate(work.table, work.place))}.items():
+            self._words[index] = word
+        self._packed = Struct(f"<{1 + 2 * len(work.operands.buffers)}Q")
+        self._threads, self._blocks = threads, blocks
+        self._row_bytes, self._block_bytes = work.row_bytes, threads * self._piece * work.pieces
+
+    def bind(self, operands: Mapping[Buffer, Tensor], rows: int) -> Ready:
+        """Return a callable that launches the kernel on a given stream any number of times.
+
+        Args:
+            operands: the caller's tensors; only their addresses are kept.
+            rows: rows of each tensor.
+        """
+        parameter = (ctypes.c_uint64 * MOST_WORDS).from_buffer_copy(self._words)
+        piece, *_ = words = self._operands(operands)
+        parameter[ROWS] = rows
+        self._packed.pack_into(parameter, 8 * OPERANDS, *words)
+        kernel = self._aligned if piece == self._piece else self._kernel
+        blocks = min(self._blocks, -(-rows * self._row_bytes // self._block_bytes)) or 1
+        what = f"a kernel of device {self.stream.device}"
+        return Ready(what, kernel, (blocks, self._threads), parameter, 1, early=self._early)
+
+
+class Ready:
+    """A kernel with all of its parameters, which can be launched any number of times.
+
+    Attributes:
+        what: name of the kernel in errors.
+        kernel: the driver's function.
+        shape: number of blocks, and threads per block.
+        parameters: address of the array of the parameters' addresses.
+        early: whether it may be launched early in a graph, see :mod:`tpplan.exec.cuda.programmatic_launch`.
+    """
+
+    __slots__ = ("_pointers", "_start", "_words", "early", "kernel", "parameters", "shape", "what")
+
+    def __init__(
+        self,
+        what: str,
+        kernel: driver.CUfunction,
+        shape: tuple[int, int],
+        words: ctypes.Array[ctypes.c_uint64],
+        arguments: int,
+        *,
+        early: bool = False,
+    ) -> None:
+        """Take the words of all parameters.
+
+        Args:
+            what: name of the kernel in errors.
+            kernel: the driver's function.
+            shape: number of blocks, and threads per block.
+            words: the words of the parameters; kept.
+            arguments: number of parameters, each of one word; the last one may have more.
+            early: whether it may be launched early in a graph.
+        """
+        self.what, self.kernel, self.shape, self.early = what, kernel, shape, early
+        first = ctypes.addressof(words)
+        self._start, self._words = driver.cuLaunchKernel, words
+        self._pointers = (ctypes.c_void_p * arguments)(*range(first, first + 8 * arguments, 8))
+        self.parameters = ctypes.addressof(self._pointers)
+
+    def __call__(self, stream: int) -> None:
+        """Launch the kernel on a stream; if that is a default stream, its device must be current.
+
+        Raises:
+            ExecutionError: the driver reports an error.
+        """
+        blocks, threads = self.shape
+        (result,) = self._start(self.kernel, blocks, 1, 1, threads, 1, 1, 0, stream, self.parameters, 0)
+        if result != _SUCCESS:
+            raise refused(self.what, result)
+
+
+def refused(what: str, result: driver.CUresult) -> ExecutionError:
+    """Return the error for a kernel that the driver did not launch."""
+    return ExecutionError(f"{what} was not launched: {result.name}", "earlier work on this device may have failed")

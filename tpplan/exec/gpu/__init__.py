@@ -1,1 +1,0 @@
-"""Programs on CUDA devices: what the host prepares, tells kernels, and launches."""

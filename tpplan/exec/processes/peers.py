@@ -1,0 +1,155 @@
+"""The backend for one GPU in each of several processes, whose kernels write to each other's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.errors import ExecutionError
+from tpplan.exec.cuda.backend import CudaDevices
+from tpplan.exec.cuda.bound import Bound
+from tpplan.exec.cuda.copies import Transfer
+from tpplan.exec.cuda.issuing import ISSUING
+from tpplan.exec.processes.mirrors import Mirrors
+from tpplan.exec.programs.program import HOST, SLOT, Await, flat, reads, writes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from torch import Tensor
+
+    from tpplan.exec.cuda.bound import BoundStep, ReadyProgram
+    from tpplan.exec.handles import Pending
+    from tpplan.exec.memory.binding import Memory
+    from tpplan.exec.processes.distributed import Processes
+    from tpplan.exec.processes.shared import Sharing
+    from tpplan.exec.programs.program import Buffer, Program
+
+#: How long a process that closes after a failure waits for the others, one of which may be gone, in seconds.
+_IMPATIENCE = 3.0
+#: Kinds of programs: by kernels through slots, or straight; by each device alone; or left to torch.distributed.
+_SLOTS, _STRAIGHT, _ALONE, _FAR = "slots", "straight", "alone", "far"
+#: Maximum number of programs whose kind is known.
+_KEPT = 1024
+
+
+class PeerProcesses(CudaDevices):
+    """Runs exchanges by kernels, which each process launches for its own GPU; everything else as Processes do.
+
+    Kernels of different processes wait for each other as those of one process do. They do not reach the tensors of
+    other processes: copies in the exchange buffers stand in for those that other devices would read or write.
+    """
+
+    _has_left = False
+
+    def __init__(
+        self,
+        memory: Memory,
+        own: Mapping[int, torch.device],
+        others: Mapping[int, int],
+        *,
+        timeout: float,
+        sharing: Sharing,
+        far: Processes,
+    ) -> None:
+        """Load the kernels.
+
+        Args:
+            memory: memory of this process's device, and the control areas and exchange buffers of all devices.
+            own: the GPU of this process's device.
+            others: multiprocessors of each device that another process owns.
+            timeout: how long a kernel waits for another device, and this process for the others when it closes, in
+                seconds.
+            sharing: what the processes share.
+            far: runs all other programs.
+        """
+        status = sharing.page.status if sharing.page else None
+        super().__init__(memory, own, transport="peer", timeout=timeout, others=others, status=status)
+        self._timeout = timeout
+        self._sharing = sharing
+        self._far = far
+        self._programs: dict[int, tuple[Program, str, Mirrors]] = {}
+
+    def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
+        """Issue a program; see :meth:`tpplan.exec.cuda.backend.CudaDevices.run`."""
+        if self._kind(program) != _FAR:
+            return super().run(program, operands)
+        if self.is_capturing() and (self._far.is_on_host or _is_on_host(program)):
+            message = f"{program.name} cannot be captured: the host takes part"
+            raise ExecutionError(message, "call it beside the graph")
+        with ISSUING:  # not while waiting for other processes, which may wait for another context of this one
+            self._issuing.check()
+            self.turn_to_current()
+        try:
+            return self._far.run(program, operands)
+        except BaseException:  # perhaps done by only some processes
+            self._exchanges.interrupt()
+            raise
+
+    def bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Callable[[], Pending] | None:
+        """Return a callable that issues a program on the same memory again; None unless kernels run it."""
+        return None if self._kind(program) == _FAR else super().bind(program, operands)
+
+    def _bind(self, ready: ReadyProgram, operands: Mapping[Buffer, Tensor]) -> Bound:
+        """Bind a program; one that goes straight, to mirrors of some rows after the other."""
+        if self._kind(ready.program) != _STRAIGHT:
+            return super()._bind(ready, operands)
+        some = next(iter(operands.values()))
+        here, dtype, mirrors = self._places, some.dtype, self._mirrors_of(ready.program)
+        inward, outward = (
+            [(Transfer(copy, self._memory, dtype), copy.stream.device) for copy in copies]
+            for copies in (mirrors.inward(here), mirrors.outward(here))
+        )
+        steps: list[BoundStep] = []
+        at_once = mirrors.rows(min(map(len, self._memory.exchange.values())), dtype.itemsize)
+        for first in range(0, len(some), at_once):
+            rows = min(at_once, len(some) - first)
+            part = {buffer: x[first : first + rows] for buffer, x in operands.items() if not x.is_meta}
+            steps += ((copy.bind(part, rows), device, 0) for copy, device in inward)
+            steps += super()._bind(ready, part | mirrors.over(self._memory, rows, dtype)).steps
+            steps += ((copy.bind(part, rows), device, 0) for copy, device in outward)
+        return Bound(ready, tuple(steps), quick=tuple(steps) if self.is_capturing() else ())
+
+    def close(self) -> None:
+        """Wait for the other processes to close, for the time-out at most, and release all resources.
+
+        Memory that one of them may still write to is kept until this process ends.
+        """
+        if self._has_left:
+            return
+        seconds = min(_IMPATIENCE, self._timeout) if self._exchanges.has_failed() else self._timeout
+        self._far.close()
+        self._programs.clear()
+        super().close()
+        self._sharing.leave(seconds)
+        self._has_left = True
+
+    def _kind(self, program: Program) -> str:
+        """Return the kind of a program."""
+        return self._known(program)[1]
+
+    def _mirrors_of(self, program: Program) -> Mirrors:
+        """Return the mirrors of a program that goes straight."""
+        return self._known(program)[2]
+
+    def _known(self, program: Program) -> tuple[Program, str, Mirrors]:
+        if id(program) not in self._programs:
+            if len(self._programs) >= _KEPT:
+                self._programs.clear()
+            steps = [*flat(program)]
+            has_slots = any(view.buffer.role == SLOT for step in steps for view in writes(step))
+            waits = any(isinstance(step, Await) for step in steps)
+            kind = _SLOTS if has_slots else _STRAIGHT if waits else _FAR if _crosses(program) else _ALONE
+            mirrors = Mirrors.of(program) if kind == _STRAIGHT else Mirrors({}, {})
+            self._programs[id(program)] = program, kind, mirrors  # keeps it alive, as its identity is the key
+        return self._programs[id(program)]
+
+
+def _is_on_host(program: Program) -> bool:
+    """Return whether a program reads or writes host memory."""
+    return any(view.buffer.device == HOST for step in flat(program) for view in (*reads(step), *writes(step)))
+
+
+def _crosses(program: Program) -> bool:
+    """Return whether a program reads or writes host memory or that of another device than the stream's."""
+    return any(v.buffer.device != step.stream.device for step in flat(program) for v in (*reads(step), *writes(step)))

@@ -1,0 +1,142 @@
+"""Sharing the memory of a context's GPUs with the other processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpplan.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from tpplan.exec.compiler import Areas
+    from tpplan.exec.processes.host_page import Page
+    from tpplan.exec.processes.ipc import Handle, Opened
+    from tpplan.exec.processes.meeting import Meeting
+
+    #: Handles of a device's control area and exchange buffer.
+    Handles = tuple[Handle, Handle]
+
+#: What is shared: kept until no other process uses it, even if this one forgets its context.
+_HELD: set[Sharing] = set()
+
+
+class Sharing:
+    """The memory that the processes of a context share.
+
+    Attributes:
+        page: host memory that all of them see; None if nothing is shared.
+    """
+
+    def __init__(self, meeting: Meeting, gpu: torch.device | None) -> None:
+        """Prepare it.
+
+        Args:
+            meeting: the processes.
+            gpu: the GPU whose kernels write to other processes' memory; None if nothing is shared.
+        """
+        self.page: Page | None = None
+        self._opened: dict[int, tuple[Opened, Opened]] = {}
+        self._own: Areas = {}
+        self._meeting = meeting
+        self._gpu = gpu
+        self._has_told = self._is_over = False
+        self._path: Path | None = None
+
+    def share(self, areas: Areas) -> Areas:
+        """Share the areas of this process's devices, and return those of the others; all processes call it at once.
+
+        Raises:
+            ExecutionError: memory cannot be shared, or, without a message, another process has failed.
+        """
+        handles = self._handles(areas)
+        if self._gpu is not None and not self._meeting.process:
+            from tpplan.exec.processes.host_page import Page  # noqa: PLC0415 (needs CUDA)
+
+            self._path = Page.create()
+        told = self._tell("", handles)
+        if any(failure for failure, _, _ in told):
+            raise ExecutionError("")
+        if self._gpu is None:
+            return {}
+        self._own = areas
+        _HELD.add(self)
+        theirs = {d: pair for _, some, _ in told for d, pair in some.items() if d not in areas}
+        self._open(self._gpu, told[0][2], theirs)
+        return {device: (control.tensor, exchange.tensor) for device, (control, exchange) in self._opened.items()}
+
+    def fail(self, failure: str) -> None:
+        """Tell the others why nothing is shared, unless they know already that this process had come so far."""
+        if not self._has_told:
+            self._tell(failure, {})
+
+    def end(self) -> None:
+        """Share nothing any more, as a process has failed before any kernel ran; all processes call it at once."""
+        self._close()
+        self._meeting.tell(None)  # now nobody has the memory of others
+        self._forget()
+
+    def forget_name(self) -> None:
+        """Remove the page's name, once all processes have opened it or failed."""
+        if self._path:
+            self._path.unlink(missing_ok=True)
+            self._path = None
+
+    def leave(self, seconds: float) -> None:
+        """Stop using other processes' memory, and wait until they do so, too.
+
+        What one of them may still write to after these seconds is kept until this process ends.
+        """
+        if self._is_over:
+            return
+        self._close()
+        if self.page and self.page.leave(seconds):
+            self._forget()
+
+    def _close(self) -> None:
+        for control, exchange in self._opened.values():
+            control.close()
+            exchange.close()
+        self._opened.clear()
+
+    def _forget(self) -> None:
+        self._is_over = True
+        self._own = {}
+        if self.page:
+            self.page.close()
+        _HELD.discard(self)
+
+    def _handles(self, areas: Areas) -> dict[int, Handles]:
+        if self._gpu is None:
+            return {}
+        from tpplan.exec.processes.ipc import Handle  # noqa: PLC0415 (needs CUDA)
+
+        return {device: (Handle.of(control), Handle.of(exchange)) for device, (control, exchange) in areas.items()}
+
+    def _open(self, gpu: torch.device, path: Path, handles: Mapping[int, Handles]) -> None:
+        from tpplan.exec.processes.host_page import Page  # noqa: PLC0415 (needs CUDA)
+        from tpplan.exec.processes.ipc import Opened  # noqa: PLC0415 (needs CUDA)
+
+        self.page = Page.open(path, gpu, self._meeting.process, self._meeting.count)
+        for device, (control, exchange) in handles.items():
+            self._opened[device] = Opened.on(gpu, control), Opened.on(gpu, exchange)
+
+    def _tell(self, failure: str, handles: dict[int, Handles]) -> list[tuple[str, dict[int, Handles], Path]]:
+        """Tell all processes why this one shares nothing, or its handles and the page's path."""
+        self._has_told = True
+        plain = {device: tuple(map(tuple, pair)) for device, pair in handles.items()}
+        return self._meeting.tell_and_read((failure, plain, str(self._path or "")), _read)
+
+
+def _read(told: Any) -> tuple[str, dict[int, Handles], Path]:
+    """Return what a process has told."""
+    failure, plain, path = told
+    if not plain:
+        return str(failure), {}, Path(path)
+    from tpplan.exec.processes.ipc import Handle  # noqa: PLC0415 (needs CUDA)
+
+    handles = {int(d): (Handle(*control), Handle(*exchange)) for d, (control, exchange) in plain.items()}
+    return str(failure), handles, Path(path)

@@ -1,0 +1,258 @@
+"""The cache of compiled kernels: compiled by numba without a GPU, kept on disk, and loaded on the GPUs that run them.
+
+If a kernel is on disk, numba is not imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import sys
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from tpplan.core.missing import install_command
+from tpplan.errors import InternalError, TpplanError
+from tpplan.exec.toolchain.workers import work_off
+from tpplan.files.text import cache_folder, save_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+#: Maximum number of matrices that one launch sums: a part of each of eight devices, and a residual.
+MOST_SOURCES = 9
+
+#: Minimum compute capability for programmatic dependent launch.
+OVERLAPS = (9, 0)
+
+#: Minimum number of kernels to compile in child processes, each of which imports numba for a second.
+_ENOUGH = 2
+
+_LOG = logging.getLogger(__name__)
+#: Modules of kernels, by the prefix of the kernels' names.
+_MODULES = {
+    "attention": "tpplan.decoder.kernels.attention",
+    "coded": "tpplan.decoder.kernels.coded_experts",
+    "dense": "tpplan.decoder.kernels.dense",
+    "experts": "tpplan.decoder.kernels.experts",
+    "frame": "tpplan.exec.kernels.frame",
+    "gemv": "tpplan.decoder.kernels.gemv",
+    "grouped": "tpplan.decoder.kernels.grouped",
+    "grouping": "tpplan.decoder.kernels.grouping",
+    "landing": "tpplan.exec.kernels.host_writes",
+    "packed": "tpplan.decoder.kernels.packed",
+    "packet": "tpplan.exec.kernels.packet",
+    "pointwise": "tpplan.decoder.kernels.pointwise",
+    "skinny": "tpplan.decoder.kernels.skinny",
+    "slot": "tpplan.exec.kernels.slot",
+    "straight": "tpplan.exec.kernels.direct",
+    "sum": "tpplan.exec.kernels.sums",
+    "turn": "tpplan.decoder.kernels.turn",
+    "wide": "tpplan.decoder.kernels.wide",
+}
+_OWN = [module for module in _MODULES.values() if module.startswith("tpplan.exec.")]
+#: Imports of a kernel module from the executor and the decoder; the planner has nothing for kernels.
+_IMPORTS = re.compile(r"^ *from (tpplan\.(?:exec|decoder)[\w.]*) import (\([^)]*\)|.+)", re.MULTILINE)
+_COMPILERS = (
+    "numba",
+    "llvmlite",
+    "numba-cuda",
+    "cuda-core",
+    "nvidia-nvvm",
+    "nvidia-nvjitlink",
+    "nvidia-cuda-nvcc-cu12",  # which has libNVVM
+    "nvidia-nvjitlink-cu12",
+)
+
+
+def lacks() -> str:
+    """Return which packages are missing to compile and launch kernels; empty if none are."""
+    missing = [name for name in ("numba_cuda", "cuda.core") if not _is_installed(name)]
+    if not missing:
+        return ""
+    import torch  # noqa: PLC0415 (compiling processes do not need it)
+
+    extra = "cu12" if str(torch.version.cuda).startswith("12.") else "cu13"
+    return f"{' and '.join(missing)} not installed: {install_command(extra)}"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        return False
+
+
+def digest(module: str = "") -> str:
+    """Return a hash of the kernels' sources and of the compilers' versions, as 16 hexadecimal digits.
+
+    Args:
+        module: a module of kernels; all of the executor's if not given.
+    """
+    sha = hashlib.sha256()
+    for _, text in sorted(_sources([module] if module else _OWN).items()):
+        sha.update(text)
+    sha.update(repr([(package, _version(package)) for package in _COMPILERS]).encode())
+    return sha.hexdigest()[:16]
+
+
+def _sources(modules: Iterable[str]) -> dict[str, bytes]:
+    """Return the source files of these modules, of all that they import, and of this one, by module name."""
+    found: dict[str, bytes] = {}
+    root, asked = Path(__file__).parents[3], [*modules, "tpplan.exec.toolchain.kernel_cache"]
+    while asked:
+        name = asked.pop()
+        path = root.joinpath(*name.split(".")).with_suffix(".py")
+        if name in found or not path.is_file():  # a package or not a module
+            continue
+        found[name] = path.read_bytes()
+        for package, names in _IMPORTS.findall(found[name].decode()):
+            asked += [package, *(f"{package}.{each}" for each in re.findall(r"\w+", names))]
+    return found
+
+
+def load(name: str, capability: tuple[int, int]) -> Any:
+    """Return a kernel that ``cuda.core.launch`` can run on every GPU of a compute capability.
+
+    Args:
+        name: name of the kernel; its first word determines the module.
+        capability: compute capability such as ``(9, 0)``.
+    """
+    from cuda.core import ObjectCode  # noqa: PLC0415 (needs a driver)
+
+    return ObjectCode.from_cubin(machine_code(name, capability)).get_kernel(name)
+
+
+def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
+    """Compile the kernels that are not on disk yet, in as many processes as there are CPUs.
+
+    Kernels that cannot be compiled or stored are left to :func:`load`.
+
+    Args:
+        kernels: names and compute capabilities.
+    """
+    try:
+        missing = [(name, capability) for name, capability in kernels if not _path(name, capability).exists()]
+    except (OSError, RuntimeError):
+        return
+    if len(missing) < _ENOUGH:
+        return
+    _LOG.info("compiling %d kernels, which are kept for the next start", len(missing))
+    tasks = [" ".join((name, *map(str, capability))) for name, capability in missing]
+    work_off(tasks, ["-m", __name__], os.cpu_count() or 1)  # numba takes up to half a GiB in each
+
+
+def machine_code(name: str, capability: tuple[int, int]) -> bytes:
+    """Return a kernel's cubin, from disk if it was compiled before; needs no GPU."""
+    try:
+        path = _path(name, capability)
+        return path.read_bytes()
+    except FileNotFoundError:
+        code, _ = assemble(ptx(name, capability), capability)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory is unknown
+        _LOG.debug("no cached kernel %s: %s", name, error)
+        return assemble(ptx(name, capability), capability)[0]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_bytes(code, path)
+    except (OSError, TpplanError) as error:
+        _LOG.debug("the kernel %s is not cached: %s", name, error)
+    return code
+
+
+def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
+    """Assemble PTX; return the cubin, and the assembler's log of registers and spills."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode  # noqa: PLC0415 (not needed for kernels on disk)
+
+    options = LinkerOptions(arch=_arch(capability), ptxas_options=["-v"])
+    linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
+    code = linker.link("cubin").code
+    return bytes(code), str(linker.get_info_log())
+
+
+def ptx(name: str, capability: tuple[int, int]) -> str:
+    """Return a kernel's PTX; its entry has the kernel's name."""
+    from numba import cuda  # noqa: PLC0415 (takes a second; not needed for kernels on disk)
+
+    from tpplan.exec.kernels.ptx import PARAMETER, without_overlap  # noqa: PLC0415
+    from tpplan.exec.protocol.words import MOST_WORDS  # noqa: PLC0415
+
+    kernel = getattr(import_module(_module(name)), name.upper())
+    with _without_gpu(capability):
+        text, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability, launch_bounds=kernel.bounds)
+    mangled = text.partition(".visible .entry ")[2].partition("(")[0]
+    text = str(text.replace(mangled, name))
+    if capability < OVERLAPS:
+        text = without_overlap(text)
+    if kernel.arguments > 1:
+        return text
+    declared = f".param .u64 {name}_param_0"  # one word, instead of an array for which numba has no type
+    if text.count(f"{name}_param_0") != 1 or declared not in text:
+        raise InternalError(f"{name}: numba has written {declared} in another way")
+    return text.replace(declared, f".param .align 8 .b8 {PARAMETER}[{8 * MOST_WORDS}]")
+
+
+@contextmanager
+def _without_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """Let numba compile the functions that a kernel calls without a GPU.
+
+    It asks the current GPU for its compute capability, though what it makes of a function is the same for all of them:
+    without a GPU that fails, and elsewhere each compiling process would take memory on it.
+    """
+    from numba.cuda import dispatcher  # noqa: PLC0415 (a second to import)
+    from numba.cuda.core.compiler_lock import global_compiler_lock  # noqa: PLC0415
+
+    with global_compiler_lock:  # nobody else compiles meanwhile
+        original = dispatcher.get_current_device
+        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
+        try:
+            yield
+        finally:
+            dispatcher.get_current_device = original
+
+
+def _path(name: str, capability: tuple[int, int]) -> Path:
+    return cache_folder() / "kernels" / f"{name}-{_arch(capability)}-{_digest(_module(name))}.cubin"
+
+
+@cache
+def _digest(module: str) -> str:
+    """Return :func:`digest`, cached: it takes milliseconds, and the sources do not change while a process runs."""
+    return digest(module)
+
+
+def _module(name: str) -> str:
+    return _MODULES[name.partition("_")[0]]
+
+
+def _arch(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except ImportError:  # PackageNotFoundError: installed otherwise, such as by a CUDA toolkit
+        return ""
+
+
+def main() -> None:
+    """Run as a child process of :func:`prepare`."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)  # keep the output of libraries out of the answers
+        for line in sys.stdin:
+            name, major, minor = line.split()
+            machine_code(name, (int(major), int(minor)))
+            print("done", file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

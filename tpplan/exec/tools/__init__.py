@@ -1,0 +1,1 @@
+"""What the commands ``bench``, ``selftest`` and ``devices --links`` do."""

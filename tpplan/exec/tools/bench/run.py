@@ -1,0 +1,280 @@
+"""The benchmark of a compiled plan's operations on this machine, against other implementations."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve
+from torch.cuda import nccl
+
+from tpplan.core.sizes import format_bytes
+from tpplan.errors import ExecutionError, RequestError, TpplanError
+from tpplan.exec.explain import IN_GRAPH
+from tpplan.exec.tools.bench import limits as bench_limits
+from tpplan.exec.tools.bench.case import Cases
+from tpplan.exec.tools.bench.clock import Clock, Run
+from tpplan.exec.tools.bench.even import EVEN, SLICED, even_context
+from tpplan.exec.tools.bench.peers import OURS, contenders
+from tpplan.reports.bench import BenchReport, Measured, Timed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from tpplan.exec.context import TPContext
+    from tpplan.exec.tools.bench.peers import Contender
+    from tpplan.reports.bench import Limit
+
+#: Default payloads in bytes.
+_USUAL = (8 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
+#: Disables peer copies in NCCL, which reads it at its first operation.
+_NO_LINKS = "NCCL_P2P_DISABLE"
+
+
+def bench(
+    make: Callable[[str], TPContext],
+    transport: str,
+    *,
+    sizes: Sequence[int],
+    rounds: int,
+    busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    told: Callable[[BenchReport], None] = lambda _: None,
+) -> BenchReport:
+    """Time each operation of a compiled plan and its other implementations, after checking their results.
+
+    A failure is reported in its place and does not stop the rest. With the host transport, NCCL also goes through the
+    host's memory, unless this process has already used it or the environment says otherwise.
+
+    Args:
+        make: compiles a plan for a transport.
+        transport: transport to time, or ``auto``.
+        sizes: payloads in bytes, rounded up to whole rows of the residual stream. If empty: 8 KiB, 64 KiB, 1 MiB and
+            16 MiB, as far as the plan has room for these rows.
+        rounds: number of rounds in which the implementations take turns, at least 2.
+        busy: returns a context that is active while the named step runs.
+        told: called with the partial report after all sizes of an operation are timed.
+
+    Raises:
+        RequestError: the plan has room for none of the sizes.
+        TpplanError: the plan cannot be compiled.
+    """
+    with _undisturbed(), ExitStack() as stack:
+        context = make(transport)
+        _closed_by(stack, context)
+        cases = Cases(context)
+        notes: list[str] = []
+        counts = sorted({-(-size // cases.row_bytes) for size in sizes or _USUAL})
+        if not sizes:
+            counts = _with_room(counts, cases, notes.append)
+        _check_room(counts, cases)
+        limits: tuple[Limit, ...] = ()
+        try:
+            with busy("measuring the links"):
+                limits = bench_limits.measure({i: device.device for i, device in context.devices.items()})
+        except Exception as error:  # noqa: BLE001 (operations can be timed without limits)
+            notes.append(f"no limits were measured: {_reason(error)}")
+        even = None
+        try:
+            if made := even_context(context):
+                _closed_by(stack, made)
+                even = Cases(made)
+        except Exception as error:  # noqa: BLE001 (operations can be timed without it)
+            notes.append(f"even slices were not timed: {_reason(error)}")
+        if cases.places[0].type == "cuda":
+            notes += _unlinked(cases.explanation.transport)
+        report = _head(cases, even, rounds, limits, notes)
+        turns = _Turns(cases, even, limits, Clock(cases.places, rounds))
+        for name in cases.makers:
+            measured = []
+            for rows in counts:
+                with busy(f"timing {name} of {format_bytes(rows * cases.row_bytes)}"):
+                    measured.append(turns.measured(name, rows))
+            report = evolve(report, measured=(*report.measured, *measured))
+            told(report)
+        return report
+
+
+def _with_room(counts: list[int], cases: Cases, note: Callable[[str], None]) -> list[int]:
+    """Return the row counts that fit the plan and note the others; if none fits, return the plan's maximum."""
+    most = cases.context.max_rows
+    found = [rows for rows in counts if rows <= most]
+    if len(found) < len(counts):
+        left = ", ".join(format_bytes(rows * cases.row_bytes) for rows in counts[len(found) :])
+        note(f"{left} left out: the plan has room for {most} rows, {format_bytes(most * cases.row_bytes)}")
+    return found or [most]
+
+
+def _check_room(counts: list[int], cases: Cases) -> None:
+    """Check that the plan has room for at least one of the row counts, which are ascending.
+
+    Raises:
+        RequestError: it has room for none.
+    """
+    most, least = cases.context.max_rows, counts[0]
+    if least > most:
+        takes = f"{format_bytes(least * cases.row_bytes)} takes {least} rows"
+        message = f"none of --sizes fits: {takes}, the plan has room for {most}, {format_bytes(most * cases.row_bytes)}"
+        raise RequestError(message, "leave out --sizes for those that fit, or plan with more --max-rows")
+
+
+def _closed_by(stack: ExitStack, context: TPContext) -> None:
+    """Close a context with the stack and ignore its errors, as timeouts are reported where they happen."""
+
+    def close() -> None:
+        with suppress(ExecutionError):
+            context.close()
+
+    stack.callback(close)
+
+
+def _head(cases: Cases, even: Cases | None, rounds: int, limits: tuple[Limit, ...], notes: list[str]) -> BenchReport:
+    """Return the report without measurements."""
+    devices, is_cuda = cases.context.devices, cases.places[0].type == "cuda"
+    names = [torch.cuda.get_device_name(each.device) if is_cuda else each.name for each in devices.values()]
+    software = tuple(_software(notes.append)) if is_cuda else (f"torch {torch.__version__}",)
+    return BenchReport(
+        model=cases.context.plan.model.name,
+        backend="cuda" if is_cuda else "cpu",
+        devices=tuple(names),
+        transport=cases.explanation.transport,
+        dtype=cases.explanation.dtype,
+        columns=cases.columns,
+        slice_columns=_widths(cases),
+        even_columns=_widths(even) if even else (),
+        rounds=rounds,
+        in_a_graph=cases.in_a_step,
+        software=software,
+        limits=limits,
+        measured=(),
+        notes=tuple(notes),
+    )
+
+
+def _widths(cases: Cases) -> tuple[int, ...]:
+    return tuple(stop - start for _, start, stop in cases.cuts)
+
+
+class _Turns:
+    """Times all implementations of a context's operations."""
+
+    def __init__(self, cases: Cases, even: Cases | None, limits: tuple[Limit, ...], clock: Clock) -> None:
+        self._cases = cases
+        self._even = even
+        self._limits = limits
+        self._clock = clock
+        #: By implementation and whether it runs in a graph: the run to time, or the reason why there is none.
+        self._entries: dict[tuple[str, bool], Run | str] = {}
+
+    def measured(self, name: str, rows: int) -> Measured:
+        """Return the times of an operation by all implementations, or the reason why there are none."""
+        way, graph_way = self._cases.way(name, rows), self._cases.way(name, rows, IN_GRAPH)
+        count = self._cases.in_a_graph(rows)
+        how, in_graph = (f"{each.transport} {each.how}".strip() if each else "" for each in (way, graph_way))
+        told = partial(
+            Measured,
+            operation=name,
+            payload_bytes=rows * self._cases.row_bytes,
+            rows=rows,
+            link_bytes=rows * way.row_bytes if way else 0,
+            way=how,
+            graph_way=in_graph if in_graph != how else "",
+            in_a_graph=count if count < self._cases.in_a_step else None,
+        )
+        try:
+            case = self._cases.make(name, rows)
+        except Exception as error:  # noqa: BLE001 (no memory or no room in the plan; the next case may have it)
+            return told(failed=_reason(error))
+        self._entries = {}
+        (ours, make), *others = contenders(case)
+        self._prepare(ours, make, self._cases.context, count)
+        if self._even and name in SLICED:
+            self._prepare(EVEN, partial(_evenly, self._even, name, rows), self._even.context, count)
+        for who, make in others:
+            self._prepare(who, make, self._cases.context, count)
+        times = self._clock.times({k: run for k, run in self._entries.items() if isinstance(run, Run)}, self._fail)
+        for who, cases in ((OURS, self._cases), (EVEN, self._even)):
+            try:
+                if cases:
+                    cases.context.synchronize()
+            except TpplanError as error:  # some of tpplan's operations did not complete
+                for key in [key for key in times if key[0] == who]:
+                    del times[key]
+                    self._fail(key, error)
+        timed = (
+            Timed(by=by, graph=graph, time=times.get((by, graph)), failed=entry if isinstance(entry, str) else "")
+            for (by, graph), entry in self._entries.items()
+        )
+        places = {i: device.device for i, device in self._cases.context.devices.items()}
+        return told(least_ns=bench_limits.least_ns(case, self._limits, places), timed=tuple(timed))
+
+    def _prepare(self, who: str, make: Callable[[], Contender], context: TPContext, count: int) -> None:
+        """Check an implementation and register its runs, or the error.
+
+        Args:
+            who: name of the implementation.
+            make: creates it.
+            context: context that captures the graph.
+            count: number of operations in a graph.
+        """
+        key = (who, False)
+        try:
+            contender = make()
+            contender.check(contender.call, self._clock.synchronize)
+            self._entries[key] = Run(contender.call)
+            if contender.captured and self._cases.places[0].type == "cuda":
+                key = (who, True)
+                with context.capture() as graph:
+                    for _ in range(count):
+                        contender.call()
+                contender.check(graph.replay, self._clock.synchronize)
+                self._entries[key] = Run(graph.replay, count)
+        except Exception as error:  # noqa: BLE001 (from any library; the others may work)
+            self._fail(key, error)
+
+    def _fail(self, key: tuple[str, bool], error: Exception) -> None:
+        self._entries[key] = _reason(error)
+
+
+def _evenly(cases: Cases, name: str, rows: int) -> Contender:
+    """Return tpplan's implementation of an operation, on the even slices of ``cases``."""
+    _, make = next(contenders(cases.make(name, rows)))
+    return make()
+
+
+def _reason(error: Exception) -> str:
+    """Return an error as one line of text."""
+    message = error.message if isinstance(error, TpplanError) else f"{type(error).__name__}: {error}"
+    return " ".join(message.split())
+
+
+def _unlinked(transport: str) -> Iterator[str]:
+    """Disable NCCL's peer copies with the host transport, unless the environment decides; yield a note if disabled."""
+    if transport == "host":
+        os.environ.setdefault(_NO_LINKS, "1")
+    if os.environ.get(_NO_LINKS) == "1":
+        yield f"NCCL was told to go without links between GPUs: {_NO_LINKS}=1"
+
+
+def _software(note: Callable[[str], None]) -> Iterator[str]:
+    """Yield the versions of torch, CUDA and NCCL."""
+    yield f"torch {torch.__version__}"
+    yield f"CUDA {torch.version.cuda}"
+    try:
+        yield f"NCCL {'.'.join(map(str, nccl.version()))}"  # type: ignore[no-untyped-call]
+    except Exception as error:  # noqa: BLE001 (a torch without NCCL)
+        note(f"NCCL is not here: {_reason(error)}")
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Run torch in one thread, as the programs of virtual devices do, and restore its thread count on exit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
