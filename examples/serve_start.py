@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import tpplan
 from tpplan import exec as tpx
 from tpplan.decoder import Decoder, Sampling, generate, prepare
-from tpplan.decoder.files import end_tokens
 from tpplan.decoder.settings import check_model
-from tpplan.decoder.text import Stream, Tokenizer
+from tpplan.decoder.text.files import end_tokens
+from tpplan.decoder.text.tokenizer import Stream, Tokenizer
 from tpplan.errors import ModelError, PlanError, RequestError, TpplanError
 from tpplan.reports.check import check
 from tpplan.weights import load_weights

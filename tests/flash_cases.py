@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tpplan.decoder import layers
-from tpplan.decoder.cache import Store
-from tpplan.decoder.layers import Scoring, attend, hiding
+from tpplan.decoder.cache.store import Store
+from tpplan.decoder.layer import math
+from tpplan.decoder.layer.math import Scoring, attend, hiding
 from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -148,6 +148,6 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
 
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("_flash_attention_forward", forward, "CPU")  # type: ignore[no-untyped-call]
-    monkeypatch.setattr(layers, "can_use_flash_attention", lambda _: True)
+    monkeypatch.setattr(math, "can_use_flash_attention", lambda _: True)
     yield calls
     library._destroy()  # type: ignore[no-untyped-call]

@@ -12,11 +12,11 @@ from attrs import frozen
 
 from tests.decoder.kernels.test_skinny import acted
 from tests.gate_cases import rounded_gate
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
 
 if TYPE_CHECKING:
-    from tpplan.decoder.launches.few_rows import FewRows
+    from tpplan.decoder.layer.row_kernels import FewRows
 
 #: What kernels call the dtypes of scales.
 FORMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -74,7 +74,7 @@ def float_matrix(
 def matrix_of(  # noqa: PLR0917
     kind: str, size: int, width: int, group: int, dtype: torch.dtype, plus: int | None, device: str = "cpu"
 ) -> Quantised:
-    """Return a random matrix of a kind of codes, of :data:`tpplan.decoder.launches.packed.STEPS`.
+    """Return a random matrix of a kind of codes, of :data:`tpplan.decoder.fast.launches.packed.STEPS`.
 
     Args:
         kind: of them.

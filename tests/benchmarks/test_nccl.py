@@ -17,8 +17,8 @@ from tests.flash_cases import flash_calls
 from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
-from tpplan.decoder import model
-from tpplan.decoder.prompt_graphs import PromptGraphs, graphs_of
+from tpplan.decoder import decoder as model
+from tpplan.decoder.generation.prefill_graphs import PromptGraphs, graphs_of
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.programs.program import HOST
 

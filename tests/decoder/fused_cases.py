@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tpplan.decoder import experts
-from tpplan.decoder.cache import KERNEL_KINDS, Store
-from tpplan.decoder.gates import ACTIVATIONS, gated
-from tpplan.decoder.launches import skinny
-from tpplan.decoder.launches.dense import kind_of
-from tpplan.decoder.launches.experts import KINDS
-from tpplan.decoder.launches.gemv import MOST_ROWS
-from tpplan.decoder.layers import rms_norm
+from tpplan.decoder.cache.store import KERNEL_KINDS, Store
+from tpplan.decoder.fast.launches import skinny
+from tpplan.decoder.fast.launches.dense import kind_of
+from tpplan.decoder.fast.launches.experts import KINDS
+from tpplan.decoder.fast.launches.gemv import MOST_ROWS
+from tpplan.decoder.layer import experts
+from tpplan.decoder.layer.gates import ACTIVATIONS, gated
+from tpplan.decoder.layer.math import rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from tpplan.decoder.launches.gemv import Norm
-    from tpplan.decoder.quantised import Matrix
-    from tpplan.decoder.stacked import Projection, Stacked
+    from tpplan.decoder.fast.launches.gemv import Norm
+    from tpplan.decoder.weights.quantised import Matrix
+    from tpplan.decoder.weights.stacked import Projection, Stacked
 
 
 class FakeChannel:

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from tests.decoder.fused_cases import FakeExperts, FakeGemv, FakeGrouped, FakeSkinny
-from tpplan.decoder import fused
-from tpplan.decoder.cache import Store
-from tpplan.decoder.gates import gated
-from tpplan.decoder.launches import pointwise
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.launches.pointwise import GATES
-from tpplan.decoder.layers import rms_norm, rotate
+from tpplan.decoder.cache.store import Store
+from tpplan.decoder.fast import fused
+from tpplan.decoder.fast.launches import pointwise
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.pointwise import GATES
+from tpplan.decoder.layer.gates import gated
+from tpplan.decoder.layer.math import rms_norm, rotate
 from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.flash_cases import check_texts, flash_calls, seen
-from tpplan.decoder import layers
-from tpplan.decoder.layers import Scoring, attend, hiding
+from tpplan.decoder.layer import math
+from tpplan.decoder.layer.math import Scoring, attend, hiding
 from tpplan.exec.toolchain.torch_shims import flash_attention, flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_windows(window: int, scoring: Scoring) -> None:
         q, k, v = made(2, queries)
         right = expected(q, k, v, seen(queries, KEYS, window - 1)[None], scoring)
         for tokens in (0, 2, KEYS):
-            with patch.object(layers, "AT_ONCE", tokens * KEYS):
+            with patch.object(math, "AT_ONCE", tokens * KEYS):
                 found = attend(q, k, v, None, scoring=scoring, window=window)
             torch.testing.assert_close(found, right)
 
@@ -88,7 +88,7 @@ def test_few_scores_at_a_time(scoring: Scoring) -> None:
     q, k, v = made(2, QUERIES)
     right = expected(q, k, v, seen(QUERIES, KEYS)[None], scoring)
     for tokens in (0, 2, QUERIES - 1):
-        with patch.object(layers, "AT_ONCE", tokens * GROUP * k[..., 0].numel()):
+        with patch.object(math, "AT_ONCE", tokens * GROUP * k[..., 0].numel()):
             torch.testing.assert_close(attend(q, k, v, None, scoring=scoring), right)
 
 
@@ -104,7 +104,7 @@ def test_masks_where_cudnn_attends(monkeypatch: pytest.MonkeyPatch, batch: int, 
         asked.append(q.shape)
         return True
 
-    monkeypatch.setattr(layers, "takes_cudnn", takes_cudnn)
+    monkeypatch.setattr(math, "takes_cudnn", takes_cudnn)
     for recurs in (False, True):
         found = attend(q, k, v, mask, scoring=Scoring(SCALE), recurs=recurs)
         torch.testing.assert_close(found, expected(q, k, v, mask[:, 0] == 0))
@@ -118,7 +118,7 @@ def test_prompts_of_new_lengths_are_not_planned() -> None:
     for queries in (1, QUERIES, KEYS):
         q, k, v = made(2, queries)
         for recurs in (False, True):
-            with patch.object(layers, "flash_attention", side_effect=flash_attention) as attending:
+            with patch.object(math, "flash_attention", side_effect=flash_attention) as attending:
                 found = attend(q, k, v, None, scoring=SCORINGS[0], recurs=recurs)
             torch.testing.assert_close(found, expected(q, k, v, seen(queries, KEYS)[None]))
             taken += [queries] * attending.call_count
@@ -132,7 +132,7 @@ def test_windows_and_sinks_take_no_masks(scoring: Scoring) -> None:
     for window in (0, 1, 4, KEYS):
         for queries in (1, QUERIES, KEYS):
             q, k, v = made(2, queries)
-            with patch.object(layers, "hiding", side_effect=hiding) as hides:
+            with patch.object(math, "hiding", side_effect=hiding) as hides:
                 found = attend(q, k, v, None, scoring=scoring, window=window, recurs=True)
             hidden = seen(queries, KEYS, window - 1 if window else None)[None]
             torch.testing.assert_close(found, expected(q, k, v, hidden, scoring), atol=1e-6, rtol=1e-6)

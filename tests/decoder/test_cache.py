@@ -11,8 +11,9 @@ from tests.decoder_cases import LENGTH, decoding, model_of, plan_of, request_of
 from tests.watching import Watching
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
-from tpplan.decoder import Prompt, heads, layer_cache
-from tpplan.decoder.prompts import length_of
+from tpplan.decoder import Prompt
+from tpplan.decoder.cache import heads, layer
+from tpplan.decoder.generation.prompts import length_of
 from tpplan.errors import ExecutionError
 
 
@@ -85,7 +86,7 @@ def test_a_smaller_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
         tokens, positions = torch.arange(6), torch.arange(6) + 3
         found = []
         for most, made in ((8 * one, 6 * one), (2 * one, 2 * one), (one, one), (one // 2, one // 2), (1, one // 4)):
-            monkeypatch.setattr(layer_cache, "AT_ONCE", most)
+            monkeypatch.setattr(layer, "AT_ONCE", most)
             with Largest() as largest:
                 found.append(decoder.decode([tokens], [positions])[0])
             assert largest.numel == made
@@ -99,7 +100,7 @@ def test_texts_grow_in_pieces(model_type: str, kv: str, kind: str, monkeypatch: 
     plan = plan_of(model_of(model_type).directory, 3, request_of(kv=kv, kind="q8"), {}, seed=6)
     found = []
     for most in (2**24, 1):
-        monkeypatch.setattr(layer_cache, "AT_ONCE", most)
+        monkeypatch.setattr(layer, "AT_ONCE", most)
         with decoding(plan, model_type, kind) as decoder:
             used = decoder.context.all_devices
             read = decoder.read([Prompt(range(7, 20), 0), Prompt(range(30, 45), 1)])

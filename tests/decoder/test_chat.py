@@ -27,9 +27,9 @@ from tests.decoder.chat_cases import CHATML, PLACES, SPECIAL, TEMPLATES, write_t
 from tests.decoder_cases import VOCAB, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.missing import install_command
-from tpplan.decoder import chat, templates
-from tpplan.decoder.chat import ChatTemplate
-from tpplan.decoder.text import Tokenizer
+from tpplan.decoder.text import chat, templates
+from tpplan.decoder.text.chat import ChatTemplate
+from tpplan.decoder.text.tokenizer import Tokenizer
 from tpplan.errors import ExecutionError, ModelError, RequestError
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def test_a_turn_ends(copied: Path) -> None:
 def test_templates_that_do_not_do(changes: dict[str, Any], problem: str, copied: Path) -> None:
     """One error that names the file and says what is wrong, before anything is loaded."""
     write_template(copied, CHATML, "text", **changes)
-    with patch("tpplan.decoder.run.load_weights", side_effect=AssertionError("too late")):
+    with patch("tpplan.decoder.generation.command.load_weights", side_effect=AssertionError("too late")):
         done = _generate(copied, "--prompt", "Who?", "--chat")
     assert (done.code, done.out) == (2, "")
     assert problem in done.err.replace("\n", " ")
@@ -387,7 +387,7 @@ def test_what_is_refused(arguments: tuple[object, ...], problem: str, checkpoint
 @pytest.fixture
 def _no_jinja(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take jinja2 away."""
-    monkeypatch.delitem(sys.modules, "tpplan.decoder.chat")
+    monkeypatch.delitem(sys.modules, "tpplan.decoder.text.chat")
     with patch.dict("sys.modules", {"jinja2": None}):
         yield
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tpplan.decoder import experts
-from tpplan.decoder.stacked import Projection
+from tpplan.decoder.layer import experts
+from tpplan.decoder.weights.stacked import Projection
 
 COUNT, CHOSEN, HIDDEN, WIDTH = 7, 3, 10, 6
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tpplan.decoder.files import end_tokens
+from tpplan.decoder.text.files import end_tokens
 from tpplan.errors import ModelError
 
 if TYPE_CHECKING:

@@ -15,9 +15,11 @@ from tests.decoder_cases import CONFIGS, OWN_STEPS
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache
-from tpplan.decoder import Decoder, fused, steps
+from tpplan.decoder import Decoder
 from tpplan.decoder.families import FAMILIES
-from tpplan.decoder.launches import skinny
+from tpplan.decoder.fast import fused
+from tpplan.decoder.fast.launches import skinny
+from tpplan.decoder.generation import steps
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 

@@ -21,8 +21,8 @@ from tests.edited_plans import EDITS
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.missing import install_command
 from tpplan.core.workspace import areas
-from tpplan.decoder import run
-from tpplan.decoder.text import Stream, Tokenizer
+from tpplan.decoder.generation import command as run
+from tpplan.decoder.text.tokenizer import Stream, Tokenizer
 from tpplan.errors import ModelError
 from tpplan.weights import load_weights
 
@@ -115,7 +115,7 @@ def test_a_plan_of_another_model(checkpoint: Path) -> None:
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_plan(edit: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before anything is imported that needs torch, with the values and with commands that help."""
-    monkeypatch.setitem(sys.modules, "tpplan.decoder.run", None)
+    monkeypatch.setitem(sys.modules, "tpplan.decoder.generation.command", None)
     edited, starts = EDITS[edit](tpplan.load(checkpoint / "plan.json"))
     plan = checkpoint / "edited.json"
     edited.save(plan)
@@ -199,7 +199,7 @@ def test_what_is_refused(
     arguments: tuple[object, ...], problem: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One error with the names and numbers, before anything is imported that needs torch."""
-    monkeypatch.setitem(sys.modules, "tpplan.decoder.run", None)
+    monkeypatch.setitem(sys.modules, "tpplan.decoder.generation.command", None)
     done = command("generate", checkpoint / "plan.json", "--model", checkpoint, *arguments)
     assert done.code == 2
     assert done.out == ""
@@ -209,7 +209,7 @@ def test_what_is_refused(
 
 def test_tokens_that_cannot_end_a_text(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation_config.json that is broken is refused before anything is imported that needs torch."""
-    monkeypatch.setitem(sys.modules, "tpplan.decoder.run", None)
+    monkeypatch.setitem(sys.modules, "tpplan.decoder.generation.command", None)
     directory = shutil.copytree(checkpoint, tmp_path / "tiny")
     for content, problem in (("{", "generation_config.json cannot be read"), ('{"eos_token_id": "a"}', "is a, exp")):
         (directory / "generation_config.json").write_text(content, encoding="utf-8")
@@ -236,7 +236,7 @@ def test_what_the_decoder_does_not_compute(
     plan_of(directory, 3, request_of(batch=1, **plan), {}, seed=4).save(directory / "plan.json")
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     (directory / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
-    with patch("tpplan.decoder.run.compiler", side_effect=AssertionError("too late")):
+    with patch("tpplan.decoder.generation.command.compiler", side_effect=AssertionError("too late")):
         done = generate(directory, "--token-ids", "1")
     assert (done.code, done.out) == (2, "")
     assert problem in done.err.replace("\n", " ")

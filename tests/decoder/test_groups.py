@@ -14,9 +14,11 @@ from tests.decoder_cases import CONFIGS, LENGTH, model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
-from tpplan.decoder import Decoder, layer_cache, layers
-from tpplan.decoder.groups import Group
-from tpplan.decoder.prompts import Prompt
+from tpplan.decoder import Decoder
+from tpplan.decoder.cache import layer
+from tpplan.decoder.cache.attention import Group
+from tpplan.decoder.generation.prompts import Prompt
+from tpplan.decoder.layer import math
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
@@ -106,7 +108,7 @@ def test_texts_in_any_pieces(seed: int, flash_calls: FlashCalls, monkeypatch: py
     """
     random = Random(seed)
     model_type, kv = ("llama", "qwen3", "gemma3_text")[seed % 3], random.choice(["idle", "replicate"])
-    monkeypatch.setattr(layer_cache, "AT_ONCE", random.choice([2**24, 3200, 1500]))  # of one head, or too few for it
+    monkeypatch.setattr(layer, "AT_ONCE", random.choice([2**24, 3200, 1500]))  # of one head, or too few for it
     model, batch = model_of(model_type), random.randint(3, 5)
     plan = plan_of(
         model.directory,
@@ -134,7 +136,7 @@ def test_texts_in_any_pieces(seed: int, flash_calls: FlashCalls, monkeypatch: py
             found |= {prompt.sequence: row.clone() for prompt, row in zip(call, logits, strict=True)}
         assert any(len(call) > 1 and any(keys > queries for queries, keys in call) for call in flash_calls)
         monkeypatch.undo()
-        assert not layers.takes_flash(*[torch.zeros(1, 1, 1, 8)] * 3)
+        assert not math.takes_flash(*[torch.zeros(1, 1, 1, 8)] * 3)
         alone = Decoder(ctx, model.directory, weights, cache="fp32")
         for i, text in enumerate(texts):
             expected = ctx.gather(alone.prefill(text, i), Axis.VC).tensor[0]

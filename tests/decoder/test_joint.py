@@ -14,7 +14,7 @@ from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder
-from tpplan.decoder.launches import skinny
+from tpplan.decoder.fast.launches import skinny
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.context import TPContext

@@ -19,9 +19,13 @@ from tests.weight_plans import fine_units
 from tpplan.core.axes import bounds_of
 from tpplan.core.plan import Cache, Request
 from tpplan.core.workspace import areas
-from tpplan.decoder import Decoder, Prompt, layer_cache, layers, model, products
-from tpplan.decoder import quantised as quantised_matrices
-from tpplan.decoder.likeliest import likeliest
+from tpplan.decoder import Decoder, Prompt
+from tpplan.decoder import decoder as model
+from tpplan.decoder.cache import layer as layer_cache
+from tpplan.decoder.generation.greedy import likeliest
+from tpplan.decoder.layer import math as layers
+from tpplan.decoder.weights import products
+from tpplan.decoder.weights import quantised as quantised_matrices
 from tpplan.exec import compile as compile_plan
 from tpplan.planner.ledger import demands
 from tpplan.weights import load_weights

@@ -11,8 +11,9 @@ from tests.decoder_cases import LENGTH, MAX_ROWS, decoding, model_of, plan_of, r
 from tests.flash_cases import flash_calls
 from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
-from tpplan.decoder import Sampling, generate, preparation, prepare, steps
-from tpplan.decoder.prompt_graphs import PromptGraphs
+from tpplan.decoder import Sampling, generate, prepare
+from tpplan.decoder.generation import steps, warmup
+from tpplan.decoder.generation.prefill_graphs import PromptGraphs
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def test_a_full_pass_is_run(on_gpus: bool, sizes: list[int], expected: list[int]
         with (
             patch.object(decoder, "captured", side_effect=_captured),
             patch.object(decoder, "run", wraps=decoder.run) as run,
-            patch.object(preparation, "_on_gpus", return_value=on_gpus),
+            patch.object(warmup, "_on_gpus", return_value=on_gpus),
         ):
             prepare(decoder)
     assert [len(call.args[0][0]) for call in run.call_args_list] == expected

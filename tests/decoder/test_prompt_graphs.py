@@ -24,8 +24,12 @@ from tests.graph_cases import WAITING, Calls, FakeGraph, mixtures
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache
-from tpplan.decoder import Decoder, layer_cache, layers, plain, prompt_graphs
-from tpplan.decoder.prompts import NOBODY, Prompt
+from tpplan.decoder import Decoder
+from tpplan.decoder.cache import layer as layer_cache
+from tpplan.decoder.generation import prefill_graphs as prompt_graphs
+from tpplan.decoder.generation.prompts import NOBODY, Prompt
+from tpplan.decoder.layer import math as layers
+from tpplan.decoder.layer import steps as plain
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.flash_cases import FlashCalls
-    from tpplan.decoder.stacked import Projection
+    from tpplan.decoder.weights.stacked import Projection
     from tpplan.exec.context import TPContext
 
 __all__ = ["fine_units", "flash_calls", "launches"]  # fixtures

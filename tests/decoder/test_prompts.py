@@ -15,9 +15,11 @@ from tests.decoder_cases import CONFIGS, MAX_ROWS, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache, Request
-from tpplan.decoder import Decoder, generate, passes, plain
-from tpplan.decoder.layers import attend
-from tpplan.decoder.prompts import Prompt, cut, length_of
+from tpplan.decoder import Decoder, generate
+from tpplan.decoder.cache import passes
+from tpplan.decoder.generation.prompts import Prompt, cut, length_of
+from tpplan.decoder.layer import steps
+from tpplan.decoder.layer.math import attend
 from tpplan.errors import RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
@@ -200,7 +202,7 @@ def test_what_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.add((q.shape[2], kwargs["recurs"]))
         return attend(q, *args, **kwargs)
 
-    for module in (passes, plain):
+    for module in (passes, steps):
         monkeypatch.setattr(module, "attend", attending)
     model = model_of("llama")
     plan = plan_of(model.directory, 1, request_of(), {}, seed=2)

@@ -21,11 +21,11 @@ from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import KV_MODES, LAYOUTS
 from tpplan.decoder import Decoder
-from tpplan.decoder.joined import neighbours
-from tpplan.decoder.products import linear, linear_of_all
-from tpplan.decoder.quantised import IntMatrix
 from tpplan.decoder.settings import check_model
-from tpplan.decoder.stacked import Stacked
+from tpplan.decoder.weights.fuse import neighbours
+from tpplan.decoder.weights.products import linear, linear_of_all
+from tpplan.decoder.weights.quantised import IntMatrix
+from tpplan.decoder.weights.stacked import Stacked
 from tpplan.errors import ModelError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights

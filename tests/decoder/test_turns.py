@@ -15,8 +15,9 @@ from tests.decoder.test_prompt_graphs import check_same
 from tests.decoder_cases import model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
-from tpplan.decoder import Decoder, model, prompt_graphs
-from tpplan.decoder.plain import Plain
+from tpplan.decoder import Decoder, decoder
+from tpplan.decoder.generation import prefill_graphs
+from tpplan.decoder.layer.steps import Plain
 from tpplan.exec import TPContext
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
@@ -30,9 +31,9 @@ __all__ = ["fine_units", "flash_calls"]  # fixtures
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let halves have few rows, but more than the smallest graph."""
-    monkeypatch.setattr(prompt_graphs, "_SMALLEST", 4)
-    monkeypatch.setattr(model, "_HALF", 4)
-    monkeypatch.setattr(model, "_EVEN", 1)
+    monkeypatch.setattr(prefill_graphs, "_SMALLEST", 4)
+    monkeypatch.setattr(decoder, "_HALF", 4)
+    monkeypatch.setattr(decoder, "_EVEN", 1)
 
 
 class Late:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpplan.decoder.packing import unpacked
+from tpplan.decoder.weights.bits import unpacked
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -15,7 +15,7 @@ from tests.codec_cases import PLAN, TEXT
 from tests.decoder.chat_cases import TEMPLATES
 from tests.fuzz.choices import Choices
 from tpplan.core.model import DTYPE_BITS
-from tpplan.decoder import chat, templates
+from tpplan.decoder.text import chat, templates
 from tpplan.errors import TpplanError
 from tpplan.files.codec import dumps
 from tpplan.hardware import file as devices_file

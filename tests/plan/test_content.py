@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import LLAMA, llama_outside, write_checkpoint
 from tests.codec_cases import PLAN, TEXT
-from tpplan.decoder.files import end_tokens
-from tpplan.decoder.text import Tokenizer
+from tpplan.decoder.text.files import end_tokens
+from tpplan.decoder.text.tokenizer import Tokenizer
 from tpplan.errors import PlanError, TpplanError
 from tpplan.files import content
 from tpplan.hardware import file as devices_file

@@ -66,7 +66,9 @@ def test_import_is_light(tmp_path: Path) -> None:
 
 def test_what_checks_a_text_to_generate_is_light(tmp_path: Path) -> None:
     """Who asks ``tpplan generate`` for what cannot be does not wait for torch to be told so."""
-    done = _python(f"import sys, tpplan.decoder.order; print(*sorted({HEAVY} & set(sys.modules)))", cwd=tmp_path)
+    done = _python(
+        f"import sys, tpplan.decoder.generation.arguments; print(*sorted({HEAVY} & set(sys.modules)))", cwd=tmp_path
+    )
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 

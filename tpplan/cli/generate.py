@@ -45,8 +45,8 @@ def generate(
         backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
         json: print one JSON document.
     """
-    from tpplan.decoder.order import Order, checked  # noqa: PLC0415
-    from tpplan.decoder.sampling import Sampling  # noqa: PLC0415
+    from tpplan.decoder.generation.arguments import Order, checked  # noqa: PLC0415
+    from tpplan.decoder.generation.sampling import Sampling  # noqa: PLC0415
     from tpplan.files.codec import unstructure  # noqa: PLC0415 (not every command has a document)
     from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
 
@@ -88,7 +88,7 @@ def generate(
             error.hint = f"{compares} compares them, {again} makes the plan again"
         raise
     with needing("running a plan", "generate"):
-        from tpplan.decoder.run import run  # noqa: PLC0415
+        from tpplan.decoder.generation.command import run  # noqa: PLC0415
     console.show_log()
     report = run(task, plans.note, (lambda _: None) if json else console.emit)
     console.emit(render(unstructure(report)) if json else "\n")

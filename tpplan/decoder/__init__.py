@@ -1,8 +1,8 @@
 """A tensor-parallel decoder that runs on a compiled plan, and the generation of text with it.
 
-It is readable in one sitting: ``model`` leads from tokens to logits, ``stack`` has the layers and combines the devices'
-results, ``plain`` and ``layers`` compute on one device in torch. ``fused`` overrides ``plain`` with kernels where these
-take the tensors; results are right without it. docs/run-a-model.md has a table of the modules.
+``decoder`` leads from tokens to logits. ``layer`` has the layers: it combines the devices' results, and computes on one
+device in plain torch, with the ``weights`` and over the ``cache``. ``fast`` overrides its steps by fused kernels where
+these take the tensors; results are right without it. ``generation`` makes tokens from prompts, and ``text`` from these.
 
 Names are imported when they are first used, as in ``tpplan`` itself: what checks a request needs no torch.
 """
@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 from tpplan.core.missing import needing
 
 if TYPE_CHECKING:
-    from tpplan.decoder.generation import generate
-    from tpplan.decoder.model import Decoder
-    from tpplan.decoder.preparation import prepare
-    from tpplan.decoder.prompts import Prompt
-    from tpplan.decoder.sampling import Sampling
+    from tpplan.decoder.decoder import Decoder
+    from tpplan.decoder.generation.generate import generate
+    from tpplan.decoder.generation.prompts import Prompt
+    from tpplan.decoder.generation.sampling import Sampling
+    from tpplan.decoder.generation.warmup import prepare
 
 _MODULE_OF = {
-    "Decoder": "model",
-    "Prompt": "prompts",
-    "Sampling": "sampling",
-    "generate": "generation",
-    "prepare": "preparation",
+    "Decoder": "decoder",
+    "Prompt": "generation.prompts",
+    "Sampling": "generation.sampling",
+    "generate": "generation.generate",
+    "prepare": "generation.warmup",
 }
 
 __all__ = ["Decoder", "Prompt", "Sampling", "generate", "prepare"]

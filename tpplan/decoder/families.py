@@ -19,8 +19,8 @@ class Experts:
         gate: gate matrix, whose output gets the activation.
         up: up matrix.
         down: down matrix.
-        fused: tensor in which gate and up matrices are interleaved, see :mod:`tpplan.decoder.interleaved`; empty if
-            they are separate.
+        fused: tensor in which gate and up matrices are interleaved, see :mod:`tpplan.decoder.weights.interleaved`;
+            empty if they are separate.
     """
 
     router: str = "mlp.gate"

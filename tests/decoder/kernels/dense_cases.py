@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from tpplan.decoder.quantised import Float4Matrix, Float8Matrix, IntMatrix
+from tpplan.decoder.weights.quantised import Float4Matrix, Float8Matrix, IntMatrix
 
 FLOATS: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

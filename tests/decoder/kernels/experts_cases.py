@@ -9,17 +9,17 @@ from attrs import evolve, frozen
 
 from tests.gate_cases import rounded_gate
 from tests.packed_cases import int_matrix
-from tpplan.decoder import experts
-from tpplan.decoder.launches.experts import Experts
-from tpplan.decoder.quantised import Float4Matrix, Float8Matrix, IntMatrix, Quantised
-from tpplan.decoder.stacked import Projection, Stacked
+from tpplan.decoder.fast.launches.experts import Experts
+from tpplan.decoder.layer import experts
+from tpplan.decoder.weights.quantised import Float4Matrix, Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.weights.stacked import Projection, Stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from tpplan.decoder.launches.grouped import Grouped
+    from tpplan.decoder.fast.launches.grouped import Grouped
 
     Matrices = Tensor | Stacked
 

@@ -12,8 +12,8 @@ from attrs import evolve
 from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
 from tests.machine_code import CAPABILITIES
-from tpplan.decoder.launches.attention import Attention, splits_of
-from tpplan.decoder.launches.launcher import DTYPES, bits_of
+from tpplan.decoder.fast.launches.attention import Attention, splits_of
+from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
 
 #: Maximum loads of a sink: where a block is alone, and where it is the last one, both of which compilers may repeat.
 SINKS = 4
@@ -66,14 +66,14 @@ def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, i
 @pytest.mark.parametrize("name", ["ATTENTION", "ATTENTION_F32_128", "ATTENTION_BF16_128_CUT", "ATTENTION_BF16_Q8"])
 def test_there_are_no_others(name: str) -> None:
     """Kernels are made by their names, but only those that there are."""
-    kernels = pytest.importorskip("tpplan.decoder.kernels.attention")
+    kernels = pytest.importorskip("tpplan.decoder.fast.kernels.attention")
     with pytest.raises(AttributeError, match=name):
         getattr(kernels, name)
 
 
 def test_each_is_made_once() -> None:
     """Asked for again, for another generation of GPUs, it is the same kernel, whose functions are compiled already."""
-    kernels = pytest.importorskip("tpplan.decoder.kernels.attention")
+    kernels = pytest.importorskip("tpplan.decoder.fast.kernels.attention")
     assert kernels.ATTENTION_BF16_128_Q8 is kernels.ATTENTION_BF16_128_Q8
 
 
@@ -124,7 +124,7 @@ _Case = tuple[torch.dtype, tuple[int, int], list[int], int, float]
 )
 def test_lanes_agree(case: _Case, sinks: list[float]) -> None:
     """What the source does lane by lane is attention, in which each query's sink takes part, if it has one, once."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.attention")
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.attention")
     dtype, (queries, keys), positions, splits, unit = case
     count, size, length, scale, warps = len(positions), 64, 80, 0.125, 2
     torch.manual_seed(1)

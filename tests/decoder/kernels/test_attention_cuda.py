@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpplan.decoder.cache import Store
-from tpplan.decoder.launches.attention import Attention
+from tpplan.decoder.cache.store import Store
+from tpplan.decoder.fast.launches.attention import Attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

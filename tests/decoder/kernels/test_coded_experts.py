@@ -18,15 +18,15 @@ from tests.decoder.kernels.test_experts import PROCESSORS, biases_at
 from tests.decoder.pointwise_cases import memory, number
 from tests.machine_code import registers
 from tests.packed_cases import int_matrix
-from tpplan.decoder import experts
-from tpplan.decoder.gates import ACTIVATIONS
-from tpplan.decoder.kernels.scale_kinds import FORMS
-from tpplan.decoder.launches.chosen import readable
-from tpplan.decoder.launches.experts import KINDS, Experts
-from tpplan.decoder.launches.few_rows import GATES
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.quantised import Float4Matrix, IntMatrix, Quantised
-from tpplan.decoder.stacked import Projection, Stacked
+from tpplan.decoder.fast.kernels.scale_kinds import FORMS
+from tpplan.decoder.fast.launches.chosen import readable
+from tpplan.decoder.fast.launches.experts import KINDS, Experts
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.layer import experts
+from tpplan.decoder.layer.gates import ACTIVATIONS
+from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.weights.quantised import Float4Matrix, IntMatrix, Quantised
+from tpplan.decoder.weights.stacked import Projection, Stacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,7 +151,7 @@ class FakeLauncher:
 @pytest.fixture(params=DTYPES, ids=str)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Experts:
     """Return kernels of a device that is not there."""
-    monkeypatch.setattr("tpplan.decoder.launches.experts.Launcher", FakeLauncher)
+    monkeypatch.setattr("tpplan.decoder.fast.launches.experts.Launcher", FakeLauncher)
     found = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     return Experts(torch.device("cuda", 0), request.param, "silu", ("e5m2", *KINDS))
@@ -294,7 +294,10 @@ def test_quotients_are_exact() -> None:
 )
 def test_lanes_agree(case: tuple[str, int, int, str, int, int, int, Case]) -> None:
     """What the source does lane by lane is what torch does, and reaches for nothing beside its tensors."""
-    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.coded_experts")
+    lanes, sources = (
+        pytest.importorskip("tests.lanes"),
+        pytest.importorskip("tpplan.decoder.fast.kernels.coded_experts"),
+    )
     name, rows, chosen, act, team, teams, blocks, experts_of = case
     count, hidden, width, kind = experts_of.count, experts_of.hidden, experts_of.width, experts_of.kind
     torch.manual_seed(count)
@@ -339,7 +342,10 @@ def test_lanes_agree(case: tuple[str, int, int, str, int, int, int, Case]) -> No
 
 def test_all_codes_of_4_bits_are_exact() -> None:
     """Each code is multiplied as what it says, in each column, with any power of two; the smallest one is 0."""
-    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.coded_experts")
+    lanes, sources = (
+        pytest.importorskip("tests.lanes"),
+        pytest.importorskip("tpplan.decoder.fast.kernels.coded_experts"),
+    )
     codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(256, 16)
     given = Float4Matrix(codes, torch.full((256, 1), 124, dtype=torch.uint8))
     given.scales[::7] = 0
@@ -380,7 +386,10 @@ def test_floats_of_4_bits_that_are_not_taken(kernels: Experts) -> None:
 
 def test_all_codes_are_exact() -> None:
     """Each code is multiplied as what it says, the smallest ones too; those that are no numbers are 480."""
-    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.coded_experts")
+    lanes, sources = (
+        pytest.importorskip("tests.lanes"),
+        pytest.importorskip("tpplan.decoder.fast.kernels.coded_experts"),
+    )
     codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(256, 16)
     given = evolve(floats("e4m3", (2, 16), (1, 16)), codes=codes.view(torch.float8_e4m3fn), scales=torch.ones(256, 1))
     down = readable(Stacked(given, 1), KINDS)

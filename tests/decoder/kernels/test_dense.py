@@ -12,15 +12,15 @@ from tests import machine_code
 from tests.decoder.kernels.dense_cases import check, floats, ints, small_floats
 from tests.decoder.kernels.overlap import check_overlap
 from tests.machine_code import CAPABILITIES, check_code, in_order
-from tpplan.decoder.launches import dense
-from tpplan.decoder.launches.dense import KINDS, Dense, names_of
-from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches import dense
+from tpplan.decoder.fast.launches.dense import KINDS, Dense, names_of
+from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tpplan.decoder.quantised import Quantised
+    from tpplan.decoder.weights.quantised import Quantised
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 PLACE = torch.device("cuda", 0)
@@ -73,7 +73,7 @@ class Told:
     def __init__(self, name: str, place: torch.device) -> None:
         """Find it."""
         assert place == PLACE
-        self._kernel = getattr(pytest.importorskip("tpplan.decoder.kernels.dense"), name.upper())
+        self._kernel = getattr(pytest.importorskip("tpplan.decoder.fast.kernels.dense"), name.upper())
 
     def __call__(self, blocks: tuple[int, int, int], threads: int, *words: int) -> None:
         """Run it."""

@@ -7,9 +7,9 @@ import torch
 from attrs import evolve
 
 from tests.decoder.kernels.dense_cases import FLOATS, check, floats, ints, small_floats
-from tpplan.decoder.launches.dense import Dense
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.quantised import IntMatrix, Quantised
+from tpplan.decoder.fast.launches.dense import Dense
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.weights.quantised import IntMatrix, Quantised
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 SCALES = [torch.float16, torch.bfloat16, torch.float32]

@@ -18,13 +18,15 @@ from tests.decoder.test_memory import made, planned
 from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.weight_plans import fine_units
 from tpplan.core.plan import Cache
-from tpplan.decoder import Decoder, experts, fused
-from tpplan.decoder.gates import ACTIVATIONS, SWIGLU_OAI, gated
-from tpplan.decoder.launches.chosen import words_of_biases
-from tpplan.decoder.launches.experts import Experts
-from tpplan.decoder.launches.few_rows import GATES
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.stacked import Projection
+from tpplan.decoder import Decoder
+from tpplan.decoder.fast import fused
+from tpplan.decoder.fast.launches.chosen import words_of_biases
+from tpplan.decoder.fast.launches.experts import Experts
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.layer import experts
+from tpplan.decoder.layer.gates import ACTIVATIONS, SWIGLU_OAI, gated
+from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.weights.stacked import Projection
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["fine_units", "launches"]  # fixtures
 
 PROCESSORS = 132
-#: Of what the kernel is told a layout of, see :func:`tpplan.decoder.launches.gemv.shape_of`: two blocks of each.
+#: Of what the kernel is told a layout of, see :func:`tpplan.decoder.fast.launches.gemv.shape_of`: two blocks of each.
 BLOCKS = 2 * PROCESSORS
 
 
@@ -71,7 +73,7 @@ def test_they_read_vectors_and_spill_nothing(what: str, dtype: str, capabilities
 )
 def test_lanes_agree(case: tuple[str, int, int, int, int, int, str, int, int, int, bool]) -> None:
     """What the sources do lane by lane is what torch does, and reaches for nothing beside their tensors."""
-    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.experts")
+    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.experts")
     name, rows, count, chosen, hidden, width, act, team, teams, blocks, is_biased = case
     torch.manual_seed(count)
     dtype = {text: each for each, text in DTYPES.items()}[name]
@@ -204,7 +206,7 @@ class FakeLauncher:
 @pytest.fixture(params=DTYPES, ids=str)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Experts:
     """Return kernels of a device that is not there."""
-    monkeypatch.setattr("tpplan.decoder.launches.experts.Launcher", FakeLauncher)
+    monkeypatch.setattr("tpplan.decoder.fast.launches.experts.Launcher", FakeLauncher)
     found = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     return Experts(torch.device("cuda", 0), request.param, "silu")

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.decoder.kernels.experts_cases import check_gates, check_products, chosen_of
-from tpplan.decoder import experts
-from tpplan.decoder.launches.experts import Experts
-from tpplan.decoder.launches.few_rows import GATES
-from tpplan.decoder.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.experts import Experts
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.layer import experts
+from tpplan.decoder.layer.row_kernels import GATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 #: Experts, hidden, and the device's part of an expert's width.

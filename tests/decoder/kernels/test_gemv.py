@@ -12,12 +12,12 @@ from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.pointwise_cases import memory, number
 from tests.machine_code import CAPABILITIES, check_code, registers
-from tpplan.decoder.gates import ACTIVATIONS
-from tpplan.decoder.launches import gemv
-from tpplan.decoder.launches.few_rows import GATES
-from tpplan.decoder.launches.gemv import Gemv, Norm, shape_of
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.layers import rms_norm
+from tpplan.decoder.fast.launches import gemv
+from tpplan.decoder.fast.launches.gemv import Gemv, Norm, shape_of
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.layer.gates import ACTIVATIONS
+from tpplan.decoder.layer.math import rms_norm
+from tpplan.decoder.layer.row_kernels import GATES
 from tpplan.exec.toolchain import kernel_cache
 
 SIZES = [(1536, 4096), (4096, 1024), (4096, 3584), (28672, 4096), (4096, 14336), (7, 8), (9, 2304), (33, 896), (5, 520)]

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.gate_cases import rounded_gate
-from tpplan.decoder.launches.few_rows import GATES
-from tpplan.decoder.launches.gemv import Gemv, Norm
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.layers import rms_norm
+from tpplan.decoder.fast.launches.gemv import Gemv, Norm
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.layer.math import rms_norm
+from tpplan.decoder.layer.row_kernels import GATES
 
 if TYPE_CHECKING:
-    from tpplan.decoder.launches.skinny import Skinny
+    from tpplan.decoder.fast.launches.skinny import Skinny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5

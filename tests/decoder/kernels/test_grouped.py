@@ -15,13 +15,13 @@ from tests import machine_code
 from tests.decoder.kernels.experts_cases import Case, check, chosen_of, exact, gating_of, with_biases
 from tests.decoder.kernels.overlap import check_overlap
 from tests.machine_code import CAPABILITIES, registers
-from tpplan.decoder import experts
-from tpplan.decoder.gates import SWIGLU_OAI
-from tpplan.decoder.kernels.grouped_limits import BLOCKS, WARPS, most_tiles, shared_bytes
-from tpplan.decoder.launches import grouped
-from tpplan.decoder.launches.grouped import WHOLE, Grouped, names_of
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.stacked import Projection
+from tpplan.decoder.fast.kernels.grouped_limits import BLOCKS, WARPS, most_tiles, shared_bytes
+from tpplan.decoder.fast.launches import grouped
+from tpplan.decoder.fast.launches.grouped import WHOLE, Grouped, names_of
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.layer import experts
+from tpplan.decoder.layer.gates import SWIGLU_OAI
+from tpplan.decoder.weights.stacked import Projection
 from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from attrs import evolve
 
 from tests.decoder.kernels.experts_cases import Case, check_gates, check_products, chosen_of
 from tests.decoder.kernels.test_coded_experts_cuda import CASES
-from tpplan.decoder.launches import grouped
-from tpplan.decoder.launches.few_rows import GATES
-from tpplan.decoder.launches.grouped import Grouped
-from tpplan.decoder.quantised import Float4Matrix
+from tpplan.decoder.fast.launches import grouped
+from tpplan.decoder.fast.launches.grouped import Grouped
+from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.weights.quantised import Float4Matrix
 
 if TYPE_CHECKING:
-    from tpplan.decoder.stacked import Stacked
+    from tpplan.decoder.weights.stacked import Stacked
 
 pytestmark = pytest.mark.gpu
 #: Those where no experts share scales, as torch cannot take them apart.

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.packed_cases import matrix_of
-from tpplan.decoder.launches.launcher import DTYPES, bits_of
-from tpplan.decoder.quantised import IntMatrix, Matrix
+from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
+from tpplan.decoder.weights.quantised import IntMatrix, Matrix
 from tpplan.exec.cuda.channel import adders_on
 from tpplan.exec.protocol.channel import (
     ADDERS,
@@ -24,9 +24,9 @@ from tpplan.exec.protocol.channel import (
 from tpplan.exec.protocol.words import BLOCKS, COUNTERS, DEADLINE, MOST_WORDS
 
 lanes = pytest.importorskip("tests.lanes")
-gemv_kernels = pytest.importorskip("tpplan.decoder.kernels.gemv")
-packed_kernels = pytest.importorskip("tpplan.decoder.kernels.packed")
-skinny_kernels = pytest.importorskip("tpplan.decoder.kernels.skinny")
+gemv_kernels = pytest.importorskip("tpplan.decoder.fast.kernels.gemv")
+packed_kernels = pytest.importorskip("tpplan.decoder.fast.kernels.packed")
+skinny_kernels = pytest.importorskip("tpplan.decoder.fast.kernels.skinny")
 
 #: Kernel, rows, columns of the result, columns of each device's matrix, warps, blocks, number of the sum.
 _Case = tuple[str, int, int, tuple[int, int], tuple[int, int], int, int]

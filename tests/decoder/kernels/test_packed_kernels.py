@@ -9,8 +9,8 @@ from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
 from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.packed_cases import FORMS, WARPS, product_of
-from tpplan.decoder.launches.launcher import DTYPES, bits_of
-from tpplan.decoder.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
+from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.exec.toolchain import kernel_cache
 
 #: Kernels, each with generations of GPUs that it is compiled for: they differ by dtype in little.
@@ -73,7 +73,7 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
 def test_every_byte_becomes_what_it_is(kind: str, dtype: torch.dtype) -> None:
     """Exactly, in the order of columns, but for base and factor; what is no number is 480."""
     intrinsics = pytest.importorskip("tests.intrinsics")
-    codes = pytest.importorskip("tpplan.decoder.kernels.packed_codes")
+    codes = pytest.importorskip("tpplan.decoder.fast.kernels.packed_codes")
     own = getattr(codes, f"{DTYPES[dtype]}_{kind}".upper())
     every = torch.arange(256, dtype=torch.uint8)
     steps = intrinsics.Steps([None])
@@ -130,7 +130,7 @@ _Case = tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int, i
 @pytest.mark.parametrize("plus", [False, True])
 def test_lanes_agree(case: _Case, plus: bool) -> None:
     """What the source does lane by lane is the product, and reaches for nothing beside the matrices."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.packed")
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.packed")
     name, rows, size, width, group, scales, offset, warps, blocks, run, mode = case
     own = product_of(name, rows, size, width, group, scales, offset, mode, 3, plus=plus)
     y_RN, expected_RN = own.out, own.expected

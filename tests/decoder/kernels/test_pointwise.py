@@ -15,9 +15,10 @@ from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache
-from tpplan.decoder import Decoder, Prompt, fused
-from tpplan.decoder.launches.pointwise import Places, Pointwise
-from tpplan.decoder.layers import angles, rms_norm, rotate
+from tpplan.decoder import Decoder, Prompt
+from tpplan.decoder.fast import fused
+from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
+from tpplan.decoder.layer.math import angles, rms_norm, rotate
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.toolchain import kernel_cache
 from tpplan.weights import load_weights

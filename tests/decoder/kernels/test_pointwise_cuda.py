@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.gate_cases import rounded_gate
-from tpplan.decoder.cache import Store
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.launches.pointwise import GATES, Places, Pointwise
-from tpplan.decoder.layers import angles, rms_norm, rotate, side_by_side
+from tpplan.decoder.cache.store import Store
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.pointwise import GATES, Places, Pointwise
+from tpplan.decoder.layer.math import angles, rms_norm, rotate, side_by_side
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5

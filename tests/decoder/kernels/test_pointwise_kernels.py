@@ -7,8 +7,8 @@ import pytest
 from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
 from tests.machine_code import CAPABILITIES, check_code
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.launches.pointwise import GATES
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.pointwise import GATES
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
@@ -61,12 +61,12 @@ def test_turns_write_caches(name: str, capabilities: tuple[tuple[int, int], ...]
 @pytest.mark.parametrize("name", ["TURN", "TURN_F32", "TURN_BF16_Q4"])
 def test_there_are_no_others(name: str) -> None:
     """Kernels are made by their names, but only those that there are."""
-    kernels = pytest.importorskip("tpplan.decoder.kernels.turn")
+    kernels = pytest.importorskip("tpplan.decoder.fast.kernels.turn")
     with pytest.raises(AttributeError, match=name):
         getattr(kernels, name)
 
 
 def test_each_is_made_once() -> None:
     """Asked for again, for another generation of GPUs, it is the same kernel, whose functions are compiled already."""
-    kernels = pytest.importorskip("tpplan.decoder.kernels.turn")
+    kernels = pytest.importorskip("tpplan.decoder.fast.kernels.turn")
     assert kernels.TURN_BF16_Q8 is kernels.TURN_BF16_Q8

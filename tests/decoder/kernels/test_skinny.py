@@ -13,11 +13,11 @@ from tests import machine_code
 from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.pointwise_cases import memory
 from tests.machine_code import CAPABILITIES, check_code, registers
-from tpplan.decoder.gates import ACTIVATIONS
-from tpplan.decoder.launches import skinny
-from tpplan.decoder.launches.few_rows import GATES
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.launches.skinny import Skinny, shape_of
+from tpplan.decoder.fast.launches import skinny
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.skinny import Skinny, shape_of
+from tpplan.decoder.layer.gates import ACTIVATIONS
+from tpplan.decoder.layer.row_kernels import GATES
 from tpplan.exec.protocol.channel import CALLERS, MOST_BLOCKS
 from tpplan.exec.protocol.words import MOST_WORDS
 from tpplan.exec.toolchain import kernel_cache
@@ -116,7 +116,7 @@ def acted(products_RN: torch.Tensor, mode: int) -> torch.Tensor:
 @pytest.mark.parametrize("plus", [False, True])
 def test_lanes_agree(case: tuple[str, int, int, int, int, int, int], plus: bool) -> None:
     """What the source does lane by lane is the product, and reaches for nothing beside the matrices."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.skinny")
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.skinny")
     name, rows, size, width, warps, blocks, mode = case
     torch.manual_seed(size)
     dtype = {text: each for each, text in DTYPES.items()}[name.split("_", maxsplit=1)[0]]

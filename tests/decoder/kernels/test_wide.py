@@ -15,13 +15,13 @@ from tests.decoder.kernels.test_packed import PROCESSORS, SIZES
 from tests.decoder.kernels.test_packed import FakeLauncher as FewLauncher
 from tests.decoder.kernels.test_wide_kernels import WARPS
 from tests.packed_cases import FORMS, float_matrix, int_matrix, matrix_of
-from tpplan.decoder.gates import ACTIVATIONS
-from tpplan.decoder.kernels.wide_limits import FEWEST, stage_bytes
-from tpplan.decoder.launches import packed, wide
-from tpplan.decoder.launches.few_rows import GATES
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.launches.packed import STEPS
-from tpplan.decoder.launches.wide import Wide, bytes_of, names_of, paired_of, shape_of, stages_of
+from tpplan.decoder.fast.kernels.wide_limits import FEWEST, stage_bytes
+from tpplan.decoder.fast.launches import packed, wide
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.packed import STEPS
+from tpplan.decoder.fast.launches.wide import Wide, bytes_of, names_of, paired_of, shape_of, stages_of
+from tpplan.decoder.layer.gates import ACTIVATIONS
+from tpplan.decoder.layer.row_kernels import GATES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,8 +7,8 @@ import torch
 
 from tests.decoder.kernels.test_gemv_cuda import check
 from tests.packed_cases import gates_of, matrix_of
-from tpplan.decoder.launches.launcher import DTYPES
-from tpplan.decoder.launches.wide import Wide
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.wide import Wide
 
 pytestmark = pytest.mark.gpu
 #: As those of few rows, and how many rows.

@@ -12,9 +12,9 @@ from tests.decoder.kernels.overlap import check_overlap
 from tests.decoder.kernels.test_packed_kernels import _words
 from tests.machine_code import CAPABILITIES, check_code, in_order, registers
 from tests.packed_cases import product_of
-from tpplan.decoder.kernels.wide_limits import stage_bytes
-from tpplan.decoder.launches.packed import STEPS
-from tpplan.decoder.launches.wide import bytes_of
+from tpplan.decoder.fast.kernels.wide_limits import stage_bytes
+from tpplan.decoder.fast.launches.packed import STEPS
+from tpplan.decoder.fast.launches.wide import bytes_of
 from tpplan.exec.toolchain import kernel_cache
 
 #: Warps of a multiprocessor, by rows.
@@ -73,7 +73,7 @@ _Case = tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int, b
 )
 def test_lanes_agree(case: _Case) -> None:
     """What the source does lane by lane is the product, and reaches for nothing beside the matrices."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.kernels.wide")
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.wide")
     name, rows, size, width, group, scales, offset, warps, blocks, mode, plus = case
     own = product_of(name, rows, size, width, group, scales, offset, mode, 4, plus=plus)
     y_RN, expected_RN, (_, kind, most) = own.out, own.expected, name.split("_")

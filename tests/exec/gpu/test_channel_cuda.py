@@ -14,17 +14,17 @@ import torch
 from tests.exec.gpu.cuda_cases import GPUS, plan_for
 from tests.packed_cases import matrix_of
 from tpplan import exec as tpx
-from tpplan.decoder.launches import gemv, packed, skinny
-from tpplan.decoder.launches.gemv import Gemv
-from tpplan.decoder.launches.packed import STEPS, Packed
-from tpplan.decoder.launches.skinny import MOST_JOINT, Skinny
+from tpplan.decoder.fast.launches import gemv, packed, skinny
+from tpplan.decoder.fast.launches.gemv import Gemv
+from tpplan.decoder.fast.launches.packed import STEPS, Packed
+from tpplan.decoder.fast.launches.skinny import MOST_JOINT, Skinny
 from tpplan.errors import ExecutionError
 from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tpplan.decoder.quantised import Matrix
+    from tpplan.decoder.weights.quantised import Matrix
 
 pytestmark = pytest.mark.multi_gpu
 #: Columns of the residual stream, and of each device's part of a matrix.

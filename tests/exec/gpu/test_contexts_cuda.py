@@ -11,7 +11,7 @@ import torch
 
 from tests.exec.gpu.cuda_cases import plan_for
 from tpplan import exec as tpx
-from tpplan.decoder.launches.gemv import Gemv, Norm
+from tpplan.decoder.fast.launches.gemv import Gemv, Norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

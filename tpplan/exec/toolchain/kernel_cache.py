@@ -39,24 +39,24 @@ _ENOUGH = 2
 _LOG = logging.getLogger(__name__)
 #: Modules of kernels, by the prefix of the kernels' names.
 _MODULES = {
-    "attention": "tpplan.decoder.kernels.attention",
-    "coded": "tpplan.decoder.kernels.coded_experts",
-    "dense": "tpplan.decoder.kernels.dense",
-    "experts": "tpplan.decoder.kernels.experts",
+    "attention": "tpplan.decoder.fast.kernels.attention",
+    "coded": "tpplan.decoder.fast.kernels.coded_experts",
+    "dense": "tpplan.decoder.fast.kernels.dense",
+    "experts": "tpplan.decoder.fast.kernels.experts",
     "frame": "tpplan.exec.kernels.frame",
-    "gemv": "tpplan.decoder.kernels.gemv",
-    "grouped": "tpplan.decoder.kernels.grouped",
-    "grouping": "tpplan.decoder.kernels.grouping",
+    "gemv": "tpplan.decoder.fast.kernels.gemv",
+    "grouped": "tpplan.decoder.fast.kernels.grouped",
+    "grouping": "tpplan.decoder.fast.kernels.grouping",
     "landing": "tpplan.exec.kernels.host_writes",
-    "packed": "tpplan.decoder.kernels.packed",
+    "packed": "tpplan.decoder.fast.kernels.packed",
     "packet": "tpplan.exec.kernels.packet",
-    "pointwise": "tpplan.decoder.kernels.pointwise",
-    "skinny": "tpplan.decoder.kernels.skinny",
+    "pointwise": "tpplan.decoder.fast.kernels.pointwise",
+    "skinny": "tpplan.decoder.fast.kernels.skinny",
     "slot": "tpplan.exec.kernels.slot",
     "straight": "tpplan.exec.kernels.direct",
     "sum": "tpplan.exec.kernels.sums",
-    "turn": "tpplan.decoder.kernels.turn",
-    "wide": "tpplan.decoder.kernels.wide",
+    "turn": "tpplan.decoder.fast.kernels.turn",
+    "wide": "tpplan.decoder.fast.kernels.wide",
 }
 _OWN = [module for module in _MODULES.values() if module.startswith("tpplan.exec.")]
 #: Imports of a kernel module from the executor and the decoder; the planner has nothing for kernels.

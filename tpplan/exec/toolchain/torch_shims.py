@@ -154,7 +154,7 @@ def flash_attention(
         v: values of all tokens.
         scale: scale of the scores.
         window: tokens that a query sees, itself included; 0 for all.
-        sinks: score of each head's sink, see :class:`tpplan.decoder.layers.Scoring`.
+        sinks: score of each head's sink, see :class:`tpplan.decoder.layer.math.Scoring`.
     """
     most = q.shape[2], k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -183,7 +183,7 @@ def flash_attention_of_several(
         most: maximum queries and maximum keys of a text.
         scale: scale of the scores.
         window: tokens that a query sees, itself included; 0 for all.
-        sinks: score of each head's sink, see :class:`tpplan.decoder.layers.Scoring`.
+        sinks: score of each head's sink, see :class:`tpplan.decoder.layer.math.Scoring`.
     """
     longest, length = max(2, most[0]), most[1]  # if 1, the kernel assumes that every text has one query
     return _flash(q, k, v, where, (longest, length), scale=scale, window=window, sinks=sinks)

@@ -1,0 +1,1 @@
+"""The KV cache of a device, who reads it, and the attention of passes over it."""

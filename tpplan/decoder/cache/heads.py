@@ -1,0 +1,157 @@
+"""The attention heads of one layer on one device: which query heads read which KV heads, and the cache."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import field, frozen
+
+from tpplan.core.axes import Axis
+from tpplan.decoder.cache.layer import LayerCache
+from tpplan.decoder.cache.store import Store
+from tpplan.decoder.generation.prompts import length_of
+from tpplan.decoder.layer.math import some_of, takes_flash, together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+
+    from tpplan.core.axes import Slice
+    from tpplan.decoder.generation.prompts import Extent
+    from tpplan.decoder.layer.math import Scoring
+    from tpplan.exec.context import TPContext
+
+
+@frozen
+class Run:
+    """Successive KV heads, each read by the same number of successive query heads.
+
+    Attributes:
+        queries: the slice of query heads, among those of the device.
+        keys: the slice of KV heads, among those of the device.
+        group: query heads per KV head.
+    """
+
+    queries: slice
+    keys: slice
+    group: int
+
+
+@frozen
+class Heads:
+    """The attention heads of a layer on one device.
+
+    Attributes:
+        queries: number of query heads.
+        keys: number of KV heads; several replicas of one on the same device count once.
+        runs: which query heads read which KV heads.
+        cache: cache of the KV heads.
+        have_a_kernel: whether an attention kernel can read several sequences directly from the cache.
+    """
+
+    queries: int
+    keys: int
+    runs: tuple[Run, ...]
+    cache: LayerCache
+    have_a_kernel: bool = field(init=False)
+
+    @have_a_kernel.default
+    def _ask(self) -> bool:
+        if not self.cache.is_plain:
+            return False
+        one_1HSK = self.cache.in_a_row()[0][None, :1, :1].transpose(1, 2)
+        return takes_flash(one_1HSK, one_1HSK, one_1HSK)
+
+    def attend_at_once(self, extent: Extent, cap: float | None) -> bool:
+        """Tell whether all rows of a pass can attend in one kernel call, whatever sequences they belong to.
+
+        They can if there is a kernel, the scores have no cap, and the cache holds all tokens of each sequence. If it
+        holds those of a window only, there must be room for a copy of at least one head.
+
+        Args:
+            extent: extent of the pass.
+            cap: soft cap of the scores.
+        """
+        if not self.have_a_kernel or cap is not None:
+            return False
+        length = self.cache.length
+        return extent.most <= length or self.cache.heads_at_once(extent.beside(length)) > 0
+
+    def apart(self, qkv_RHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split the heads of rows into queries, keys and values."""
+        q_RHK, k_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, [self.queries, self.keys, self.keys], dim=1)
+        return q_RHK, k_RHK, v_RHK
+
+    def runs_of(self, some: slice) -> Iterator[Run]:
+        """Yield the runs of a slice of the KV heads, with ``keys`` relative to the start of the slice."""
+        if some == slice(0, self.keys):
+            yield from self.runs
+            return
+        for run in self.runs:
+            first, end = max(run.keys.start, some.start), min(run.keys.stop, some.stop)
+            if first < end:
+                before = run.queries.start + (first - run.keys.start) * run.group
+                queries = slice(before, before + (end - first) * run.group)
+                yield Run(queries, slice(first - some.start, end - some.start), run.group)
+
+
+def found_by(
+    runs: Iterable[Run],
+    q_BHSK: Tensor,
+    k_BHTK: Tensor,
+    v_BHTK: Tensor,
+    attending: Callable[..., Tensor],
+    *,
+    scoring: Scoring,
+) -> Tensor:
+    """Return the attention output ``[R, H × K]`` of the query heads of some runs, computed by ``attending``."""
+    parts = []
+    for run in runs:
+        kv = [some_of(x_BHTK, run.keys, dim=1) for x_BHTK in (k_BHTK, v_BHTK)]
+        out_BHSK = attending(some_of(q_BHSK, run.queries, dim=1), *kv, scoring=scoring.of(run.queries))
+        parts.append(out_BHSK.transpose(1, 2).flatten(2).flatten(0, 1))
+    return together(parts, dim=1)
+
+
+def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int, Heads]:
+    """Return the attention heads of a layer by device, and allocate their caches.
+
+    Args:
+        context: the compiled plan.
+        layer: number of the layer.
+        window: tokens that a query sees, itself included; 0 for all.
+        kind: kind of cache.
+
+    Raises:
+        ExecutionError: the decoder has no cache of this kind.
+    """
+    request, split = context.plan.request, context.plan.split(Axis.KV, layer)
+    group = context.plan.split(Axis.Q, layer).size // split.size
+    length = min(length_of(request), window) if window else length_of(request)
+    found = {}
+    for part in context.split(Axis.KV, layer):
+        counts = _queries_per_key(part, split.replicas, group)
+        shape = (request.batch, len(counts), length, split.width)
+        store = Store(kind, shape, context.dtype, context.devices[part.device].device)
+        cache = LayerCache(store, length, window)
+        found[part.device] = Heads(sum(counts), len(counts), _runs(counts), cache)
+    return found
+
+
+def _queries_per_key(part: Slice, replicas: int, group: int) -> list[int]:
+    """Return the number of a device's query heads per KV head; its first and last KV heads may have fewer replicas."""
+    first, last = part.start // replicas, -(-part.end // replicas)
+    held = [min(part.end, (head + 1) * replicas) - max(part.start, head * replicas) for head in range(first, last)]
+    return [group * count for count in held]
+
+
+def _runs(counts: list[int]) -> tuple[Run, ...]:
+    found, query, key = [], 0, 0
+    for count, equal in groupby(counts):
+        heads = len(list(equal))
+        found.append(Run(slice(query, query + heads * count), slice(key, key + heads), count))
+        query, key = query + heads * count, key + heads
+    return tuple(found)

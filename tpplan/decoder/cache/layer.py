@@ -1,0 +1,150 @@
+"""The KV cache of one layer's heads on one device: all tokens, or the latest of a sliding window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tpplan.decoder.layer.math import AT_ONCE, side_by_side, together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from tpplan.decoder.cache.store import Store
+
+
+class LayerCache:
+    """A ring buffer of the latest keys and values of each sequence: position p is at place p modulo ``length``.
+
+    Attributes:
+        length: places of a sequence: all tokens that the plan caches, or those of a sliding window.
+        window: tokens that a query sees, itself included; 0 for all.
+    """
+
+    def __init__(self, store: Store, length: int, window: int) -> None:
+        """Create a cache on a store of ``length`` places."""
+        self.length = length
+        self.window = window
+        self._store = store
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether elements are stored in the activations' dtype, so that reading them takes no memory."""
+        return self._store.is_plain
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self._store.head_dim
+
+    @property
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Stored keys and stored values, ``[B, H, L, K]`` each; views of the storage."""
+        return self._store.halves
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """Scales of keys and of values, ``[B, H, L, K / 32]`` each, for kind ``q8``; empty for other kinds."""
+        return self._store.scales
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self._store.nbytes
+
+    def in_pieces(self, sequences: int, start: int, end: int, find: Callable[[slice, slice], Tensor]) -> Tensor:
+        """Return the attention output ``[R, H × K]``, computed for slices of the sequences and KV heads.
+
+        All are computed in one call, unless reading their keys and values takes memory beside the cache.
+
+        Args:
+            sequences: number of sequences.
+            start: position of the first new token of each sequence.
+            end: position after the last new token.
+            find: returns the attention output of a slice of the sequences and a slice of the KV heads.
+        """
+        heads, (most_sequences, most_heads) = self._store.heads, (sequences, self._store.heads)
+        if end > self.length or not self._store.is_plain:
+            most = max(1, self.heads_at_once(end - self._first(start, end)))
+            most_sequences, most_heads = max(1, most // heads), most
+        pieces = [
+            [find(some, keys) for keys in _slices(heads, most_heads)] for some in _slices(sequences, most_sequences)
+        ]
+        return together([together(row, dim=1) for row in pieces], dim=0)
+
+    def heads_at_once(self, tokens: int) -> int:
+        """Return the number of KV heads of which so many tokens can be beside the cache at a time, 0 if too many."""
+        return AT_ONCE // (2 * tokens * self._store.head_dim)
+
+    def slices(self, tokens: int) -> list[slice]:
+        """Return slices of all KV heads, each of as many as :meth:`heads_at_once`, which must not be 0."""
+        return _slices(self._store.heads, self.heads_at_once(tokens))
+
+    def extend(
+        self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """Write the next tokens of some sequences, and return the keys and values they attend to.
+
+        Args:
+            sequences: slice of the sequences.
+            heads: slice of the KV heads.
+            start: number of tokens that each sequence already has.
+            k_BHSK: keys of the new tokens.
+            v_BHSK: values of the new tokens.
+
+        Returns:
+            Keys and values ``[B, H, T, K]`` of successive tokens up to the last new one, and the window: the maximum
+            tokens that a query sees, itself included; 0 for all.
+        """
+        end = start + k_BHSK.shape[2]
+        first = self._first(start, end)
+        if end <= self.length:
+            k, v = self._store.extend(sequences, heads, start, k_BHSK, v_BHSK)
+        else:  # new tokens overwrite older ones, which the first new tokens still see
+            new_2BHSK = torch.stack((k_BHSK, v_BHSK))
+            k, v = self._store.read_before(sequences, heads, self._places(first, start), new_2BHSK)
+            kept = max(start, end - self.length)
+            places = self._places(kept, end)
+            sizes = [each.stop - each.start for each in places]
+            pieces = torch.split_with_sizes(new_2BHSK[:, :, :, kept - start :], sizes, dim=3)
+            for each, piece in zip(places, pieces, strict=True):
+                self._store.write(sequences, heads, each, piece)
+        return k, v, self.window if end - first > self.window else 0
+
+    def in_a_row(self) -> tuple[Tensor, Tensor, int]:
+        """Return the cache as rows; see :meth:`Store.in_a_row`."""
+        return self._store.in_a_row()
+
+    def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor) -> None:
+        """Write one token for each row.
+
+        Args:
+            sequences_R: sequence of each row.
+            places_R: place of each row in the cache.
+            k_RHK: keys.
+            v_RHK: values.
+        """
+        self._store.write(sequences_R, slice(None), places_R, side_by_side(k_RHK, v_RHK))
+
+    def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[B, H, count, K]`` of the first ``count`` places."""
+        k, v = self._store.read(sequences, heads, slice(0, count))
+        return k, v
+
+    def _first(self, start: int, end: int) -> int:
+        """Return the first cached position that any of the tokens from ``start`` to ``end`` sees."""
+        return 0 if end <= self.length else max(0, start - self.length + 1)
+
+    def _places(self, first: int, end: int) -> list[slice]:
+        """Return the places of at most ``length`` tokens ``first`` to ``end``: one range, or two if these wrap."""
+        start, count = first % self.length, end - first
+        around = start + count - self.length
+        return [slice(start, self.length), slice(0, around)] if around > 0 else [slice(start, start + count)]
+
+
+def _slices(count: int, most: int) -> list[slice]:
+    """Split a range of ``count`` into slices of at most ``most``."""
+    return [slice(first, min(first + most, count)) for first in range(0, count, most)]

@@ -1,0 +1,112 @@
+"""The two kinds of pass through a model: the next tokens of some sequences, and one token of each sequence.
+
+Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from tpplan.decoder.cache.attention import Group
+from tpplan.decoder.cache.heads import found_by
+from tpplan.decoder.cache.store import Where
+from tpplan.decoder.generation.prompts import Stretch
+from tpplan.decoder.layer.math import apart, attend, some_of, together
+from tpplan.decoder.layer.ropes import Angles
+
+if TYPE_CHECKING:
+    from tpplan.decoder.cache.heads import Heads
+    from tpplan.decoder.layer.math import Scoring
+    from tpplan.decoder.layer.steps import Plain, Turn
+
+
+@frozen
+class Prefill:
+    """A pass over the next tokens of several sequences; shapes depend on the tokens, and the host may wait for devices.
+
+    Attributes:
+        angles: RoPE angles of the rows, by device.
+        groups: the grouping of all rows for a single attention call, by device; empty if they are one stretch.
+        stretches: the stretches of all rows, in order; empty if all rows are sure to attend in a single call.
+        sizes: rows of each stretch.
+    """
+
+    angles: Mapping[int, Angles]
+    groups: Mapping[int, Group]
+    stretches: Sequence[Stretch] = ()
+    sizes: list[int] = field(init=False)
+    fixed = False
+
+    @sizes.default
+    def _count(self) -> list[int]:
+        return [each.count * each.size for each in self.stretches]
+
+    def attention(  # noqa: PLR0917 (what a layer has on a device)
+        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, scoring: Scoring, device: int
+    ) -> Tensor:
+        """Write the rows' keys and values to the cache, and return the attention output ``[R, H × K]``.
+
+        Args:
+            steps: the computation steps of the device.
+            heads: the attention heads of a layer on the device.
+            qkv_RHK: queries, keys and values; overwritten.
+            turn: the norms and rotation applied to queries and keys first.
+            scoring: how scores become weights.
+            device: index of the device.
+        """
+        group = self.groups.get(device)
+        if group and heads.attend_at_once(group.extent, scoring.cap):
+            return group.attention(steps, heads, qkv_RHK, turn, scoring)
+        steps.turn(qkv_RHK, heads, turn)
+        parts = [apart(x_RHK, self.sizes, dim=0) for x_RHK in heads.apart(qkv_RHK)]
+        found = []
+        for each, *own in zip(self.stretches, *parts, strict=True):
+            q_BHSK, *kv = [torch.unflatten(x_RHK, 0, (each.count, each.size)).transpose(1, 2) for x_RHK in own]
+            found.append(self._read(each, heads, q_BHSK, kv, scoring))
+        return together(found, dim=0)
+
+    @staticmethod
+    def _read(each: Stretch, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], scoring: Scoring) -> Tensor:
+        """Return the attention output of one stretch."""
+
+        def find(some: slice, keys: slice) -> Tensor:
+            sequences = slice(each.sequence + some.start, each.sequence + some.stop)
+            k_BHSK, v_BHSK = [some_of(some_of(x_BHSK, some, dim=0), keys, dim=1) for x_BHSK in kv]
+            k_BHTK, v_BHTK, window = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
+            attending = partial(attend, window=window, recurs=each.is_full)
+            return found_by(
+                heads.runs_of(keys), some_of(q_BHSK, some, dim=0), k_BHTK, v_BHTK, attending, scoring=scoring
+            )
+
+        return heads.cache.in_pieces(each.count, each.start, each.start + each.size, find)
+
+
+@frozen
+class Decode:
+    """A pass over one token of each sequence; it can be captured, as no shape depends on a value and nothing waits.
+
+    Attributes:
+        angles: RoPE angles of the rows, by device.
+        where: where the tokens go in the caches, by device and cache length.
+    """
+
+    angles: Mapping[int, Angles]
+    where: Mapping[int, Mapping[int, Where]]
+    fixed = True
+
+    def attention(  # noqa: PLR0917 (what a layer has on a device)
+        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, scoring: Scoring, device: int
+    ) -> Tensor:
+        """Write to the cache and attend; see :meth:`Prefill.attention`."""
+        where = self.where[device][heads.cache.length]
+        steps.keep(qkv_RHK, heads, turn, where.sequences, where.places)
+        return steps.attend(qkv_RHK, heads, where, scoring)
+
+
+Pass = Prefill | Decode

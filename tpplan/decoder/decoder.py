@@ -1,0 +1,348 @@
+"""A decoder that runs on a compiled plan: each device computes its slices, and the context's operations combine them.
+
+Shapes: B batch, R rows, D hidden, V vocabulary. A plural such as ``xs`` is one tensor for each device, in device order.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from tpplan.core.axes import Axis
+from tpplan.core.workspace import areas
+from tpplan.decoder.cache.attention import Group
+from tpplan.decoder.cache.heads import heads_of
+from tpplan.decoder.cache.passes import Decode, Prefill
+from tpplan.decoder.cache.store import Where
+from tpplan.decoder.fast.fused import codes_of, steps_on
+from tpplan.decoder.generation.agree import agreed, room_for
+from tpplan.decoder.generation.prefill_graphs import graphs_of
+from tpplan.decoder.generation.prompts import Extent, Prompt, check, check_step, cut, facts_of, length_of, numbers_of
+from tpplan.decoder.generation.steps import Steps
+from tpplan.decoder.layer.stack import Stack
+from tpplan.decoder.settings import facts_of as settings_facts
+from tpplan.decoder.settings import settings_of
+from tpplan.decoder.weights.convert import matrices_of
+from tpplan.decoder.weights.fuse import check_weights, joined
+from tpplan.decoder.weights.products import made_at_once
+from tpplan.errors import ExecutionError
+from tpplan.exec.processes.agreement import agree
+from tpplan.exec.programs.program import HOST
+from tpplan.models.reader import read_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from tpplan.core.model import ModelSpec
+    from tpplan.decoder.generation.prompts import Stretch
+    from tpplan.decoder.layer.ropes import Angles
+    from tpplan.decoder.settings import Settings
+    from tpplan.exec.context import TPContext
+    from tpplan.exec.cuda.graph import Graph
+    from tpplan.weights import Weights
+
+_LOG = logging.getLogger(__name__)
+
+#: Minimum rows of half a pass for the halves to take turns, and a multiple that the first half is rounded down to. A
+#: graph this large is always more than half full, so that the second half is never all padding.
+_HALF, _EVEN = 512, 128
+
+
+class Decoder:
+    """A model on the devices of a compiled plan, with its weights and its cache.
+
+    Attributes:
+        stack: the model's layers.
+        batch: maximum number of sequences that decode together.
+        weights: tensors by device and name; adjacent matrices with the same input are joined into one.
+        length: maximum tokens of a sequence: the plan's cache tokens divided by its batch.
+        graph: the latest graph captured of the decoder's work, or None; all of its graphs share their memory.
+        prompt_graphs: runs passes of prompts as graphs, or None if they run without.
+        generations: number of generations started; the cache belongs to the latest.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        context: TPContext,
+        directory: str | Path,
+        weights: Weights,
+        *,
+        cache: str = "",
+        graphs: bool | None = None,
+        kernels: bool = True,
+        turns: bool | None = None,
+    ) -> None:
+        """Prepare the weights and allocate the cache, in the memory that the plan reserves for it.
+
+        Args:
+            context: a compiled plan for the model.
+            directory: the model's directory, with a config.json.
+            weights: weights of the model, from :func:`tpplan.weights.load_weights`.
+            cache: kind of cache; the plan's if not given. ``fp32``, which no plan has, is lossless.
+            graphs: whether to capture passes of prompts as graphs where possible, see
+                :func:`tpplan.decoder.generation.prefill_graphs.is_fixed`; by default on CUDA devices.
+            kernels: whether to use the fused kernels of :mod:`tpplan.decoder.fast.fused` where they apply, instead of
+                torch.
+            turns: whether the halves of large captured passes take turns, so that the all-reduce of one overlaps the
+                computation of the other; by default on CUDA devices that cannot write to each other's memory.
+
+        Raises:
+            ModelError: the decoder does not support the model, see :func:`tpplan.decoder.settings.settings_of`, or the
+                plan is for another one.
+            RequestError: the weights do not match the plan.
+            ExecutionError: the decoder has no cache of this kind, or the plan counts other bytes for its cache; or of
+                several processes, one failed, or their arguments or config.json differ: the same error in all.
+        """
+        request = context.plan.request
+        asked = {
+            "cache": cache or request.cache.kind,
+            "graphs": str(graphs),
+            "kernels": str(kernels),
+            "turns": str(turns),
+        }
+
+        def read() -> tuple[ModelSpec, Settings]:
+            model = read_model(directory)
+            return model, settings_of(directory, model)
+
+        model, self._settings = agree(context, "the decoder", read, lambda found: asked | settings_facts(found[1]))
+        self.batch = request.batch
+        self.length = length_of(request)
+        scale = self._settings.embedding_scale
+        if self._settings.family.scaled_embedding:
+            scale = torch.tensor(scale, dtype=context.dtype).item()  # rounded as in transformers
+        self._embedding_scale = scale
+        self._head = "model.embed_tokens" if model.tied_embeddings else "lm_head"
+        self._steps: dict[int, Steps] = {}
+        self.graph: Graph | None = None
+        self.generations = 0
+        agree(context, "preparing the decoder", lambda: self._prepare(context, model, weights, cache, kernels=kernels))
+        if turns is None:
+            is_joint = len(context.all_devices) > 1 and context.processes == 1
+            turns = is_joint and context.transport != "peer" and context.can_capture
+        self._in_turns = turns
+        self.prompt_graphs = graphs_of(self, self._settings.attention_cap, graphs=graphs)
+
+    def _prepare(self, context: TPContext, model: ModelSpec, weights: Weights, cache: str, *, kernels: bool) -> None:
+        """Prepare this process's weights, and allocate its cache and tables."""
+        request = context.plan.request
+        slices = check_weights(weights, context.plan, model, context.devices)
+        blocks = {layer: block for block in model.blocks for layer in block.layers}
+        layers = [blocks[layer] for layer in range(model.layer_count)]
+        self.weights = {}
+        for device in context.devices:  # before there is a cache: rearranging codes takes memory
+            matrices = matrices_of(weights[device], slices[device], self._settings.scheme)
+            self.weights[device] = joined(weights[device], matrices, layers, self._settings, context.dtype)
+            rearranged = matrices or self._settings.family.experts.fused
+            if rearranged and context.devices[device].device.type == "cuda":
+                torch.cuda.empty_cache()  # frees the memory that rearranging took
+        windows = [block.attention.window if block.attention else 0 for block in layers]
+        kind = cache or request.cache.kind
+        heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]
+        head_dims = {each.cache.head_dim for layer in heads for each in layer.values()}
+        joint = len(context.all_devices) > 1
+        experts = any(block.experts for block in layers)
+        room = areas(context.plan.splits, context.plan.model.dtype, request)
+        steps = {
+            device: steps_on(
+                context.devices[device].device,
+                context.dtype,
+                self._settings,
+                head_dims,
+                kind,
+                kernels=kernels,
+                joint=joint,
+                experts=experts,
+                codes=codes_of(self.weights[device]),
+                at_once=made_at_once(room[device].scratch_bytes // context.dtype.itemsize),
+            )
+            for device in context.devices
+        }
+        self.stack = Stack(context, self._settings, layers, self.weights, heads, steps=steps)
+        if kind == request.cache.kind:
+            self._check_ledger()
+        holders = sorted({device for each in heads for device in each})
+        self._tables = dict(zip(holders, context.rope_tables(self._settings.ropes.rope, self.length), strict=True))
+
+    @property
+    def context(self) -> TPContext:
+        """The compiled plan."""
+        return self.stack.context
+
+    def cache_bytes(self, device: int) -> int:
+        """Return the size of the cache on a device, in bytes."""
+        return sum(heads[device].cache.nbytes for heads in self.stack.heads if device in heads)
+
+    def _check_ledger(self) -> None:
+        """Check that the cache takes the bytes that the plan counts.
+
+        It takes fewer where its tokens do not divide evenly among the sequences.
+
+        Raises:
+            ExecutionError: it takes others on a device.
+        """
+        plan = self.context.plan
+        is_even = not plan.request.cache.tokens % plan.request.batch
+        for device in self.context.devices:
+            taken, counted = self.cache_bytes(device), plan.memory[device].cache_bytes
+            if taken > counted or (is_even and taken < counted):
+                what = f"the cache takes {taken} bytes on device {device}, the plan for {plan.model.name}"
+                raise ExecutionError(f"{what} counts {counted}", "make the plan again with tpplan plan")
+
+    def steps(self, sequences: int) -> Steps:
+        """Return the decoding steps of the cache's first ``sequences`` sequences; created once and kept with graphs."""
+        if sequences not in self._steps:
+            self._steps[sequences] = Steps(self, sequences)
+        return self._steps[sequences]
+
+    def captured(self, issue: Callable[[], None], what: str) -> Graph | None:
+        """Capture work as a graph that shares the memory of earlier ones; return None and log a warning on failure.
+
+        If it fails in one of several processes, all return None.
+
+        Args:
+            issue: does the work.
+            what: name of the work in the warning.
+        """
+        is_captured = True
+        try:
+            with self.graph.beside() if self.graph else self.context.capture() as graph:
+                issue()
+        except Exception as error:  # noqa: BLE001 (whatever it is: memory, a driver, a library)
+            _LOG.warning("%s cannot be captured, none is a graph from now on: %s", what, error)
+            is_captured = False
+        if not agreed(self.context, [is_captured])[0]:
+            return None
+        self.graph = graph
+        return graph
+
+    def prefill(self, tokens: Sequence[int], sequence: int = 0, start: int = 0) -> tuple[Tensor, ...]:
+        """Process the next tokens of one sequence; see :meth:`read`.
+
+        Args:
+            tokens: one or more tokens.
+            sequence: index of the sequence.
+            start: number of tokens already in its cache.
+        """
+        return self.read([Prompt(tokens, sequence, start)])
+
+    @torch.inference_mode()
+    def read(self, prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
+        """Process the next tokens of several sequences, in passes of at most the context's ``max_rows`` rows.
+
+        Args:
+            prompts: one or more prompts, of different sequences.
+
+        Returns:
+            The logits of the token after each prompt, ``[B, V]``, on each device for its part of the vocabulary.
+
+        Raises:
+            RequestError: see :func:`tpplan.decoder.generation.prompts.check`.
+        """
+        agree(self.context, "the prompts", lambda: check(prompts, self.context.plan), lambda _: facts_of(prompts))
+        ends: list[list[Tensor]] = [[] for _ in self.context.devices]
+        xs: tuple[Tensor, ...] = ()
+        for tokens, stretches in cut(prompts, self.context.max_rows):
+            numbers = torch.tensor([tokens, *numbers_of(stretches)]).T.contiguous()  # the same shape but for the rows
+            xs = ()  # frees memory for the next pass
+            xs = self.prompt_graphs.run(numbers) if self.prompt_graphs else ()
+            xs = xs or self.run(self.context.broadcast(numbers, source=HOST), stretches)
+            last = [torch.cat([x_RD[each.ends] for each in stretches]) for x_RD in xs]
+            ends = [[*kept, new_RD] for kept, new_RD in zip(ends, last, strict=True)]
+        return self._logits([torch.cat(kept) for kept in ends])
+
+    def run(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> tuple[Tensor, ...]:
+        """Return the residual stream after a pass of prompts.
+
+        Args:
+            numbers: on each device, for each row its token and its
+                :func:`tpplan.decoder.generation.prompts.numbers_of`.
+            stretches: stretches of all rows; left out if the pass must not depend on them, and may end with padding.
+        """
+        xs = self._embed([one[:, 0] for one in numbers])
+        count = len(numbers[0])
+        half = count // 2 // _EVEN * _EVEN
+        if not self._in_turns or stretches or half < _HALF:
+            return self.stack.run(xs, self._prefill(numbers, stretches))
+        halves = [
+            (tuple(x_RD[some] for x_RD in xs), self._prefill([one[some] for one in numbers]))
+            for some in (slice(half), slice(half, count))
+        ]
+        self.stack.run_in_turns(halves)
+        return xs
+
+    def _prefill(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> Prefill:
+        """Return the pass that :meth:`run` computes for these rows."""
+        _, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
+        count = len(numbers[0])
+        extent = Extent.of(stretches) if stretches else Extent.of_any(count, self.batch, self.length)
+        cap, held = self._settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]
+        some_attend = len(stretches) != 1 and any(each.attend_at_once(extent, cap) for each in held)
+        groups = {
+            device: Group.of(positions, sequences, before, extent, is_filled=not stretches)
+            for device, positions, sequences, before in zip(self.context.devices, *others, strict=True)
+            if device in self._tables and some_attend
+        }
+        return Prefill(self._angles(others[0]), groups, stretches)
+
+    @torch.inference_mode()
+    def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:
+        """Process one token of each sequence; it can be captured, as nothing waits and no shape depends on a value.
+
+        Args:
+            tokens: tokens of the first B sequences, ``[B]`` on each device in use.
+            positions: positions of these tokens, ``[B]`` on each device in use.
+            span: a number above the largest position; by default the maximum length of a sequence.
+
+        Returns:
+            The logits of the next tokens, ``[B, V]``; see :meth:`read`.
+
+        Raises:
+            RequestError: see :func:`tpplan.decoder.generation.prompts.check_step`.
+        """
+        check_step(tokens, positions, len(self.context.devices), self.context.plan)
+        return self._logits(self.stack.run(self._embed(tokens), self._decode(positions, span or self.length)))
+
+    def _decode(self, positions: Sequence[Tensor], span: int) -> Decode:
+        lengths = {heads.cache.length for each in self.stack.heads for heads in each.values()}
+        where = {
+            device: {length: Where.of(at, length, span, self.context.dtype) for length in lengths}
+            for device, at in zip(self.context.devices, positions, strict=True)
+            if device in self._tables
+        }
+        return Decode(self._angles(positions), where)
+
+    def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
+        """Return the RoPE angles of rows at these positions on each device that has KV heads."""
+        at = dict(zip(self.context.devices, positions, strict=True))
+        ropes = self._settings.ropes
+        return {device: ropes.angles(sin, cos, at[device]) for device, (sin, cos) in self._tables.items()}
+
+    def _embed(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the embeddings of tokens: the sum over devices, each with zeros for tokens that others hold."""
+        ids = dict(zip(self.context.devices, tokens, strict=True))
+        parts = []
+        for part in self.context.split(Axis.VC):
+            size = part.end - part.start
+            asked = ids[part.device] - part.start
+            own = asked.clamp(0, size - 1)
+            x_RD = functional.embedding(own, self.weights[part.device]["model.embed_tokens.weight"])
+            parts.append(x_RD.mul_((own == asked)[:, None]))
+        hidden = self.context.plan.split(Axis.RS).size
+        out = None if parts else room_for(self.context, len(tokens[0]), hidden, self.context.dtype)
+        xs = self.context.all_reduce(parts, axis=Axis.VC, out=out)
+        return xs if self._embedding_scale == 1 else tuple(x.mul_(self._embedding_scale) for x in xs)
+
+    def _logits(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        cap, logits = self._settings.logit_cap, []
+        for device in self.context.devices_of(Axis.VC):
+            y_RV = self.stack.normed(xs, device, "model.norm", self._head)
+            logits.append(y_RV if cap is None else y_RV.div_(cap).tanh_().mul_(cap))
+        return tuple(logits)

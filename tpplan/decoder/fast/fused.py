@@ -1,0 +1,274 @@
+"""The computation steps of a layer on a CUDA device by tpplan's fused kernels, each in place of several of torch."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tpplan.decoder.fast.launches import attention, dense, gemv, packed, pointwise, skinny, wide
+from tpplan.decoder.fast.launches.attention import Attention
+from tpplan.decoder.fast.launches.dense import Dense
+from tpplan.decoder.fast.launches.experts import Experts
+from tpplan.decoder.fast.launches.experts import names_of as names_of_experts
+from tpplan.decoder.fast.launches.gemv import Gemv, Norm
+from tpplan.decoder.fast.launches.grouped import Grouped
+from tpplan.decoder.fast.launches.grouped import names_of as names_of_grouped
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.packed import Packed
+from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
+from tpplan.decoder.fast.launches.skinny import Skinny
+from tpplan.decoder.fast.launches.wide import Wide
+from tpplan.decoder.layer.math import some_of, together
+from tpplan.decoder.layer.steps import Plain
+from tpplan.decoder.weights.products import AT_ONCE
+from tpplan.decoder.weights.quantised import ordered
+from tpplan.exec.toolchain import kernel_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from tpplan.decoder.cache.heads import Heads
+    from tpplan.decoder.cache.store import Where
+    from tpplan.decoder.layer.math import Scoring
+    from tpplan.decoder.layer.row_kernels import FewRows, JointRows
+    from tpplan.decoder.layer.steps import Turn
+    from tpplan.decoder.settings import Settings
+    from tpplan.decoder.weights.device import Held
+    from tpplan.decoder.weights.quantised import Matrix, Quantised
+    from tpplan.decoder.weights.stacked import Projection
+    from tpplan.exec.cuda.channel import Channel
+
+
+def steps_on(
+    place: torch.device,
+    dtype: torch.dtype,
+    settings: Settings,
+    head_dims: Collection[int],
+    kind: str,
+    *,
+    kernels: bool = True,
+    joint: bool = False,
+    experts: bool = False,
+    codes: Collection[str] = (),
+    at_once: int = AT_ONCE,
+) -> Plain:
+    """Return the computation steps of a device: with fused kernels if it has any, else in plain torch.
+
+    Args:
+        place: the device.
+        dtype: dtype of the activations.
+        settings: settings of the model.
+        head_dims: head sizes of all layers, in elements.
+        kind: kind of cache.
+        kernels: whether to use fused kernels.
+        joint: whether to load kernels that add up the products of several devices.
+        experts: whether any layer has experts.
+        codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.fast.launches.dense.KINDS`.
+        at_once: elements of a quantised matrix to dequantise at a time.
+    """
+    if kernels and has_kernels(place, dtype):
+        return Fused(
+            place, dtype, settings, head_dims, kind, joint=joint, experts=experts, codes=codes, at_once=at_once
+        )
+    return Plain(settings.norm_eps, settings.activation, offset=settings.family.offset, at_once=at_once)
+
+
+def has_kernels(place: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether there are fused kernels for activations of a dtype on a device."""
+    return place.type == "cuda" and dtype in DTYPES and not kernel_cache.lacks()
+
+
+def codes_of(weights: Held) -> list[str]:
+    """Return the kinds of codes of a device's matrices, of :data:`tpplan.decoder.fast.launches.dense.KINDS`."""
+    matrices = [*weights.quantised.values(), *(each.matrix for each in weights.stacked.values())]
+    return sorted({dense.kind_of(each) for each in matrices}.intersection(dense.KINDS))
+
+
+class Fused(Plain):
+    """The steps of a layer by fused kernels, in 16 bits; tensors that no kernel takes are left to torch."""
+
+    def __init__(
+        self,
+        place: torch.device,
+        dtype: torch.dtype,
+        settings: Settings,
+        head_dims: Collection[int],
+        kind: str,
+        *,
+        joint: bool = False,
+        experts: bool = False,
+        codes: Collection[str] = (),
+        at_once: int = AT_ONCE,
+    ) -> None:
+        """Load the kernels.
+
+        Args:
+            place: a CUDA device.
+            dtype: 16-bit dtype of the activations.
+            settings: settings of the model.
+            head_dims: head sizes of all layers, in elements.
+            kind: kind of cache.
+            joint: whether to load kernels that add up the products of several devices.
+            experts: whether any layer has experts.
+            codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.fast.launches.dense.KINDS`.
+            at_once: elements of a quantised matrix to dequantise at a time.
+        """
+        offset = settings.family.offset
+        super().__init__(settings.norm_eps, settings.activation, offset=offset, at_once=at_once)
+        self.joint_rows = skinny.MOST_JOINT if joint else 0
+        self._name = settings.activation
+        cap = settings.attention_cap
+        sizes = [size for size in head_dims if Attention.takes(place, dtype, size, kind)]
+        names = [*pointwise.names_of(dtype, self._name, kind), *chain(*gemv.names_of(dtype)), *skinny.names_of(dtype)]
+        names += [*gemv.joint_names_of(dtype), skinny.joint_name_of(dtype)] if joint else ()
+        names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
+        names += [*names_of_experts(dtype, codes), *names_of_grouped(dtype, codes)] if experts else ()
+        names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes), *wide.names_of(dtype, codes)]
+        names += packed.names_of(dtype, codes, joint=True) if joint else ()
+        capability = torch.cuda.get_device_capability(place)
+        kernel_cache.prepare((name, capability) for name in names)  # compiled in parallel
+        self._pointwise = Pointwise(place, dtype, self._name, kind, eps=settings.norm_eps, offset=offset)
+        self._gemv = Gemv(place, dtype, joint=joint)
+        self._joint: list[JointRows[Any]] = [self._gemv, Skinny(place, dtype, joint=joint)]
+        many: list[FewRows[Any]] = []
+        if packed.names_of(dtype, codes):
+            self._joint.append(Packed(place, dtype, codes, joint=joint))
+            many.append(Wide(place, dtype, codes))
+        self._few = [*self._joint, *many]
+        self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
+        self._experts = Experts(place, dtype, self._name, codes) if experts else None
+        self._grouped = Grouped(place, dtype, self._name, codes) if experts else None
+        self._products = [each for each in (self._grouped, self._experts) if each]  # whose few rows the latter take
+        self._dense = Dense(place, dtype, codes)
+
+    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the RMS norm of rows."""
+        found = self._pointwise.norm(x_RD, weight, out)
+        return super().norm(x_RD, weight, out) if found is None else found
+
+    def add_norm(self, to_RD: Tensor, x_RD: Tensor, weight: Tensor) -> None:
+        """Add the RMS norm of rows to others, in place."""
+        if self._pointwise.norm(x_RD, weight, to_RD, added=True) is None:
+            super().add_norm(to_RD, x_RD, weight)
+
+    def make(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
+        """Dequantise rows of a matrix from row ``start`` on into ``out_RK``."""
+        if self._dense.takes(matrix):
+            self._dense(matrix, start, start + len(out_RK), out_RK)
+        else:
+            super().make(matrix, start, out_RK)
+
+    def joint(  # noqa: PLR0917
+        self, to: Tensor, x: Tensor, weights: Held, name: str, channel: Channel, device: int
+    ) -> Callable[[], None] | None:
+        """Return the launch of one kernel that adds all devices' products with a matrix to the residual stream."""
+        matrix = weights.matrix(name)
+        kernels = next((each for each in self._joint if each.adds_up(x, matrix)), None)
+        if kernels is None or weights.bias(name) is not None:
+            return None
+        return partial(kernels.joint, to, ordered(x, matrix), matrix, channel, device)
+
+    def normed(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
+        """Multiply the norm of rows by several matrices, and return the products side by side: ``[R, O]``."""
+        matrix = weights.find(fused)
+        if norm is not None and isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, norm=norm):
+            return self._gemv.normed(x_RD, matrix, Norm(norm, self._eps, self._offset), weights.bias(fused))
+        return super().normed(x_RD, norm, weights, fused, names)
+
+    def gated(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
+        """Return the gated output ``[R, I]`` of two matrices for the norm of rows; the first has the activation."""
+        matrix, bias = weights.find(fused), weights.bias(fused)
+        if norm is not None and isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, gated=True, norm=norm):
+            return self._gemv.normed_gated(x_RD, matrix, self._name, Norm(norm, self._eps, self._offset), bias)
+        if matrix is not None and (kernels := self.kernels(x_RD, matrix, gated=True)):
+            y_RD = x_RD if norm is None else self.norm(x_RD, norm)
+            return kernels.gated(ordered(y_RD, matrix), matrix, self._name, bias)
+        return super().gated(x_RD, norm, weights, fused, names)
+
+    def kernels(self, x: Tensor, matrix: Matrix, *, gated: bool = False) -> FewRows[Any] | None:
+        """Return the kernels for a product of few rows and a matrix, or None if none take it."""
+        return next((each for each in self._few if each.takes(x, matrix, gated=gated)), None)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the activation of ``gate``, multiplied by ``up``; ``gate`` is overwritten with it and returned."""
+        return gate if self._pointwise.gate(gate, up) else super().gate(gate, up)
+
+    def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
+        """Return the experts that rows are routed to, ``[R, 2 × C]``: their weights, then their numbers."""
+        found = self._experts.choose(scores_RE, count, normalised=normalised) if self._experts else None
+        return super().choose(scores_RE, count, normalised=normalised) if found is None else found
+
+    def takes_experts_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
+        """Tell whether :meth:`experts_up` has kernels for which many rows are no slower than by torch."""
+        return self._grouped is not None and self._grouped.takes_up(rows, chosen, gates, ups)
+
+    def takes_experts_down(self, rows: int, chosen: int, downs: Projection) -> bool:
+        """Tell whether :meth:`experts_down` has kernels for which many rows are no slower than by torch."""
+        return self._grouped is not None and self._grouped.takes_down(rows, chosen, downs)
+
+    def experts_up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor, *, fixed: bool) -> Tensor:
+        """Return the intermediate activations of the rows' experts, ``[R, C, I]``."""
+        for kernels in self._products:
+            if (found := kernels.up(x_RD, gates, ups, choice_RC)) is not None:
+                return found
+        return super().experts_up(x_RD, gates, ups, choice_RC, fixed=fixed)
+
+    def experts_down(
+        self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
+    ) -> Tensor:
+        """Return the weighted sum of the outputs of the rows' experts, ``[R, D]``."""
+        for kernels in self._products:
+            if (found := kernels.down(h_RCI, downs, choice_RC, to_RD)) is not None:
+                return found
+        return super().experts_down(h_RCI, downs, choice_RC, to_RD, fixed=fixed)
+
+    def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
+        """Apply the norms and rotation to the query and key heads of rows, in place."""
+        if not self._turn(qkv_RHK, heads, turn):
+            super().turn(qkv_RHK, heads, turn)
+
+    def keep(
+        self,
+        qkv_RHK: Tensor,
+        heads: Heads,
+        turn: Turn,
+        sequences: Tensor,
+        places: Tensor,
+        *,
+        kept: Tensor | None = None,
+    ) -> None:
+        """Apply :meth:`turn`, and write the keys and values to the cache."""
+        to = Places(*heads.cache.in_a_row(), sequences, places, heads.cache.scales)
+        if not self._turn(qkv_RHK, heads, turn, to):
+            super().keep(qkv_RHK, heads, turn, sequences, places, kept=kept)
+
+    def _turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn, to: Places | None = None) -> bool:
+        """Turn heads, and write keys and values to the cache if told where, by a kernel; tell whether it takes them."""
+        if turn.are_neighbours or (turn.norms and turn.norms_last):
+            return False
+        return self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms, to)
+
+    def attends(self, heads: Heads) -> bool:
+        """Tell whether there is an attention kernel for these heads; it needs no mask."""
+        return heads.cache.head_dim in self._attention
+
+    def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, scoring: Scoring) -> Tensor:
+        """Return the attention output ``[R, H × K]`` of one token of each sequence, over the cache."""
+        if not self.attends(heads):
+            return super().attend(qkv_RHK, heads, where, scoring)
+        kernel, cache = self._attention[heads.cache.head_dim], heads.cache
+        found = []
+        for run in heads.runs:
+            k_BHLK, v_BHLK, *scales = (some_of(x, run.keys, dim=1) for x in (*cache.halves, *cache.scales))
+            q_RHK, sinks = qkv_RHK[:, run.queries], scoring.of(run.queries).sinks
+            found.append(kernel(q_RHK, k_BHLK, v_BHLK, where.positions, scales, scale=scoring.scale, sinks=sinks))
+        return together(found, dim=1)
+
+    def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+        """Return the largest logits of rows and their tokens."""
+        found = self._pointwise.best(logits_BV, start, place, places)
+        return super().best(logits_BV, start, place, places) if found is None else found

@@ -1,0 +1,259 @@
+"""Kernels for what a layer does between its matrices, in 16 bits: norms and gates; and for the choice of tokens.
+
+They compute in float32, on vectors of 16 bytes: all addresses, pitches and widths are multiples of that, and all are in
+bytes. A matrix is an address and a pitch: from one row to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+from numba import cuda
+from numba.cuda import libdevice, types
+
+from tpplan.decoder.fast.kernels.finishing import gelu, gelu_tanh, limited_plus_one, limited_silu, silu
+from tpplan.exec.kernels import ptx
+from tpplan.exec.kernels.kernel import Kernel, device_function
+
+_WORD, _FLOAT, _NUMBER = types.uint64, types.float32, types.int64
+_WARP, _EVERY = 32, 0xFFFFFFFF
+#: No row has so many elements.
+_NOBODY = 2**32
+
+
+@device_function
+def over_lanes(value: Any, lanes: Any) -> Any:
+    """Return the sum over as many neighbouring lanes of a warp, a power of 2; all of it is here."""
+    distance = lanes >> types.uint32(1)
+    while distance:
+        value += cuda.shfl_xor_sync(_EVERY, value, distance)
+        distance >>= types.uint32(1)
+    return value
+
+
+def squares_of(low: Any, high: Any) -> Any:
+    """Make what adds up the squares of a vector."""
+
+    @device_function
+    def squares(w0: Any, w1: Any, w2: Any, w3: Any) -> Any:
+        s = low(w0) * low(w0) + high(w0) * high(w0) + low(w1) * low(w1) + high(w1) * high(w1)
+        t = low(w2) * low(w2) + high(w2) * high(w2) + low(w3) * low(w3) + high(w3) * high(w3)
+        return s + t
+
+    return squares
+
+
+@cache
+def weights_by(low: Any, high: Any) -> Any:
+    """Make what reads a vector of a norm's weights, and adds a number to them."""
+
+    @device_function
+    def weights_at(address: Any, offset: Any) -> Any:
+        (a, b, c, d), more = ptx.load_128(address), ptx.float_of(types.uint32(offset))
+        return (
+            low(a) + more, high(a) + more, low(b) + more, high(b) + more,
+            low(c) + more, high(c) + more, low(d) + more, high(d) + more,
+        )  # fmt: skip
+
+    return weights_at
+
+
+@cache
+def scaled_by(low: Any, high: Any, two: Any) -> Any:
+    """Make what multiplies a vector by a number and by weights, and rounds once."""
+
+    @device_function
+    def scaled(w: Any, g: Any, by: Any) -> Any:
+        return (
+            two(by * low(w[0]) * g[0], by * high(w[0]) * g[1]),
+            two(by * low(w[1]) * g[2], by * high(w[1]) * g[3]),
+            two(by * low(w[2]) * g[4], by * high(w[2]) * g[5]),
+            two(by * low(w[3]) * g[6], by * high(w[3]) * g[7]),
+        )
+
+    return scaled
+
+
+def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
+    """Make a kernel that divides rows by their root mean square, and multiplies them by weights plus a number.
+
+    It rounds the result, or adds what it has rounded to what is in its place, and rounds the sum. A block takes a row.
+
+    Args:
+        name: of the kernel.
+        low: makes a float32 of the first element in 32 bits.
+        high: the same of the second.
+        two: makes 32 bits of both.
+    """
+    squares, weights_at, scaled = squares_of(low, high), weights_by(low, high), scaled_by(low, high, two)
+
+    @device_function
+    def sum_of(a: Any, b: Any) -> Any:
+        return two(low(a) + low(b), high(a) + high(b))
+
+    @device_function
+    def store(target: Any, w: Any, g: Any, by: Any, adds: Any) -> None:
+        a, b, c, d = scaled(w, g, by)
+        if adds:
+            p, q, r, s = ptx.load_128(target)
+            a, b, c, d = sum_of(p, a), sum_of(q, b), sum_of(r, c), sum_of(s, d)
+        ptx.store_128(target, a, b, c, d)
+
+    def norm(  # type: ignore[no-untyped-def]
+        x, x_pitch, out, out_pitch, weight, offset, width, inverse, eps, adds,
+    ):  # fmt: skip
+        ptx.after_earlier_with_next()
+        sums = cuda.shared.array(_WARP, _FLOAT)
+        row, step = _WORD(cuda.blockIdx.x), _WORD(16) * _WORD(cuda.blockDim.x)
+        source, target, first = x + row * x_pitch, out + row * out_pitch, _WORD(16) * _WORD(cuda.threadIdx.x)
+        # The first vector of a thread stays in registers: mostly there is no other.
+        own = first if first < width else _WORD(0)
+        w = ptx.load_128(source + own)
+        g = weights_at(weight + own, offset)
+        s = squares(w[0], w[1], w[2], w[3]) if first < width else _FLOAT(0)
+        at = first + step
+        while at < width:
+            v = ptx.load_128(source + at)
+            s += squares(v[0], v[1], v[2], v[3])
+            at += step
+        lane, warp = types.uint32(cuda.threadIdx.x % _WARP), types.uint32(cuda.threadIdx.x // _WARP)
+        s = over_lanes(s, types.uint32(_WARP))
+        if lane == types.uint32(0):
+            sums[warp] = s
+        cuda.syncthreads()
+        s = sums[lane] if lane * types.uint32(_WARP) < types.uint32(cuda.blockDim.x) else _FLOAT(0)
+        s = over_lanes(s, types.uint32(_WARP))
+        mean = s * ptx.float_of(types.uint32(inverse))
+        by = libdevice.rsqrtf(mean + ptx.float_of(types.uint32(eps)))
+        if first < width:
+            store(target + first, w, g, by, adds)
+        at = first + step
+        while at < width:
+            store(target + at, ptx.load_128(source + at), weights_at(weight + at, offset), by, adds)
+            at += step
+
+    return Kernel(name, norm, 10)
+
+
+@device_function
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _gate(name: str, act: Any, low: Any, high: Any, two: Any, other: Any = _itself) -> Kernel:
+    """Make a kernel that multiplies the activation of one matrix by another one; the activation is rounded too.
+
+    Blocks take rows, each some of their columns; the result may be in the place of the former matrix.
+
+    Args:
+        name: of the kernel.
+        act: the activation of a float32.
+        low: makes a float32 of the first element in 32 bits.
+        high: the same of the second.
+        two: makes 32 bits of both.
+        other: makes what is multiplied by of an element of the other matrix.
+    """
+
+    @device_function
+    def gated(gate: Any, up: Any) -> Any:
+        acted = two(act(low(gate)), act(high(gate)))
+        return two(low(acted) * other(low(up)), high(acted) * other(high(up)))
+
+    def gate(gate, gate_pitch, up, up_pitch, out, out_pitch, width):  # type: ignore[no-untyped-def]
+        ptx.after_earlier_with_next()
+        row = _WORD(cuda.blockIdx.x)
+        at = _WORD(16) * (_WORD(cuda.blockIdx.y) * _WORD(cuda.blockDim.x) + _WORD(cuda.threadIdx.x))
+        if at < width:
+            g0, g1, g2, g3 = ptx.load_128(gate + row * gate_pitch + at)
+            u0, u1, u2, u3 = ptx.load_128(up + row * up_pitch + at)
+            ptx.store_128(out + row * out_pitch + at, gated(g0, u0), gated(g1, u1), gated(g2, u2), gated(g3, u3))
+
+    return Kernel(name, gate, 7)
+
+
+@device_function
+def _better(value: Any, token: Any, other: Any, number: Any) -> Any:
+    """Return the larger of two values with its number; of equal ones that with the smaller, and NaN before all."""
+    is_larger = other > value or (other == value and number < token)
+    is_first_nan = other != other and value == value  # noqa: PLR0124 (only NaN is unequal to itself)
+    if is_larger or is_first_nan:
+        return other, number
+    return value, token
+
+
+def _best(name: str, low: Any, high: Any) -> Kernel:
+    """Make a kernel that finds the largest element of each row, and writes it and its number as float32.
+
+    A block takes a row. Of the row's other columns of the result it makes zeros.
+
+    Args:
+        name: of the kernel.
+        low: makes a float32 of the first element in 32 bits.
+        high: the same of the second.
+    """
+
+    @device_function
+    def among(value: Any, token: Any, w: Any, number: Any) -> Any:
+        value, token = _better(value, token, low(w), number)
+        return _better(value, token, high(w), number + _NUMBER(1))
+
+    @device_function
+    def over_warp(value: Any, token: Any) -> Any:
+        distance = types.uint32(_WARP // 2)
+        while distance:
+            other = cuda.shfl_xor_sync(_EVERY, value, distance)
+            number = cuda.shfl_xor_sync(_EVERY, token, distance)
+            value, token = _better(value, token, other, number)
+            distance >>= types.uint32(1)
+        return value, token
+
+    def best(x, pitch, width, start, out, out_pitch, column, columns):  # type: ignore[no-untyped-def]
+        ptx.after_earlier_with_next()
+        values, tokens = cuda.shared.array(_WARP, _FLOAT), cuda.shared.array(_WARP, _NUMBER)
+        row, step = _WORD(cuda.blockIdx.x), _WORD(16) * _WORD(cuda.blockDim.x)
+        at = _WORD(16) * _WORD(cuda.threadIdx.x)
+        value, token = _FLOAT(-math.inf), _NUMBER(_NOBODY)  # behind all others
+        while at < width:
+            w0, w1, w2, w3 = ptx.load_128(x + row * pitch + at)
+            number = _NUMBER(at // _WORD(2))
+            value, token = among(value, token, w0, number)
+            value, token = among(value, token, w1, number + _NUMBER(2))
+            value, token = among(value, token, w2, number + _NUMBER(4))
+            value, token = among(value, token, w3, number + _NUMBER(6))
+            at += step
+        value, token = over_warp(value, token)
+        lane, warp = types.uint32(cuda.threadIdx.x % _WARP), types.uint32(cuda.threadIdx.x // _WARP)
+        if lane == types.uint32(0):
+            values[warp], tokens[warp] = value, token
+        cuda.syncthreads()
+        if warp == types.uint32(0):
+            known = lane * types.uint32(_WARP) < types.uint32(cuda.blockDim.x)
+            value, token = over_warp(values[lane if known else 0], tokens[lane if known else 0])
+            at = _WORD(lane)
+            while at < columns:
+                found = value if at == column else _FLOAT(0)
+                if at == column + _WORD(1):
+                    found = _FLOAT(token + _NUMBER(start))
+                ptx.store_32(out + row * out_pitch + _WORD(4) * at, ptx.bits_of(found))
+                at += _WORD(_WARP)
+
+    return Kernel(name, best, 8)
+
+
+_BF16 = ptx.low_bf16, ptx.high_bf16, ptx.two_bf16
+_F16 = ptx.low_f16, ptx.high_f16, ptx.two_f16
+
+POINTWISE_NORM_BF16 = _norm("pointwise_norm_bf16", *_BF16)
+POINTWISE_NORM_F16 = _norm("pointwise_norm_f16", *_F16)
+POINTWISE_SILU_BF16 = _gate("pointwise_silu_bf16", silu, *_BF16)
+POINTWISE_SILU_F16 = _gate("pointwise_silu_f16", silu, *_F16)
+POINTWISE_GELU_BF16 = _gate("pointwise_gelu_bf16", gelu, *_BF16)
+POINTWISE_GELU_F16 = _gate("pointwise_gelu_f16", gelu, *_F16)
+POINTWISE_GELU_TANH_BF16 = _gate("pointwise_gelu_tanh_bf16", gelu_tanh, *_BF16)
+POINTWISE_GELU_TANH_F16 = _gate("pointwise_gelu_tanh_f16", gelu_tanh, *_F16)
+POINTWISE_SWIGLU_OAI_BF16 = _gate("pointwise_swiglu_oai_bf16", limited_silu, *_BF16, limited_plus_one)
+POINTWISE_SWIGLU_OAI_F16 = _gate("pointwise_swiglu_oai_f16", limited_silu, *_F16, limited_plus_one)
+POINTWISE_BEST_BF16 = _best("pointwise_best_bf16", ptx.low_bf16, ptx.high_bf16)
+POINTWISE_BEST_F16 = _best("pointwise_best_f16", ptx.low_f16, ptx.high_f16)

@@ -1,0 +1,248 @@
+"""Kernels that turn the heads of rows (RoPE), behind norms if there are, and write keys and values to a cache.
+
+All but the addresses and pitches of 8-bit caches are multiples of 16 bytes. What goes to a cache is rounded as
+:class:`tpplan.decoder.cache.store.Store` rounds it, finite numbers to the bit, by instructions that every generation of
+GPUs has; NaN is not kept.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+from numba import cuda
+from numba.cuda import libdevice, types
+
+from tpplan.decoder.fast.kernels.cache_tiles import SHARING
+from tpplan.decoder.fast.kernels.pointwise import over_lanes, scaled_by, squares_of, weights_by
+from tpplan.exec.kernels import ptx
+from tpplan.exec.kernels.kernel import Kernel, device_function
+
+#: Vectors of a block: two for each of its threads.
+VECTORS = 512
+
+_NAME = re.compile("TURN_(?P<dtype>BF16|F16)(_(?P<kind>Q8|FP8))?")
+_WORD, _FLOAT, _HALF, _INT = types.uint64, types.float32, types.uint32, types.int32
+#: Numbers of sequences from here on are below 0, and rows that have them are not written to caches.
+_BELOW = 0x80000000
+#: Vectors of 8 elements that share a scale.
+_SHARED = 4
+_LARGEST, _TINY = 127, 2.0**-14  # the latter is the least normal float16
+
+#: Bits of float32: of the largest number of fp8, of its least normal one, and of that which has its least one as ulp.
+_TOP, _NORMAL, _ROUNDING = 0x43E00000, 0x3C800000, 0x46800000
+_INFINITE = 0x7F800000
+
+
+@cache
+def _pair_of(low: Any, high: Any, two: Any) -> Any:
+    """Make what turns a vector of firsts and one of seconds; products are rounded, and their sums."""
+
+    @device_function
+    def product(a: Any, b: Any) -> Any:
+        return two(low(a) * low(b), high(a) * high(b))
+
+    @device_function
+    def first_of(a: Any, b: Any, sin: Any, cos: Any) -> Any:
+        p, q = product(a, cos), product(b, sin)
+        return two(low(p) - low(q), high(p) - high(q))
+
+    @device_function
+    def second_of(a: Any, b: Any, sin: Any, cos: Any) -> Any:
+        p, q = product(a, sin), product(b, cos)
+        return two(low(p) + low(q), high(p) + high(q))
+
+    @device_function
+    def pair(a: Any, b: Any, sin: Any, cos: Any) -> Any:
+        c0, d0 = first_of(a[0], b[0], sin[0], cos[0]), second_of(a[0], b[0], sin[0], cos[0])
+        c1, d1 = first_of(a[1], b[1], sin[1], cos[1]), second_of(a[1], b[1], sin[1], cos[1])
+        c2, d2 = first_of(a[2], b[2], sin[2], cos[2]), second_of(a[2], b[2], sin[2], cos[2])
+        c3, d3 = first_of(a[3], b[3], sin[3], cos[3]), second_of(a[3], b[3], sin[3], cos[3])
+        return (c0, c1, c2, c3), (d0, d1, d2, d3)
+
+    return pair
+
+
+@device_function
+def _packed(a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Return four bytes in one register."""
+    return _HALF(_HALF(a) | _HALF(b) << _HALF(8) | _HALF(c) << _HALF(16) | _HALF(d) << _HALF(24))
+
+
+@device_function
+def _whole(x: Any, scale: Any) -> Any:
+    """Return the byte of the whole number of scales that is nearest."""
+    count = libdevice.float2int_rn(x / scale)
+    return _HALF(min(max(count, _INT(-_LARGEST)), _INT(_LARGEST))) & _HALF(0xFF)
+
+
+@device_function
+def _float8(x: Any, _: Any) -> Any:
+    """Return the byte of the nearest number of fp8."""
+    bits = ptx.bits_of(x)
+    magnitude = _HALF(bits & _HALF(0x7FFFFFFF))
+    m = _HALF(min(magnitude, _HALF(_TOP)))
+    few = _HALF(ptx.bits_of(ptx.float_of(m) + _FLOAT(2.0**14)) - _HALF(_ROUNDING))
+    many = _HALF((m + _HALF(0x7FFFF) + (m >> _HALF(20) & _HALF(1))) >> _HALF(20)) - _HALF(120 << 3)
+    code = _HALF(few) if m < _HALF(_NORMAL) else _HALF(many)
+    code = code if magnitude <= _HALF(_INFINITE) else _HALF(0x7F)
+    return _HALF(bits >> _HALF(24) & _HALF(0x80)) | code
+
+
+@device_function
+def _larger_half(w: Any) -> Any:
+    return _HALF(max(_HALF(w & _HALF(0x7FFF)), _HALF(w >> _HALF(16) & _HALF(0x7FFF))))
+
+
+@device_function
+def _largest(w: Any) -> Any:
+    """Return the bits of the largest magnitude of a vector, which are in order as the numbers are."""
+    p, q = _HALF(max(_larger_half(w[0]), _larger_half(w[1]))), _HALF(max(_larger_half(w[2]), _larger_half(w[3])))
+    return _HALF(max(p, q))
+
+
+@cache
+def _encode(low: Any, high: Any, of_one: Any) -> Any:
+    """Make what writes a vector in bytes."""
+
+    @device_function
+    def encode(to: Any, w: Any, scale: Any) -> None:
+        a, b = of_one(low(w[0]), scale), of_one(high(w[0]), scale)
+        c, d = of_one(low(w[1]), scale), of_one(high(w[1]), scale)
+        e, f = of_one(low(w[2]), scale), of_one(high(w[2]), scale)
+        g, h = of_one(low(w[3]), scale), of_one(high(w[3]), scale)
+        ptx.store_64(to, _packed(a, b, c, d), _packed(e, f, g, h))
+
+    return encode
+
+
+def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:  # noqa: C901, PLR0915 (of those in it)
+    """Make a kernel that turns query and key heads, behind norms if there are, and writes keys and values to a cache.
+
+    A row has query heads, then key heads, then value heads. A block takes heads of a row, as many as it has threads
+    for, and a thread takes two vectors of a head: of the elements that are turned, those that are pairs. Products are
+    rounded, and their sums.
+
+    Args:
+        name: of the kernel.
+        kind: of the cache, ``Q8`` or ``FP8``; it is of 16 bits if not given.
+        low: makes a float32 of the first element in 32 bits.
+        high: the same of the second.
+        two: makes 32 bits of both.
+    """
+    squares, weights_at, scaled = squares_of(low, high), weights_by(low, high), scaled_by(low, high, two)
+    turned_pair = _pair_of(low, high, two)
+    encode = _encode(low, high, _whole if kind == "Q8" else _float8)
+    is_narrow, has_scales = kind is not None, kind == "Q8"
+
+    @device_function
+    def place_of(lane: Any, width: Any, turned: Any, is_value: Any) -> Any:
+        """Return where in its head a thread's first vector is, and how much farther its second one."""
+        pairs = _HALF(turned) // _HALF(32)
+        if is_value:  # its halves
+            return _WORD(16) * _WORD(lane), width // _WORD(2)
+        if lane < pairs:
+            return _WORD(16) * _WORD(lane), turned // _WORD(2)
+        return turned + _WORD(16) * _WORD(lane - pairs), (width - turned) // _WORD(2)  # behind what is turned
+
+    @device_function
+    def normed(a: Any, b: Any, weights: Any, lanes: Any, inverse: Any, eps: Any) -> Any:
+        """Divide a head by its root mean square: all lanes of a warp are here, and heads are within one."""
+        g, h = weights
+        s = over_lanes(squares(a[0], a[1], a[2], a[3]) + squares(b[0], b[1], b[2], b[3]), lanes)
+        by = libdevice.rsqrtf(s * ptx.float_of(_HALF(inverse)) + ptx.float_of(_HALF(eps)))
+        return scaled(a, g, by), scaled(b, h, by)
+
+    @device_function
+    def scale_of(peaks: Any, vector: Any) -> Any:
+        """Return the bits of the scale that a vector has together with its neighbours."""
+        first = vector // _HALF(_SHARED) * _HALF(_SHARED)
+        largest = _HALF(max(peaks[first], peaks[first + _HALF(1)]))
+        largest = _HALF(max(largest, _HALF(max(peaks[first + _HALF(2)], peaks[first + _HALF(3)]))))
+        return _HALF(ptx.two_f16(low(largest) * _FLOAT(1 / _LARGEST), _FLOAT(0)))
+
+    @device_function
+    def scales_of(a: Any, b: Any, first: Any, second: Any, before: Any, is_there: Any) -> Any:
+        """Return these of two vectors of a head, of which so many vectors of the block are before."""
+        if not has_scales:
+            return _HALF(0), _HALF(0)
+        peaks = cuda.shared.array(VECTORS, _HALF)
+        if is_there:
+            peaks[before + first], peaks[before + second] = _largest(a), _largest(b)
+        cuda.syncthreads()
+        before = before if is_there else _HALF(0)
+        return scale_of(peaks, before + first), scale_of(peaks, before + second)
+
+    @device_function
+    def keep(start: Any, scales: Any, at: Any, vector: Any, w: Any, scale: Any) -> None:
+        """Write a vector to a row, and what begins with it of the row's scales."""
+        if not is_narrow:
+            ptx.store_128(start + at + _WORD(16) * _WORD(vector), w[0], w[1], w[2], w[3])
+            return
+        encode(start + at + _WORD(8) * _WORD(vector), w, ptx.larger(ptx.low_f16(scale), _FLOAT(_TINY)))
+        if has_scales and vector % _HALF(_SHARED) == _HALF(0):
+            to = scales + at // _WORD(SHARING) + _WORD(2) * _WORD(vector // _HALF(_SHARED))
+            ptx.store_16(to, types.uint16(scale))
+
+    def turn(  # type: ignore[no-untyped-def]
+        x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, query_norm, key_norm, more, inverse, eps,
+        cached_keys, cached_values, key_scales, value_scales, sequence_step, head_step,
+        sequences, sequences_step, places, places_step,
+    ):  # fmt: skip
+        ptx.after_earlier_with_next()
+        row, thread = _WORD(cuda.blockIdx.x), _HALF(cuda.threadIdx.x)
+        lanes = _HALF(width) // _HALF(32)  # of a head
+        many, which = _HALF(cuda.blockDim.x) // lanes, thread // lanes
+        head, lane = _HALF(_HALF(cuda.blockIdx.y) * many + which), _HALF(thread - which * lanes)
+        is_there = which < many and head < _HALF(heads)
+        head = head if is_there else _HALF(0)
+        is_query, is_value = head < _HALF(queries), head >= _HALF(queries + keys)
+        is_kept = is_there and cached_keys != _WORD(0) and not is_query
+        sequence, place = _HALF(_BELOW), _HALF(0)
+        if is_kept:
+            sequence = ptx.load_32(sequences + row * sequences_step)
+            place = ptx.load_32(places + row * places_step)
+        offset, half = place_of(lane, width, turned, is_value)
+        is_turned = offset < turned and not is_value
+        source = x + row * pitch + _WORD(head) * width + offset
+        a, b = ptx.load_128(source), ptx.load_128(source + half)
+        angle = angles + row * angle_pitch + offset if is_turned else source
+        cos, sin = ptx.load_128(angle), ptx.load_128(angle + half)
+        if query_norm != _WORD(0):
+            weight = (query_norm if is_query else key_norm) + offset
+            weights = weights_at(weight, more), weights_at(weight + half, more)
+            c, d = normed(a, b, weights, lanes, inverse, eps)
+            if not is_value:
+                a, b = c, d
+        if is_turned:
+            a, b = turned_pair(a, b, sin, cos)
+        if is_there and not is_value:
+            ptx.store_128(source, a[0], a[1], a[2], a[3])
+            ptx.store_128(source + half, b[0], b[1], b[2], b[3])
+        first, second = _HALF(offset // _WORD(16)), _HALF((offset + half) // _WORD(16))
+        scale_a, scale_b = scales_of(a, b, first, second, _HALF(_HALF(2) * which * lanes), is_there)
+        if sequence < _HALF(_BELOW):
+            start, scales = (cached_values, value_scales) if is_value else (cached_keys, key_scales)
+            number = head - _HALF(queries) - (_HALF(keys) if is_value else _HALF(0))
+            size = width // _WORD(2) if is_narrow else width
+            at = _WORD(sequence) * sequence_step + _WORD(number) * head_step + _WORD(place) * size
+            keep(start, scales, at, first, a, scale_a)
+            keep(start, scales, at, second, b, scale_b)
+
+    return Kernel(name, turn, 24)
+
+
+_OF_KINDS = {
+    "BF16": (ptx.low_bf16, ptx.high_bf16, ptx.two_bf16),
+    "F16": (ptx.low_f16, ptx.high_f16, ptx.two_f16),
+}
+
+
+@cache
+def __getattr__(name: str) -> Kernel:
+    """Return the kernel of a dtype and a kind of cache, such as ``TURN_BF16_Q8``; one of 16 bits has no kind."""
+    found = _NAME.fullmatch(name)
+    if not found:
+        raise AttributeError(name)
+    return _turn(name.lower(), found["kind"], *_OF_KINDS[found["dtype"]])

@@ -1,0 +1,144 @@
+"""Attention of one token of each sequence over the cache, by a kernel that needs no mask.
+
+Shapes: R tokens, one of each of the first R sequences, B sequences, L places of a sequence, H heads (KV heads of keys
+and values), K elements of a head.
+"""
+
+from __future__ import annotations
+
+from math import log
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from tpplan.decoder.cache.store import KERNEL_KINDS
+from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+#: Elements of a head: in 16 bytes, the maximum with room for 8 warps in a kernel, and the maximum.
+_VECTOR, _WIDE, _WIDEST = 8, 128, 256
+#: Queries and places of a tile, as in the kernels.
+_QUERIES, _TILE = 8, 16
+#: Minimum tiles of a block that shares a token with others: reading fewer is faster than merging them.
+_LEAST: Final = 4
+#: Minimum compute capabilities: for matrix instructions in both dtypes, and for kernels for wide heads of 16 bits that
+#: need no memory.
+_OLDEST, _OLDEST_WIDE = (8, 0), (9, 0)
+
+
+def name_of(dtype: torch.dtype, head_dim: int, cap: float | None, kind: str = "fp16") -> str:
+    """Return the name of the kernel for heads of a dtype and size in a kind of cache."""
+    return f"attention_{DTYPES[dtype]}_{head_dim}{KERNEL_KINDS[kind]}{'' if cap is None else '_capped'}"
+
+
+class Attention:
+    """The kernel for one device, dtype, head size and kind of cache, with the memory that its blocks share.
+
+    Calls on different streams must not overlap.
+    """
+
+    def __init__(
+        self, place: torch.device, dtype: torch.dtype, head_dim: int, cap: float | None = None, kind: str = "fp16"
+    ) -> None:
+        """Load the kernel.
+
+        Args:
+            place: the CUDA device.
+            dtype: bfloat16 or float16.
+            head_dim: elements of a head; see :meth:`takes`.
+            cap: soft cap of the scores; see :class:`tpplan.decoder.settings.Settings`.
+            kind: kind of cache: ``fp16``, ``q8`` or ``fp8``, see :class:`tpplan.decoder.cache.store.Store`.
+        """
+        warps, width = 8 if head_dim <= _WIDE else 4, -(-head_dim // 64) * 64
+        self._threads, self._cap = 32 * warps, cap
+        self._processors = torch.cuda.get_device_properties(place).multi_processor_count
+        self._launch = Launcher(name_of(dtype, head_dim, cap, kind), place)
+        blocks = 3 * self._processors // 2  # of which several share a token, at most
+        self._turns = torch.zeros(blocks, dtype=torch.int32, device=place)
+        self._partial = torch.empty(blocks, _QUERIES, width + 2, device=place)
+
+    @staticmethod
+    def takes(place: torch.device, dtype: torch.dtype, head_dim: int, kind: str = "fp16") -> bool:
+        """Tell whether there is a kernel for a device, dtype, head size and kind of cache."""
+        if place.type != "cuda" or dtype not in DTYPES or kind not in KERNEL_KINDS:
+            return False
+        if head_dim % _VECTOR or head_dim > _WIDEST:
+            return False
+        is_large = head_dim > _WIDE and kind == "fp16"
+        return torch.cuda.get_device_capability(place) >= (_OLDEST_WIDE if is_large else _OLDEST)
+
+    def __call__(
+        self,
+        q_RHK: Tensor,
+        k_BHLK: Tensor,
+        v_BHLK: Tensor,
+        positions_R: Tensor,
+        scales: Sequence[Tensor] = (),
+        *,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention output of tokens over places 0 to their position, or all places if these are fewer.
+
+        The host does not wait, and no launch depends on the positions. Scores and sums are in float32, and rounded
+        once. With an 8-bit cache, products are in float16, queries included: no element of queries in bfloat16 may
+        exceed 65,504.
+
+        Args:
+            q_RHK: queries, with a token stride of any multiple of 16 bytes; each KV head is shared by the same number
+                of successive query heads.
+            k_BHLK: keys of all sequences, as the cache stores them; heads and places are contiguous.
+            v_BHLK: values, laid out likewise.
+            positions_R: positions of the tokens, int64 and contiguous.
+            scales: scales of keys and of values in a ``q8`` cache, ``[B, H, L, K / 32]``, laid out likewise.
+            scale: factor of the attention scores.
+            sinks: scores of the query heads' sinks, in the dtype of the queries and contiguous; see
+                :class:`tpplan.decoder.layer.math.Scoring`.
+
+        Returns:
+            The attention output ``[R, H × K]``.
+        """
+        count, queries, size = q_RHK.shape
+        _, heads, length, _ = k_BHLK.shape
+        group = queries // heads
+        parts = heads * -(-group // _QUERIES)
+        splits = splits_of(count * parts, length, self._processors)
+        out = q_RHK.new_empty(count, queries * size)
+        factor, limit = (scale / log(2), 0.0) if self._cap is None else (scale / self._cap, self._cap / log(2))
+        self._launch(
+            (splits, parts, count),
+            self._threads,
+            q_RHK.data_ptr(),
+            2 * q_RHK.stride(0),
+            k_BHLK.data_ptr(),
+            v_BHLK.data_ptr(),
+            k_BHLK.element_size() * k_BHLK.stride(0),
+            *([each.data_ptr() for each in scales] or [0, 0]),
+            positions_R.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+            2 * queries * size,
+            self._partial.data_ptr(),
+            self._turns.data_ptr(),
+            length,
+            group,
+            bits_of(factor),
+            bits_of(limit),
+            _LEAST,
+        )
+        return out
+
+
+def splits_of(count: int, length: int, processors: int) -> int:
+    """Return the number of blocks that share the places a token sees, for about one block on each multiprocessor.
+
+    Args:
+        count: number of blocks without sharing: tokens times KV heads.
+        length: places of the cache.
+        processors: multiprocessors of the device, each with room for two blocks.
+    """
+    return max(1, min(-(-length // (_TILE * _LEAST)), (processors + count // 2) // count))

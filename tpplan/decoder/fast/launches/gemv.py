@@ -1,0 +1,179 @@
+"""Products of one or two rows and a matrix in one kernel, with a norm before and a gate or a sum after.
+
+Shapes are suffixes of names: R rows (one or two), K columns of the matrix, N rows of the matrix, I intermediate.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
+from tpplan.decoder.layer.row_kernels import GATES, JointRows, bias_of, is_vectors
+from tpplan.exec.protocol.channel import MOST_BLOCKS
+
+if TYPE_CHECKING:
+    from tpplan.decoder.weights.quantised import Matrix
+    from tpplan.exec.cuda.channel import Channel
+
+#: Maximum rows of a kernel: for more, kernels with tensor cores are faster, even with a separate one for the norm.
+MOST_ROWS: Final = 2
+
+#: Maximum bytes of rows that are normed in shared memory.
+_NORMED: Final = 2**15
+_ITEM: Final = 2
+#: Bytes that one access moves, columns that a warp reads at a time, matrix rows that it reads at a time.
+_VECTOR, _STEP, _FOUR = 16, 256, 4
+#: Warps of a block, and of a multiprocessor, whose registers are enough for two such blocks (on sm_90).
+_BLOCK_WARPS, _WARPS = 8, 16
+
+
+@frozen
+class Norm:
+    """The RMS norm applied to rows before a product.
+
+    Attributes:
+        weight: weights of the norm, ``[K]``, in the rows' dtype.
+        eps: epsilon added to the mean square.
+        offset: number added to the weights.
+    """
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+@frozen
+class Shape:
+    """How the warps of a kernel share a matrix.
+
+    Attributes:
+        team: warps that share the columns of four matrix rows.
+        teams: teams of a block.
+        blocks: blocks of the kernel.
+    """
+
+    team: int
+    teams: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.team * self.teams
+
+
+@cache
+def shape_of(batches: int, width: int, processors: int) -> Shape:
+    """Return how warps share a matrix: all in blocks of about eight.
+
+    They are all on the GPU from the start where registers are enough for two on a multiprocessor, as on sm_90.
+    A warp has two steps on their way, so a team is the largest in which fewest are without columns, if all make an even
+    number of steps: 8 of 4,096 columns, 7 of 3,584, 2 of 1,024.
+
+    Args:
+        batches: times that four rows of it are read.
+        width: columns.
+        processors: of the GPU.
+    """
+    pairs = -(-width // (2 * _STEP))
+    team = min(range(_BLOCK_WARPS, 0, -1), key=lambda size: -pairs % size)
+    teams = _BLOCK_WARPS // team
+    resident = processors * (_WARPS // (team * teams))
+    return Shape(team, teams, min(resident, -(-batches // teams), MOST_BLOCKS))
+
+
+def names_of(dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """Return the names of the kernels for a dtype, for one row and two, and of those with a norm."""
+    name = DTYPES[dtype]
+    return [f"gemv_{name}_{count}" for count in (1, 2)], [f"gemv_norm_{name}_{count}" for count in (1, 2)]
+
+
+def joint_names_of(dtype: torch.dtype) -> list[str]:
+    """Return the names of the kernels that add up the products of several devices."""
+    return [f"gemv_joint_{DTYPES[dtype]}_{count}" for count in (1, 2)]
+
+
+class Gemv(JointRows[Tensor]):
+    """Kernels for one device and dtype."""
+
+    def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
+        """Load the kernels.
+
+        Args:
+            place: a CUDA device.
+            dtype: 16-bit dtype of rows and matrices.
+            joint: whether to load the kernels that add up the products of several devices, too.
+        """
+        self._plain, self._normed = ([Launcher(name, place) for name in names] for names in names_of(dtype))
+        self._dtype = dtype
+        self._joint = [Launcher(name, place, is_array=True) for name in joint_names_of(dtype)] if joint else []
+        self._processors = torch.cuda.get_device_properties(place).multi_processor_count
+
+    def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False, norm: Tensor | None = None) -> bool:
+        """Return whether there is a kernel for rows and a matrix, and it is not slower than torch.
+
+        Args:
+            x_RK: rows.
+            matrix_NK: the matrix.
+            gated: whether a gate follows.
+            norm: weights of the norm before, if there is one.
+        """
+        rows, width = x_RK.shape
+        if not 0 < rows <= MOST_ROWS or len(matrix_NK) < _FOUR or (gated and len(matrix_NK) % 2):
+            return False
+        if norm is not None:
+            is_there = norm.dtype is self._dtype and norm.is_contiguous() and not norm.data_ptr() % _VECTOR
+            if not is_there or rows * width * _ITEM > _NORMED:
+                return False
+        return isinstance(matrix_NK, Tensor) and all(is_vectors(each, self._dtype) for each in (x_RK, matrix_NK))
+
+    def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
+        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
+        return self.takes(x_RK, matrix_NK)
+
+    def normed(self, x_RK: Tensor, matrix_NK: Tensor, norm: Norm, bias_N: Tensor | None = None) -> Tensor:
+        """Return ``linear`` of the norm of rows."""
+        y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK)))
+        self._run(y_RN, x_RK, matrix_NK, bias_of(bias_N), 0, norm)
+        return y_RN
+
+    def normed_gated(
+        self, x_RK: Tensor, matrix_NK: Tensor, gate: str, norm: Norm, bias_N: Tensor | None = None
+    ) -> Tensor:
+        """Return ``gated`` of the norm of rows."""
+        h_RI = x_RK.new_empty((len(x_RK), len(matrix_NK) // 2))
+        self._run(h_RI, x_RK, matrix_NK, bias_of(bias_N), GATES[gate], norm)
+        return h_RI
+
+    def _run(  # noqa: PLR0917
+        self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], mode: int, norm: Norm | None = None
+    ) -> None:
+        shape, words = self._words(y, x, matrix, plus, mode)
+        kernels = self._plain if norm is None else self._normed
+        of_norm = (0, 0, 0) if norm is None else (norm.weight.data_ptr(), bits_of(norm.eps), bits_of(norm.offset))
+        kernels[len(x) - 1](shape.blocks, shape.threads, *words, *of_norm)
+
+    def _run_joint(  # noqa: PLR0917
+        self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], channel: Channel, device: int
+    ) -> None:
+        shape, words = self._words(y, x, matrix, plus, 0)
+        self._joint[len(x) - 1](shape.blocks, shape.threads, *channel.words(device, words))
+
+    def _words(
+        self, y: Tensor, x: Tensor, weight: Tensor, plus: tuple[int, int], mode: int
+    ) -> tuple[Shape, tuple[int, ...]]:
+        """Return how warps share a matrix, and the parameters common to all kernels."""
+        rows, width = x.shape
+        size, pitch = y.shape[1], 2 * weight.stride(0)
+        per = 2 if mode else _FOUR
+        shape = shape_of(-(-size // per), width, self._processors)
+        return shape, (
+            y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0),
+            weight.data_ptr(), pitch, pitch * (size if mode else 2), size, per, width, rows, *plus, mode,
+            shape.team, shape.teams, -(-(2**16) // shape.team),
+        )  # fmt: skip

@@ -1,0 +1,219 @@
+"""Products of up to sixteen rows and a quantised matrix in one kernel, followed by a gate or a sum.
+
+Shapes are suffixes of names: R rows (up to 16), K columns of the matrix, N rows of the matrix, I intermediate.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from tpplan.decoder.fast.kernels.scale_kinds import FORMS
+from tpplan.decoder.fast.launches.dense import block_of, kind_of
+from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
+from tpplan.decoder.layer.row_kernels import JointRows, is_vectors
+from tpplan.decoder.weights.quantised import IntMatrix, Matrix, Quantised
+from tpplan.exec.protocol.channel import MOST_BLOCKS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from tpplan.exec.cuda.channel import Channel
+
+#: Rows that are taken; and by those that add up the products of several devices.
+MOST_ROWS: Final = 16
+MOST_JOINT: Final = 8
+
+#: Kinds of codes that there are kernels for, of :data:`tpplan.decoder.fast.launches.dense.KINDS`, and columns of a
+#: step.
+STEPS: Final = {"4": 128, "8": 64, "e4m3": 64}
+
+#: Rows of one instruction, and matrix rows of a tile for every eight rows.
+_EIGHT, _TILE = 8, 16
+#: Dtypes of their zeros.
+_ZEROS: Final = {"4": torch.int32, "8": torch.uint8}
+#: A power of two that no rows and columns are more than.
+_ALL: Final = 31
+
+
+@frozen
+class _Form:
+    """What blocks of a kernel are, measured on an H200.
+
+    Attributes:
+        warps: of a multiprocessor.
+        deep: steps that a warp has on their way, at most; at least two, if there are.
+        turns: by the blocks on a multiprocessor, what it takes until each has gone through a tile, in proportion.
+    """
+
+    warps: int
+    deep: int
+    turns: dict[int, int]
+
+
+#: Of up to eight rows, and up to sixteen. A single block on a multiprocessor was never the best for the former; three
+#: were not for the latter, and of four the codes on their way leave too little of the cache to eight rows.
+_FORM_OF: Final = (_Form(16, 4, {2: 9, 3: 13}), _Form(8, 2, {1: 9, 2: 16}))
+#: Where multiprocessors have 100 KiB of shared memory, which is room for two blocks of up to eight rows.
+_SMALL: Final = frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})
+
+
+@cache
+def shape_of(size: int, steps: int, processors: int, rows: int, most: int = 3) -> tuple[int, int, int]:
+    """Return how many blocks share a matrix, the warps of each, and the steps that a warp has on their way.
+
+    All blocks are on the GPU from the start, as many on each multiprocessor as let all be done with their tiles first.
+
+    Args:
+        size: rows of the matrix.
+        steps: of its columns.
+        processors: of the GPU.
+        rows: that it is multiplied by.
+        most: blocks that a multiprocessor has room for.
+    """
+    form = _FORM_OF[rows > _EIGHT]
+    tiles = -(-size // (_TILE * (1 + (rows > _EIGHT))))
+    counts = (count for count in form.turns if count <= most)
+    together = min(counts, key=lambda count: -(-tiles // (count * processors)) * form.turns[count])
+    room = form.warps // together
+    run = min(form.deep, steps, max(2, -(-steps // room)))
+    count = -(-steps // run)
+    warps = count if count <= room else min(range(room, room // 2, -1), key=lambda each: -(-count // each) * each)
+    return min(processors * together, tiles, MOST_BLOCKS), warps, run
+
+
+def names_of(dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False) -> list[str]:
+    """Return the names of kernels for a dtype.
+
+    Args:
+        dtype: of rows.
+        kinds: of codes; of some there are none.
+        joint: whether of those that add up the products of several devices, which are for up to eight rows; the others
+            are for these and for up to sixteen.
+    """
+    family, counts = ("packed_joint", (MOST_JOINT,)) if joint else ("packed", (_EIGHT, MOST_ROWS))
+    return [f"{family}_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in counts]
+
+
+class Packed(JointRows[Quantised]):
+    """Kernels for one device and dtype.
+
+    NaN codes of e4m3 count as 480.
+    """
+
+    def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False) -> None:
+        """Load the kernels.
+
+        Args:
+            place: a CUDA device.
+            dtype: 16-bit dtype of rows.
+            kinds: kinds of codes; those without kernels are ignored.
+            joint: whether to load the kernels that add up the products of several devices, too.
+        """
+        self._alone = {
+            kind: [Launcher(name, place) for name in names_of(dtype, [kind])] for kind in kinds if kind in STEPS
+        }
+        self._joint = {
+            kind: Launcher(name, place, is_array=True)
+            for kind in (self._alone if joint else ())
+            for name in names_of(dtype, [kind], joint=True)
+        }
+        self._dtype = dtype
+        found = torch.cuda.get_device_properties(place)
+        self._processors, self._most = found.multi_processor_count, 2 if (found.major, found.minor) in _SMALL else 3
+
+    def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
+        """Return whether there is a kernel for rows and a matrix.
+
+        For all matrices measured, it is faster than dequantising to 16 bits and multiplying in torch.
+
+        Args:
+            x_RK: rows.
+            matrix_NK: the matrix.
+            gated: whether a gate follows.
+        """
+        if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._alone:
+            return False
+        return 0 < len(x_RK) <= MOST_ROWS and is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
+
+    def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
+        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
+        return len(x_RK) <= MOST_JOINT and self.takes(x_RK, matrix_NK)
+
+    def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
+        blocks, threads, words = self._words(y, x, matrix, plus)
+        self._alone[kind_of(matrix)][len(x) > _EIGHT](blocks, threads, *words, mode)
+
+    def _run_joint(  # noqa: PLR0917
+        self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], channel: Channel, device: int
+    ) -> None:
+        blocks, threads, words = self._words(y, x, matrix, plus)
+        self._joint[kind_of(matrix)](blocks, threads, *channel.words(device, words))
+
+    def _words(
+        self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int]
+    ) -> tuple[int, int, tuple[int, ...]]:
+        """Return the number of blocks, the threads of each, and the parameters common to all kernels."""
+        size, width = matrix.shape
+        steps = width // STEPS[kind_of(matrix)]
+        blocks, warps, run = shape_of(size, steps, self._processors, len(x), self._most)
+        words = (
+            y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), *words_of(matrix), run,
+            y.shape[1], width, len(x), *plus,
+        )  # fmt: skip
+        return blocks, 32 * warps, words
+
+
+def words_of(matrix: Quantised) -> tuple[int, ...]:
+    """Return what kernels are told of a matrix: codes, scales and zeros, groups and their columns, and more."""
+    (size, width), (height, columns), scales = matrix.shape, block_of(matrix), matrix.scales
+    if not isinstance(matrix, IntMatrix):
+        zeros, more = 0, _power_of(height, size)
+    elif matrix.zeros is None:
+        zeros, more = 0, bits_of(float(1 << (matrix.bits - 1)))
+    else:
+        zeros, more = matrix.zeros.data_ptr(), bits_of(float(matrix.plus))
+    columns = _power_of(columns, width)
+    return (
+        matrix.codes.data_ptr(), scales.data_ptr(), zeros, scales.shape[1], columns, FORMS[str(scales.dtype)], more
+    )  # fmt: skip
+
+
+def is_read(matrix: Quantised, *, gated: bool) -> bool:
+    """Return whether kernels can read a matrix of a kind that there are kernels for."""
+    (size, width), (height, columns), kind = matrix.shape, block_of(matrix), kind_of(matrix)
+    zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
+    return (
+        matrix.codes.is_contiguous()
+        and not matrix.codes.data_ptr() % 16
+        and size > 0
+        and not (gated and size % 2)
+        and not width % STEPS[kind]
+        and min(columns, width) >= STEPS[kind]
+        and _has_power(columns, width)
+        and _has_power(height, size)
+        and str(matrix.scales.dtype) in FORMS
+        and matrix.scales.is_contiguous()
+        and (kind != "4" or _is_words(matrix.scales))
+        and (zeros is None or (zeros.dtype is _ZEROS[kind] and zeros.is_contiguous()))
+    )
+
+
+def _is_words(tensor: Tensor) -> bool:
+    """Return whether a tensor can be read in words of 32 bits, of which a part of the last may be behind it."""
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    return not tensor.data_ptr() % 4 and -(-end // 4) * 4 <= tensor.untyped_storage().nbytes()
+
+
+def _has_power(block: int, count: int) -> bool:
+    """Return whether division of all numbers below ``count`` by ``block`` is a shift."""
+    return block >= count or not block & (block - 1)
+
+
+def _power_of(block: int, count: int) -> int:
+    """Return the bits of the shift that replaces division of numbers below ``count`` by ``block``."""
+    return _ALL if block >= count else block.bit_length() - 1

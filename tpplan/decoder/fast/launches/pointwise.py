@@ -1,0 +1,257 @@
+"""Launches of the kernels between a layer's matrix products: norms, gates, rotation and argmax.
+
+Shapes: R rows, D hidden, I intermediate, H heads, K elements of a head, W columns of a RoPE table, T places of a cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from tpplan.decoder.cache.store import KERNEL_KINDS
+from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
+from tpplan.decoder.layer.gates import SWIGLU_OAI
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Names of gate kernels, by ``hidden_act`` of a config.json.
+GATES: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", SWIGLU_OAI: SWIGLU_OAI}
+
+_ITEM: Final = 2
+#: Bytes that are loaded at once, and elements of so many.
+_VECTOR: Final = 16
+_ELEMENTS: Final = _VECTOR // _ITEM
+#: Of the rows' numbers.
+_NUMBER: Final = 8
+
+_WARP: Final = 32
+_MOST_THREADS: Final = 1024
+#: Of a block that needs no others.
+_THREADS: Final = 256
+
+
+@frozen
+class Places:
+    """Where the keys and values of rows go in the cache.
+
+    Attributes:
+        keys: keys of the cache, ``[T, H, K]``, see :meth:`tpplan.decoder.cache.store.Store.in_a_row`.
+        values: values of the cache, likewise.
+        apart: row stride between sequences.
+        sequences: sequence of each row, int64; below 0 if the row is not to be written.
+        places: place of each row in its sequence, int64.
+        scales: scales of keys and of values in a ``q8`` cache, from their beginning; empty for other kinds.
+    """
+
+    keys: Tensor
+    values: Tensor
+    apart: int
+    sequences: Tensor
+    places: Tensor
+    scales: tuple[Tensor, ...] = ()
+
+
+def names_of(dtype: torch.dtype, activation: str, kind: str = "fp16") -> list[str]:
+    """Return the names of the kernels for a dtype, a gate and a kind of cache."""
+    names = [f"pointwise_{what}_{DTYPES[dtype]}" for what in ("norm", GATES[activation], "best")]
+    return [*names, f"turn_{DTYPES[dtype]}{KERNEL_KINDS.get(kind, '')}"]
+
+
+class Pointwise:
+    """Norms, gates and rotation in 16 bits on one CUDA device; each method's result tells whether it takes its tensors.
+
+    Rows of tensors must begin at, and consist of, multiples of 16 bytes.
+    """
+
+    def __init__(
+        self,
+        place: torch.device,
+        dtype: torch.dtype,
+        activation: str,
+        kind: str = "fp16",
+        *,
+        eps: float,
+        offset: float = 0.0,
+    ) -> None:
+        """Load the kernels.
+
+        Args:
+            place: the device.
+            dtype: dtype of the rows, one of :data:`DTYPES`.
+            activation: name of the gates' activation, one of :data:`GATES`.
+            kind: kind of the cache that keys and values are written to.
+            eps: epsilon that norms add to the mean square.
+            offset: number that norms add to their weights.
+        """
+        launchers = (Launcher(name, place) for name in names_of(dtype, activation, kind))
+        self._norm, self._gate, self._best, self._turn = launchers
+        self._dtype, self._eps, self._offset = dtype, bits_of(eps), bits_of(offset)
+        self._stored = {"q8": torch.int8, "fp8": torch.uint8}.get(kind, dtype)
+
+    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, added: bool = False) -> Tensor | None:
+        """Return the RMS norm of rows, computed in float32 and rounded once.
+
+        Args:
+            x_RD: rows.
+            weight: weights of the norm.
+            out: tensor for the result, may be ``x_RD``; a new one if not given.
+            added: whether to add the result to ``out``, which is another tensor then.
+
+        Returns:
+            The result, or None if the kernel does not take such tensors.
+        """
+        of_weight = weight.data_ptr()
+        if weight.dtype is not self._dtype or of_weight % _VECTOR or not weight.is_contiguous():
+            return None
+        source = self._matrix(x_RD)
+        if out is None and source:
+            out = torch.empty_like(x_RD)
+        target = self._matrix(out) if out is not None else None
+        if not source or not target:
+            return None
+        start, pitch, rows, columns = source
+        _, threads = _even(columns // _ELEMENTS, _MOST_THREADS)
+        more = of_weight, self._offset, columns * _ITEM, bits_of(1 / columns), self._eps, added
+        self._norm(rows, threads, start, pitch, *target[:2], *more)
+        return out
+
+    def gate(self, gate: Tensor, up: Tensor) -> bool:
+        """Overwrite ``gate`` with its activation times ``up``; the activation is rounded, then the product.
+
+        Args:
+            gate: ``[R, I]``, or contiguous ``[..., I]``.
+            up: likewise.
+
+        Returns:
+            Whether the kernel takes such tensors.
+        """
+        if gate.dim() != 2 and gate.is_contiguous() and up.is_contiguous():  # noqa: PLR2004 - a matrix
+            gate, up = gate.flatten(0, -2), up.flatten(0, -2)
+        of_gate, of_up = self._matrix(gate), self._matrix(up)
+        if not of_gate or not of_up:
+            return False
+        start, pitch, rows, columns = of_gate
+        parts, threads = _even(columns // _ELEMENTS, _THREADS)
+        self._gate((rows, parts, 1), threads, start, pitch, *of_up[:2], start, pitch, columns * _ITEM)
+        return True
+
+    def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor | None:
+        """Find the largest element of each row, and return it and its index in one of several pairs of columns.
+
+        Args:
+            logits_BV: rows.
+            start: number added to the index.
+            place: number of the pair of columns; the other pairs are 0.
+            places: number of pairs.
+
+        Returns:
+            ``[B, 2 × places]`` in float32, or None if the kernel does not take such rows.
+        """
+        matrix = self._matrix(logits_BV)
+        if matrix is None:
+            return None
+        address, pitch, rows, columns = matrix
+        found = torch.empty(rows, 2 * places, dtype=torch.float32, device=logits_BV.device)
+        threads = min(-(-columns // (_ELEMENTS * _WARP)) * _WARP, _MOST_THREADS)
+        words = address, pitch, columns * _ITEM, start
+        self._best(rows, threads, *words, found.data_ptr(), 4 * found.stride(0), 2 * place, found.shape[1])
+        return found
+
+    def turn(
+        self,
+        qkv_RHK: Tensor,
+        counts: tuple[int, int],
+        by: Tensor,
+        norms: Sequence[Tensor] = (),
+        keep: Places | None = None,
+    ) -> bool:
+        """Apply norms and rotation (RoPE) to query and key heads in place, and write keys and values to a cache.
+
+        Products with sines and cosines are rounded, then their sums, as in :func:`tpplan.decoder.layer.math.rotate`.
+
+        Args:
+            qkv_RHK: heads of queries, then of keys, then as many of values.
+            counts: numbers of query heads and of key heads.
+            by: RoPE angles of the rows, ``[R, 1, 2, 2, P]``, see :func:`tpplan.decoder.layer.math.angles`.
+            norms: weights of the norms of query and key heads; empty if there are none.
+            keep: where keys and values go in a cache; they are not written if not given.
+
+        Returns:
+            Whether the kernel takes such tensors.
+        """
+        rows, _, width = qkv_RHK.shape
+        turned, lanes = 2 * by.shape[-1], width // (2 * _ELEMENTS)
+        if width % (2 * _ELEMENTS) or turned % (2 * _ELEMENTS) or qkv_RHK.stride(1) != width or lanes > _THREADS:
+            return False
+        start, pitch = qkv_RHK.data_ptr(), qkv_RHK.stride(0) * _ITEM
+        is_fitting = qkv_RHK.dtype is self._dtype and qkv_RHK.stride(2) == 1 and rows and not (start | pitch) % _VECTOR
+        if not is_fitting or by.dtype is not self._dtype or not by.is_contiguous():
+            return False
+        words = [0, 0]
+        if norms:
+            words = [weight.data_ptr() for weight in norms]
+            are_in_warps = lanes <= _WARP and not lanes & (lanes - 1)
+            are_fitting = all(weight.dtype is self._dtype and weight.is_contiguous() for weight in norms)
+            if turned != width or not are_in_warps or not are_fitting:
+                return False
+        if (words[0] | words[1] | by.data_ptr()) % _VECTOR:
+            return False
+        kept = self._words_of(keep)
+        if kept is None:
+            return False
+        used = sum(counts) + (counts[1] if keep else 0)
+        _, threads = _even(used * lanes, _THREADS)
+        parts = -(-used // (threads // lanes))  # of whole heads
+        self._turn(
+            (rows, parts, 1),
+            threads,
+            start,
+            pitch,
+            *counts,
+            used,
+            width * _ITEM,
+            turned * _ITEM,
+            by.data_ptr(),
+            2 * turned * _ITEM,
+            *words,
+            self._offset,
+            bits_of(1 / width),
+            self._eps,
+            *kept,
+        )
+        return True
+
+    def _words_of(self, keep: Places | None) -> Sequence[int] | None:
+        """Return the kernel's parameters for a cache, or None if it does not take that cache."""
+        if keep is None:
+            return (0,) * 10
+        k_THK, v_THK, sequences, places = keep.keys, keep.values, keep.sequences, keep.places
+        if k_THK.dtype is not self._stored or sequences.dtype is not torch.int64 or places.dtype is not torch.int64:
+            return None
+        starts, width = (k_THK.data_ptr(), v_THK.data_ptr()), k_THK.shape[2]
+        if k_THK.stride() != v_THK.stride() or k_THK.stride(0) != width or (starts[0] | starts[1]) % _VECTOR:
+            return None
+        scales = [each.data_ptr() for each in keep.scales] or [0, 0]
+        item = k_THK.element_size()
+        steps = keep.apart * width * item, k_THK.stride(1) * item
+        of_rows = [(each.data_ptr(), each.stride(0) * _NUMBER) for each in (sequences, places)]
+        return *starts, *scales, *steps, *of_rows[0], *of_rows[1]
+
+    def _matrix(self, x: Tensor) -> tuple[int, int, int, int] | None:
+        """Return address, pitch, rows and columns of a matrix, or None if kernels do not take it."""
+        if x.dim() != 2 or x.dtype is not self._dtype:  # noqa: PLR2004 - a matrix
+            return None
+        start, (step, one), (rows, columns) = x.data_ptr(), x.stride(), x.shape
+        if one != 1 or not rows or (start | step * _ITEM | columns * _ITEM) % _VECTOR:
+            return None
+        return start, step * _ITEM, rows, columns
+
+
+def _even(count: int, most: int) -> tuple[int, int]:
+    """Return the number of blocks that ``count`` threads are spread over, and the threads of each, in whole warps."""
+    blocks = -(-count // most)
+    return blocks, -(-count // (blocks * _WARP)) * _WARP

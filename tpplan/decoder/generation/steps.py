@@ -1,0 +1,193 @@
+"""Decoding step by step: the latest tokens and positions of the sequences on all devices, and the steps' graphs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+from weakref import proxy
+
+import torch
+
+from tpplan.core.axes import Axis
+from tpplan.decoder.generation.finite import not_finite
+from tpplan.decoder.generation.greedy import likeliest
+from tpplan.decoder.generation.prompts import Prompt
+from tpplan.decoder.generation.sampling import NO_TOKEN, Sampling
+from tpplan.errors import RequestError
+from tpplan.exec.programs.program import HOST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from tpplan.decoder.decoder import Decoder
+    from tpplan.exec.cuda.graph import Graph
+
+#: Minimum span of a step: the places of the cache it may read. Spans double from here, and each has its own graph.
+_SHORTEST_SPAN: Final = 256
+
+
+class Steps:
+    """Decodes the first sequences of a decoder's cache, one token of each in a step.
+
+    On CUDA devices a step is one graph: the first step of a span runs without a graph, the second is captured. If that
+    fails, a warning is logged and all later steps run without graphs, unless the context has failed too.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, decoder: Decoder, sequences: int, *, graphs: bool | None = None) -> None:
+        """Allocate tokens and positions on every device.
+
+        Args:
+            decoder: the decoder, which must outlive this object.
+            sequences: number of sequences.
+            graphs: whether to capture steps; by default on CUDA devices.
+        """
+        self._decoder: Decoder = proxy(decoder)  # it refers to this object: a cycle would delay freeing its memory
+        self._context = decoder.context
+        places = [device.device for device in self._context.devices.values()]
+        self._tokens, self._positions = (
+            [torch.zeros(1, sequences, dtype=torch.int64, device=place) for place in places] for _ in range(2)
+        )
+        self._captures = self._context.can_capture if graphs is None else graphs
+        self._logits: tuple[Tensor, ...] = ()
+        self._graphs: dict[tuple[int, bool], Graph | None] = {}
+        self._sampling = Sampling()
+        self._generator = torch.Generator()
+        self._longest = 0
+        self._lengths: list[int] = []
+        self._new = 0
+
+    @torch.inference_mode()
+    def start(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
+        """Run prompts, filling the cache, and return the next token of each.
+
+        Args:
+            prompts: one prompt for each sequence.
+            sampling: how to choose tokens, here and in later steps.
+
+        Raises:
+            RequestError: the number of prompts is not that of the sequences, or a prompt is invalid, see
+                :func:`tpplan.decoder.generation.prompts.check`.
+            ExecutionError: the model's logits are not finite.
+        """
+        if len(prompts) != (count := self._tokens[0].shape[1]):
+            raise RequestError(f"{len(prompts)} prompts for the steps of {count} sequences", "give one for each")
+        self._sampling = sampling
+        self._generator.manual_seed(sampling.seed)
+        logits = self._decoder.read([Prompt(prompt, sequence) for sequence, prompt in enumerate(prompts)])
+        self._lengths, self._new = [*map(len, prompts)], 0
+        first = self._checked(self._choose(logits).tolist())
+        self._set(self._tokens, first)
+        self._set(self._positions, self._lengths)
+        self._longest = max(self._lengths)
+        return first
+
+    @torch.inference_mode()
+    def step(self) -> list[int]:
+        """Run the latest token of each sequence, and return the next ones.
+
+        Raises:
+            RequestError: the cache has no room for them.
+            ExecutionError: the model's logits are not finite.
+        """
+        if self._longest == self._decoder.length:
+            what = f"the longest text has {self._longest} tokens, as many as the plan caches of a sequence"
+            raise RequestError(what, "plan with a larger --context")
+        self._longest += 1
+        self._new += 1
+        self._run(next(span for span in self._spans() if span >= self._longest))
+        if self._sampling.temperature:
+            self._set(self._tokens, self._choose(self._logits).tolist())
+        return self._checked(self._tokens[0][0].tolist())
+
+    @torch.inference_mode()
+    def prepare(self, sampling: Sampling) -> None:
+        """Run a prompt and a step for each sequence; if steps are captured, run and capture a step of every span.
+
+        Args:
+            sampling: how to choose tokens.
+
+        Raises:
+            RequestError: see :meth:`start`.
+        """
+        prompts = [[0]] * self._tokens[0].shape[1]
+        self.start(prompts, sampling)
+        spans = list(self._spans())
+        for span in [span for span in spans for _ in range(2)] if self._captures else spans[:1]:
+            self._set(self._positions, [0] * len(prompts))
+            self._run(span)
+
+    def _spans(self) -> Iterator[int]:
+        """Yield the spans that steps may have, in ascending order."""
+        span = _SHORTEST_SPAN
+        while span < self._decoder.length and self._decoder.stack.looks_at_spans:
+            yield span
+            span *= 2
+        yield self._decoder.length
+
+    def _run(self, span: int) -> None:
+        """Run a step of a span, by its graph if there is one."""
+        key = (span, self._sampling.temperature == 0)
+        if not self._captures or key not in self._graphs:
+            self._issue(span)
+            self._graphs[key] = None
+            return
+        captured = self._graphs[key]
+        if captured is None:
+            self._graphs[key] = captured = self._decoder.captured(partial(self._issue, span), "a step")
+        if captured is None:
+            self._captures = False
+            self._issue(span)
+            return
+        captured.replay()
+
+    def _issue(self, span: int) -> None:
+        """Launch a step on the devices, without waiting."""
+        logits = self._decoder.decode([t[0] for t in self._tokens], [p[0] for p in self._positions], span)
+        if self._sampling.temperature:  # copied to one place for the host, as each graph has logits of its own
+            self._logits = self._logits or tuple(map(torch.empty_like, logits))
+            for kept, new in zip(self._logits, logits, strict=True):
+                kept.copy_(new)
+        else:
+            for tokens, new in zip(self._tokens, self._likeliest(logits), strict=True):
+                tokens[0].copy_(new)
+        for positions in self._positions:
+            positions.add_(1)
+
+    def _choose(self, logits: tuple[Tensor, ...]) -> Tensor:
+        """Choose tokens from logits, and return them in host memory."""
+        if not self._sampling.temperature:
+            return self._likeliest(logits)[0].cpu()
+        out = None
+        if not logits:  # the vocabulary is on other processes' devices
+            shape = self._tokens[0].shape[1], self._context.plan.split(Axis.VC).size
+            out = torch.empty(shape, dtype=self._context.dtype, device="cpu")
+        whole = self._context.gather(logits, Axis.VC, out=out).tensor
+        if self._context.processes == 1:
+            return self._sampling.draw(whole, self._generator)
+        # One process draws for all: the host of another may round probabilities otherwise.
+        drawn = [] if self._context.process else self._sampling.draw(whole, self._generator).tolist()
+        return torch.tensor(self._context.tell(drawn)[0])
+
+    def _checked(self, tokens: Sequence[float]) -> list[int]:
+        """Return tokens as whole numbers.
+
+        Raises:
+            ExecutionError: logits are not finite.
+        """
+        if NO_TOKEN in tokens:
+            texts = [i for i, token in enumerate(tokens) if token == NO_TOKEN]
+            new = f" and {self._new} new ones" if self._new else ""
+            more = f", and of {len(texts) - 1} other texts" if len(texts) > 1 else ""
+            when = f"behind the {self._lengths[texts[0]]} tokens of prompt {texts[0]}{new}{more}"
+            raise not_finite(self._decoder, when)
+        return [*map(int, tokens)]
+
+    def _likeliest(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return likeliest(self._context, logits, self._decoder.stack.steps, self._tokens[0].shape[1])
+
+    def _set(self, tensors: list[Tensor], values: Sequence[int]) -> None:
+        """Write values into the tensor of every device."""
+        self._context.broadcast(torch.tensor([values]), source=HOST, out=tensors)

@@ -1,0 +1,171 @@
+"""A mixture of experts on one device in plain torch: routing, and the products with the chosen experts' matrices.
+
+Where no shape may depend on the choice, few rows are multiplied by copies of the chosen matrices, and many rows by all
+experts. The kernels in :mod:`tpplan.decoder.fast.launches.experts` need no copies.
+
+Shapes: R rows, D hidden, E experts, C experts of a row, I intermediate (the device's part), N choices of all rows, P
+some of them.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Final
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from tpplan.decoder.layer.math import AT_ONCE, together
+from tpplan.decoder.weights.products import Making, linear, linear_of_all, sum_of_all
+from tpplan.decoder.weights.stacked import Stacked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tpplan.decoder.weights.stacked import Projection
+
+
+#: One part in this many of all choices is computed at a time.
+_PARTS: Final = 4
+
+_BY_TORCH: Final = Making()
+
+
+def choose(scores_RE: Tensor, count: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Return the weights, in float32, and the numbers of the experts that rows are routed to, ``[R, C]`` each."""
+    weights_RC, experts_RC = scores_RE.softmax(-1, dtype=torch.float32).topk(count, dim=-1)
+    if normalised:
+        weights_RC = weights_RC / weights_RC.sum(-1, keepdim=True)
+    return weights_RC, experts_RC
+
+
+def up(  # noqa: PLR0917 (the inputs of an expert)
+    x_RD: Tensor,
+    gates: Projection,
+    ups: Projection,
+    experts_RC: Tensor,
+    gating: Callable[[Tensor, Tensor], Tensor],
+    making: Making = _BY_TORCH,
+    *,
+    fixed: bool,
+) -> Tensor:
+    """Return the intermediate activations of the chosen experts, ``[R, C, I]``.
+
+    Args:
+        x_RD: rows.
+        gates: gate projections, whose outputs get the activation.
+        ups: up projections.
+        experts_RC: numbers of the chosen experts.
+        gating: combines the outputs of gate and up projections; it may overwrite the former.
+        making: how to dequantise rows of quantised matrices.
+        fixed: whether no shape may depend on the choice, as in a graph.
+    """
+    count = len(gates)
+    if not fixed:
+        out_NI = x_RD.new_empty(experts_RC.numel(), gates.outputs)
+        for choices, parts in _by_expert(experts_RC, count):
+            x_PD = x_RD[choices // experts_RC.shape[1]]
+            out_NI[choices] = gating(*(_products(x_PD, each, parts, making) for each in (gates, ups)))
+        return torch.unflatten(out_NI, 0, experts_RC.shape)
+    if experts_RC.numel() <= count:
+        gate_RCI, up_RCI = (
+            each.plus_bias(_multiply(each.matrix, experts_RC, x_RD[:, None]), experts_RC) for each in (gates, ups)
+        )
+        return gating(gate_RCI, up_RCI)
+    all_REI = gating(*(each.plus_bias(linear_of_all(x_RD, each.matrix, making)) for each in (gates, ups)))
+    return all_REI.gather(1, _places(experts_RC, all_REI))
+
+
+def down(
+    h_RCI: Tensor,
+    downs: Projection,
+    experts_RC: Tensor,
+    weights_RC: Tensor,
+    making: Making = _BY_TORCH,
+    *,
+    fixed: bool,
+) -> Tensor:
+    """Return the weighted sum of the chosen experts' outputs, ``[R, D]``; ``h_RCI`` is overwritten.
+
+    Args:
+        h_RCI: intermediate activations of the chosen experts.
+        downs: down projections.
+        experts_RC: numbers of the chosen experts.
+        weights_RC: weights of the chosen experts.
+        making: how to dequantise rows of quantised matrices.
+        fixed: whether no shape may depend on the choice, as in a graph.
+    """
+    h_RCI *= weights_RC[..., None].to(h_RCI.dtype)
+    (rows, chosen, width), count, down_EDI = h_RCI.shape, len(downs), downs.matrix
+    if not fixed:
+        out_RD = _bias_of_all(downs, experts_RC, weights_RC, h_RCI)
+        for choices, parts in _by_expert(experts_RC, count):
+            rows_P = choices // chosen
+            y_PD = _products(h_RCI[rows_P, choices % chosen], evolve(downs, bias=None), parts, making)
+            for _, some in parts:  # one after the other: each has a row once, so that sums are always the same
+                out_RD.index_add_(0, rows_P[some], y_PD[some])
+        return out_RD
+    if experts_RC.numel() <= count:
+        out_RD = _multiply(down_EDI, experts_RC, h_RCI).sum(1)
+    else:
+        all_REI = h_RCI.new_zeros(rows, count, width)
+        all_REI.scatter_(1, _places(experts_RC, all_REI), h_RCI)
+        out_RD = sum_of_all(all_REI, down_EDI, making)
+    return out_RD if downs.bias is None else out_RD.add_(_bias_of_all(downs, experts_RC, weights_RC, h_RCI))
+
+
+def _bias_of_all(downs: Projection, experts_RC: Tensor, weights_RC: Tensor, like: Tensor) -> Tensor:
+    """Return the weighted sums of the biases of rows' experts, ``[R, D]``; zeros if there are none."""
+    if downs.bias is None:
+        return like.new_zeros(len(experts_RC), downs.outputs)
+    all_RE = weights_RC.new_zeros(len(experts_RC), len(downs)).scatter_(1, experts_RC, weights_RC)
+    return all_RE.to(like.dtype) @ downs.bias
+
+
+def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[Tensor, list[tuple[int, slice]]]]:
+    """Yield parts of all choices in the order of experts: the choices' indices, and which of them are each expert's.
+
+    The host waits for the device once.
+    """
+    flat = experts_RC.flatten()
+    sizes = (flat[:, None] == torch.arange(count, device=flat.device)).sum(0).tolist()
+    order, most = flat.argsort(), -(-len(flat) // _PARTS)
+    first, parts = 0, list[tuple[int, slice]]()
+    for expert, (start, end) in enumerate(pairwise([0, *accumulate(sizes)])):
+        for a in range(start, end, most):
+            b = min(a + most, end)
+            if b - first > most:
+                yield order[first:a], parts
+                first, parts = a, []
+            parts.append((expert, slice(a - first, b - first)))
+    yield order[first:], parts
+
+
+def _products(x_PK: Tensor, projection: Projection, parts: list[tuple[int, slice]], making: Making) -> Tensor:
+    """Return the products of rows with their experts' matrices, given each expert's rows: ``[P, O]``."""
+    y_PO = x_PK.new_empty(len(x_PK), projection.outputs)
+    for i, some in parts:
+        linear(x_PK[some], projection.matrix[i], projection.bias_of(i), making, y_PO[some])
+    return y_PO
+
+
+def _multiply(matrix_EOI: Tensor | Stacked, experts_RC: Tensor, x_RCI: Tensor) -> Tensor:
+    """Multiply by copies of the chosen experts' matrices, for some columns of the result at a time."""
+    _, rows, columns = matrix_EOI.shape
+    if isinstance(matrix_EOI, Stacked):
+        x_RCI = matrix_EOI.ordered(x_RCI, experts_RC)
+    most, found = max(1, AT_ONCE // (experts_RC.numel() * columns)), []
+    for start in range(0, rows, most):
+        end = min(start + most, rows)
+        if isinstance(matrix_EOI, Tensor):
+            part = matrix_EOI[:, start:end][experts_RC]
+        else:
+            part = matrix_EOI.chosen(experts_RC, start, end, x_RCI.dtype)
+        found.append((part @ x_RCI[..., None]).squeeze(-1))
+    return together(found, dim=2)
+
+
+def _places(experts_RC: Tensor, all_REI: Tensor) -> Tensor:
+    """Return the indices of the chosen experts along the second dimension of ``all_REI``, expanded over its last."""
+    return experts_RC[..., None].expand(-1, -1, all_REI.shape[-1])

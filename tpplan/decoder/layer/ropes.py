@@ -1,0 +1,145 @@
+"""The RoPE of a model's layers: mostly of one kind, in some models of two, and in others layers without it.
+
+Shapes: R rows, T positions, W columns of a RoPE table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, Self
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from tpplan.decoder.layer.math import angles
+from tpplan.exec.rope.config import read_growth
+from tpplan.exec.rope.families import GPTJ
+from tpplan.exec.rope.tables import Rope
+from tpplan.models.families import slides
+from tpplan.models.families.shape import without_rope
+
+if TYPE_CHECKING:
+    from tpplan.core.model import ModelSpec
+    from tpplan.models.config import Config
+
+#: Kinds of RoPE: that of the tables' first half, that of their second half, and none.
+FIRST: Final = 0
+SECOND: Final = 1
+NONE: Final = 2
+
+#: Types of layers in a config.json.
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+
+#: Families whose heads may be turned in part.
+_PARTIAL: Final = frozenset({"phi3", "glm", "glm4", "glm4v_text"})
+
+
+@frozen
+class Growth:
+    """The growth of queries with their positions, for attention to stay sharp over long texts (Llama 4).
+
+    Models with it have no norms of queries, so that it may come before RoPE, which is linear.
+
+    Attributes:
+        beta: weight of the growth.
+        original: positions from which queries grow, and again from each multiple.
+    """
+
+    beta: float
+    original: int
+
+    def factors(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the factor of the queries at each position, ``[R, 1, 1]``."""
+        whole = torch.floor(positions / self.original)
+        return (1 + self.beta * torch.log(1 + whole)).to(dtype)[:, None, None]
+
+
+@frozen(eq=False)
+class Angles:
+    """By how much the heads of rows are turned.
+
+    Attributes:
+        by_kind: angles for each kind of RoPE that a layer has, see :func:`tpplan.decoder.layer.math.angles`.
+        growth: factors of the rows' queries, ``[R, 1, 1]``; None if all are 1.
+    """
+
+    by_kind: Mapping[int, Tensor]
+    growth: Tensor | None = None
+
+
+@frozen
+class Ropes:
+    """The RoPE of each layer.
+
+    Attributes:
+        rope: parameters of the tables, of style ``neox``. A second kind of RoPE is beside the first, so that both take
+            the memory of one.
+        kinds: kind of RoPE of each layer.
+        are_neighbours: whether neighbouring elements are turned together.
+        growth: growth of queries with their positions; None if they do not grow.
+    """
+
+    rope: Rope
+    kinds: tuple[int, ...]
+    are_neighbours: bool = False
+    growth: Growth | None = None
+
+    @classmethod
+    def read(cls, config: Config, model_type: str, model: ModelSpec) -> Self:
+        """Read the RoPE of a model from its config.json.
+
+        Args:
+            config: the config of the language model.
+            model_type: its type.
+            model: the model.
+
+        Raises:
+            ModelError: a kind of RoPE is unknown, pairs other elements than in transformers, or rotates a part of heads
+                that transformers rotates whole.
+        """
+        kinds = _kinds(config, model_type, model.layer_count)
+        data = {**config.data, "model_type": model_type}
+        ropes = [Rope.from_config(data, each) for each in ((FULL, SLIDING) if SECOND in kinds else (FULL,))]
+        width = next(block.attention.head_dim for block in model.blocks if block.attention)
+        are_neighbours = model_type in GPTJ
+        for rope in ropes:
+            if (rope.style == "gptj") is not are_neighbours:
+                hint = f"transformers does not read this key for models of type {model_type}"
+                raise config.error(f"rope_interleave is {str(not are_neighbours).lower()}", hint)
+            if rope.width != width and model_type not in _PARTIAL:
+                what = f"RoPE turns {rope.width} of {width} elements of a head (partial_rotary_factor)"
+                raise config.error(what, f"heads of models of type {model_type} are turned whole")
+        beside = ropes[1] if len(ropes) > 1 else None
+        found = read_growth(data) if model_type == "ministral3" else None
+        return cls(
+            evolve(ropes[0], style="neox", beside=beside), kinds, are_neighbours, Growth(*found) if found else None
+        )
+
+    def angles(self, sin_TW: Tensor, cos_TW: Tensor, positions: Tensor) -> Angles:
+        """Return the angles of rows.
+
+        Args:
+            sin_TW: sines of all positions, from the tables.
+            cos_TW: cosines of all positions.
+            positions: position of each row.
+        """
+        sin_RW, cos_RW = sin_TW[positions], cos_TW[positions]
+        halves = list(zip(sin_RW.chunk(2, dim=-1), cos_RW.chunk(2, dim=-1), strict=True))
+        if NONE in self.kinds:
+            halves.append((torch.zeros_like(halves[0][0]), torch.ones_like(halves[0][1])))
+        grows = self.growth is not None and len(sin_TW) > self.growth.original
+        growth = self.growth.factors(positions, sin_TW.dtype) if self.growth and grows else None
+        return Angles({kind: angles(*halves[kind]) for kind in sorted(set(self.kinds))}, growth)
+
+
+def _kinds(config: Config, model_type: str, layers: int) -> tuple[int, ...]:
+    """Return the kind of RoPE of each layer."""
+    if model_type == "gemma3_text":
+        return tuple(SECOND if is_sliding else FIRST for is_sliding in slides(config, model_type, layers))
+    if model_type == "smollm3":
+        return tuple(NONE if is_without else FIRST for is_without in without_rope(config, layers))
+    if model_type == "exaone4" and config.optional_count("sliding_window", default=1) is not None:
+        return tuple(FIRST if is_sliding else NONE for is_sliding in slides(config, model_type, layers))
+    return (FIRST,) * layers

@@ -1,0 +1,303 @@
+"""The layers of a model, computed on all devices of a compiled plan.
+
+Shapes: R rows, D hidden, H heads, K elements of a head, I intermediate, C experts of a row. A plural such as ``xs`` is
+one tensor for each device, in device order.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tpplan.core.axes import Axis
+from tpplan.decoder.generation.agree import agreed, room_for
+from tpplan.decoder.layer.math import Scoring
+from tpplan.decoder.layer.steps import Plain, Turn
+from tpplan.exec.toolchain.torch_shims import leaving_processors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from tpplan.core.model import Block
+    from tpplan.decoder.cache.heads import Heads
+    from tpplan.decoder.cache.passes import Pass
+    from tpplan.decoder.settings import Settings
+    from tpplan.decoder.weights.device import Held
+    from tpplan.exec.aside import Aside
+    from tpplan.exec.context import TPContext
+
+
+class Made(NamedTuple):
+    """The output of an attention or MLP on each device, to be combined and added to the residual stream.
+
+    Attributes:
+        ys: one tensor for each device; the stream itself if the output is already added to it.
+        axis: the axis whose devices have an output.
+        post: name of the norm applied before the addition, empty if there is none.
+    """
+
+    ys: Sequence[Tensor]
+    axis: Axis
+    post: str = ""
+
+
+class Stack:
+    """All layers of a model, each split over the devices as the plan says.
+
+    Attributes:
+        context: the compiled plan, whose operations combine the devices' results.
+        heads: attention heads of each layer, by device.
+        steps: the computation steps of each device.
+        looks_at_spans: whether the work of a step depends on how many places of the cache it may read.
+        processors_left: multiprocessors that matrix products leave free while passes take turns; otherwise the sums of
+            one wait for a product of the other. With more than 8, products lost more time than sums gained.
+    """
+
+    processors_left = 8
+
+    def __init__(
+        self,
+        context: TPContext,
+        settings: Settings,
+        blocks: Sequence[Block],
+        weights: Mapping[int, Held],
+        heads: Sequence[Mapping[int, Heads]],
+        *,
+        steps: Mapping[int, Plain],
+    ) -> None:
+        """Create the layers.
+
+        Args:
+            context: a compiled plan for the model.
+            settings: settings of the model.
+            blocks: the block that each layer belongs to.
+            weights: weights of each device, see :func:`tpplan.decoder.weights.fuse.joined`.
+            heads: attention heads of each layer, by device.
+            steps: the computation steps of each device.
+        """
+        self.context = context
+        self.heads = heads
+        attend = all(steps[device].attends(each) for layer in heads for device, each in layer.items())
+        self.looks_at_spans = not agreed(context, [attend])[0]
+        self._is_alone = len(context.all_devices) == 1
+        self._settings = settings
+        self._family = settings.family
+        self._norms = settings.family.norms
+        self._blocks = blocks
+        self._weights = weights
+        self.steps = steps
+        self._reduce = context.plan.request.layout == "reduce"
+        self._places = {device: place for place, device in enumerate(context.devices)}
+        self._joint_elements = self._most_joint(steps.values())
+        self._head_dims = [context.plan.split(Axis.KV, layer).width for layer in range(len(blocks))]
+
+    def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
+        """Return the residual stream ``[R, D]`` after the last layer, equal on all devices in use."""
+        for layer, block in enumerate(self._blocks):
+            for make in self._halves(block):
+                xs = self._add(layer, make(layer, xs, rows), xs)
+        return xs
+
+    def run_in_turns(self, passes: Sequence[tuple[tuple[Tensor, ...], Pass]]) -> None:
+        """Run several passes in turn, updating their residual streams in place.
+
+        While one pass is computed, the devices' outputs of the others are combined. A pass may attend to keys and
+        values of the passes before it, as it comes after them in every layer.
+        """
+        adding: dict[int, tuple[Aside, Made]] = {}  # keeps the outputs alive until they are added up
+        with leaving_processors([device.device for device in self.context.devices.values()], self.processors_left):
+            try:
+                halves = [(layer, make) for layer, block in enumerate(self._blocks) for make in self._halves(block)]
+                for layer, make in halves:
+                    for i, (xs, rows) in enumerate(passes):
+                        if i in adding:
+                            adding[i][0].wait()
+                            del adding[i]
+                        made = make(layer, xs, rows)
+                        with self.context.aside() as aside:
+                            self._add(layer, made, xs)
+                        adding[i] = aside, made
+                        del made
+            finally:
+                for aside, _ in adding.values():
+                    aside.wait()
+
+    def has_fixed_experts(self, rows: int) -> bool:
+        """Tell whether neither the host nor a shape depends on the experts that rows are routed to, in any layer."""
+        return all(self._are_fixed(layer, rows) for layer, block in enumerate(self._blocks) if block.experts)
+
+    def _are_fixed(self, layer: int, rows: int) -> bool:
+        start, names, chosen = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
+        devices = self.context.devices_of(Axis.EX, layer)
+        for device in devices:
+            gates, ups = (self._weights[device].experts(start + name) for name in (names.gate, names.up))
+            if not self.steps[device].takes_experts_up(rows, chosen, gates, ups):
+                return False
+        return all(
+            self.steps[device].takes_experts_down(rows, chosen, self._weights[device].experts(start + names.down))
+            for device in (devices if self._reduce else self.context.devices_of(Axis.RS))
+        )
+
+    def normed(self, xs: Sequence[Tensor], device: int, norm: str, fused: str, names: Sequence[str] = ()) -> Tensor:
+        """Normalise rows of a device and multiply by matrices; see :meth:`tpplan.decoder.layer.steps.Plain.normed`."""
+        weights, x_RD = self._weights[device], xs[self._places[device]]
+        return self.steps[device].normed(x_RD, weights[f"{norm}.weight"] if norm else None, weights, fused, names)
+
+    def _halves(self, block: Block) -> tuple[Callable[[int, tuple[Tensor, ...], Pass], Made], ...]:
+        """Return what computes the two halves of a layer."""
+        return self._attention, self._mixture if block.experts else self._mlp
+
+    def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Made:
+        found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
+        name = f"model.layers.{layer}.self_attn.o_proj"
+        ys = self._lead_back(layer, found, name, Axis.Q, xs=xs, dim=self._head_dims[layer])
+        return Made(ys, Axis.Q, self._norms.after_attention)
+
+    def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
+        """Return the attention output of a device's query heads, concatenated to ``[R, ...]``."""
+        start, head_dim, of = f"model.layers.{layer}.", self._head_dims[layer], self._norms
+        weights, ropes, angles = self._weights[device], self._settings.ropes, rows.angles[device]
+        steps, heads = self.steps[device], self.heads[layer][device]
+        names = [f"{start}self_attn.{which}_proj" for which in "qkv"]
+        norm = f"{start}{of.before_attention}" if of.before_attention else ""
+        qkv_RO = self.normed(xs, device, norm, f"{start}self_attn.qkv_proj", names)
+        qkv_RHK = torch.unflatten(qkv_RO, -1, (-1, head_dim))
+        if angles.growth is not None:
+            qkv_RHK[:, : heads.queries].mul_(angles.growth)
+        norms = tuple(weights[name] for each in (of.queries, of.keys) if (name := f"{start}{each}.weight") in weights)
+        by = angles.by_kind[ropes.kinds[layer]]
+        turn = Turn(by, norms, are_neighbours=ropes.are_neighbours, norms_last=of.behind_rope)
+        sinks = weights[name] if (name := f"{start}self_attn.sinks") in weights else None
+        scoring = Scoring(self._settings.attention_scale or 1 / sqrt(head_dim), self._settings.attention_cap, sinks)
+        return rows.attention(steps, heads, qkv_RHK, turn, scoring, device)
+
+    def _mlp(self, layer: int, xs: tuple[Tensor, ...], _rows: Pass) -> Made:
+        name = f"model.layers.{layer}.mlp.down_proj"
+        return Made(
+            self._lead_back(layer, self._gated(layer, xs), name, Axis.ID, xs=xs), Axis.ID, self._norms.after_mlp
+        )
+
+    def _gated(self, layer: int, xs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return each device's gated hidden activations of an MLP."""
+        start, before, found = f"model.layers.{layer}.mlp.", self._before_mlp(layer), []
+        names = [f"{start}gate_proj", f"{start}up_proj"]
+        for part in self.context.split(Axis.ID, layer):
+            x_RD, weights = xs[self._places[part.device]], self._weights[part.device]
+            norm = weights[f"{before}.weight"] if before else None
+            found.append(self.steps[part.device].gated(x_RD, norm, weights, f"{start}gate_up_proj", names))
+        return found
+
+    def _mixture(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Made:
+        start, names, count = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
+        devices = self.context.devices_of(Axis.EX, layer)
+        norm = f"{self._before_mlp(layer)}.weight"
+        inputs = {
+            device: self.steps[device].norm(xs[self._places[device]], self._weights[device][norm]) for device in devices
+        }
+        # One device chooses for all: others may round differently and choose other experts.
+        first = self.context.plan.slices(Axis.EX, layer)[0].device
+        if first in inputs:
+            scores_RE = self.steps[first].linear(inputs[first], self._weights[first], start + names.router)
+            choice_RC = self.steps[first].choose(scores_RE, count, normalised=self._settings.normalised)
+        else:
+            choice_RC = torch.empty(len(xs[0]), 2 * count, dtype=torch.float32, device="meta")
+        choices = dict(zip(self.context.devices, self.context.broadcast(choice_RC, source=first), strict=True))
+        gate, up, down = (start + name for name in (names.gate, names.up, names.down))
+        hidden = []
+        for device in devices:
+            gates, ups = (self._weights[device].experts(name) for name in (gate, up))
+            hidden.append(self.steps[device].experts_up(inputs[device], gates, ups, choices[device], fixed=rows.fixed))
+        del inputs
+        if not self._reduce:  # columns are elements × experts of a row here, so that the elements can be joined
+            hidden = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
+            wholes = self._gathered(hidden, Axis.EX, layer, xs, dim=count)
+            hidden = [torch.unflatten(whole, 1, (-1, count)).transpose(1, 2) for whole in wholes]
+            devices = self.context.devices_of(Axis.RS)
+        to_RD = xs[0] if self._is_alone else None  # a single device adds directly to the residual stream
+        downs = [self._weights[d].experts(down, bias=not self._reduce or d == first) for d in devices]
+        ys = [
+            self.steps[device].experts_down(h_RCI, projections, choices[device], to_RD, fixed=rows.fixed)
+            for device, h_RCI, projections in zip(devices, hidden, downs, strict=True)
+        ]
+        return Made(xs if self._is_alone else ys, Axis.EX)
+
+    def _lead_back(
+        self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, *, xs: tuple[Tensor, ...], dim: int = 1
+    ) -> Sequence[Tensor]:
+        """Multiply the parts of an axis by the matrix that projects back to the residual stream.
+
+        If the product is added to the stream at once, on a single device or for few rows, return the stream.
+        """
+        devices = self.context.devices_of(axis, layer)
+        if self._is_alone and not self._norms.of_outputs:
+            self.steps[devices[0]].add_linear(xs[0], parts[0], self._weights[devices[0]], name)
+            return xs
+        if self._add_at_once(parts, name, xs):
+            return xs
+        if not self._reduce:
+            parts = self._gathered(parts, axis, layer, xs, dim=dim)
+            devices = self.context.devices_of(Axis.RS)
+        first = self.context.plan.slices(axis, layer)[0].device
+        return [
+            self.steps[device].linear(part, self._weights[device], name, bias=not self._reduce or device == first)
+            for part, device in zip(parts, devices, strict=True)
+        ]
+
+    def _gathered(
+        self, parts: Sequence[Tensor], axis: Axis, layer: int, xs: Sequence[Tensor], *, dim: int = 1
+    ) -> Sequence[Tensor]:
+        """Concatenate the parts of an axis on every device that holds residual columns."""
+        columns = self.context.plan.split(axis, layer).size * dim
+        out = None if parts else room_for(self.context, len(xs[0]), columns, xs[0].dtype, Axis.RS)
+        return self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer, out=out)
+
+    def _most_joint(self, steps: Iterable[Plain]) -> int:
+        """Return the most elements of the stream for which one kernel multiplies and all-reduces; 0 for none."""
+        if not self._reduce or self._norms.of_outputs:
+            return 0
+        return min(each.joint_rows for each in steps) * self.context.plan.split(Axis.RS).bounds[-1]
+
+    def _add_at_once(self, parts: Sequence[Tensor], name: str, xs: tuple[Tensor, ...]) -> bool:
+        """Add the product of all devices to the residual stream with one kernel on each; return False if none can."""
+        if len(parts) != len(xs) or xs[0].numel() > self._joint_elements:
+            return False
+        channel = self.context.channel(self._joint_elements)
+        if channel is None:
+            return False
+        launches = []
+        for x_RD, part, device in zip(xs, parts, self.context.devices, strict=True):
+            launch = self.steps[device].joint(x_RD, part, self._weights[device], name, channel, device)
+            if launch is None:
+                return False
+            launches.append(launch)
+        channel.run(launches)
+        return True
+
+    def _add(self, layer: int, made: Made, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Combine the outputs of the devices and add them to the residual stream, after the norm if there is one."""
+        ctx, (ys, axis, post) = self.context, made
+        if ys is xs:  # already added
+            return xs
+        if post:
+            if self._reduce:
+                at = dict(zip(ctx.devices_of(axis, layer), ys, strict=True))
+                out = [at[d] if d in at else torch.empty_like(x) for d, x in zip(ctx.devices, xs, strict=True)]
+                whole = ctx.all_reduce(ys, axis=axis, layer=layer, out=out)
+            else:
+                whole = ctx.allgather(ys, Axis.RS, out=None if ys else [torch.empty_like(x) for x in xs])
+            for x, y, device in zip(xs, whole, ctx.devices, strict=True):
+                weight = self._weights[device][f"model.layers.{layer}.{post}.weight"]
+                self.steps[device].add_norm(x, y, weight)
+            return xs
+        if self._reduce:
+            return ctx.all_reduce(ys, xs, axis=axis, layer=layer, out=xs)
+        at = dict(zip(ctx.devices, xs, strict=True))
+        ctx.add_residual(ys, [at[device] for device in ctx.devices_of(Axis.RS)], Axis.RS)
+        return ctx.allgather(ys, Axis.RS, out=xs)
+
+    def _before_mlp(self, layer: int) -> str:
+        return f"model.layers.{layer}.{self._norms.before_mlp}" if self._norms.before_mlp else ""

@@ -1,0 +1,275 @@
+"""The computation steps of a layer on one device in plain torch, for any device and dtype.
+
+Shapes: R rows, D hidden, O output columns of some matrices, I intermediate, H heads, K elements of a head, E experts,
+C experts of a row.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from tpplan.decoder.cache.heads import found_by
+from tpplan.decoder.generation.greedy import best_of
+from tpplan.decoder.layer import experts
+from tpplan.decoder.layer.gates import gated
+from tpplan.decoder.layer.math import attend, rms_norm, rotate
+from tpplan.decoder.weights.products import AT_ONCE, Making, add_linear, by_torch, linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tpplan.decoder.cache.heads import Heads
+    from tpplan.decoder.cache.store import Where
+    from tpplan.decoder.layer.math import Scoring
+    from tpplan.decoder.layer.row_kernels import FewRows
+    from tpplan.decoder.weights.device import Held
+    from tpplan.decoder.weights.quantised import Matrix, Quantised
+    from tpplan.decoder.weights.stacked import Projection
+    from tpplan.exec.cuda.channel import Channel
+
+
+@frozen
+class Turn:
+    """The norms and rotation applied to queries and keys before attention.
+
+    Attributes:
+        angles: RoPE angles of the rows, from :func:`tpplan.decoder.layer.math.angles`.
+        norms: weights of the norms applied to query and key heads; empty if there are none.
+        are_neighbours: whether neighbouring elements are rotated together, see
+            :func:`tpplan.decoder.layer.math.rotate`.
+        norms_last: whether the norms are applied after the rotation.
+    """
+
+    angles: Tensor
+    norms: tuple[Tensor, ...] = ()
+    are_neighbours: bool = False
+    norms_last: bool = False
+
+
+class Plain:
+    """The computation steps of a layer on one device, each as large as one fused kernel could compute.
+
+    Subclasses override the steps for which they have faster kernels.
+
+    Attributes:
+        joint_rows: maximum rows that :meth:`joint` takes.
+    """
+
+    joint_rows = 0
+
+    def __init__(self, eps: float, activation: str, *, offset: float = 0.0, at_once: int = AT_ONCE) -> None:
+        """Create the steps for a model.
+
+        Args:
+            eps: epsilon that norms add to the mean square.
+            activation: name of the gate's activation, see :func:`tpplan.decoder.layer.gates.gated`.
+            offset: number that norms add to their weights.
+            at_once: elements of a quantised matrix to dequantise at a time.
+        """
+        self._making = Making(self.make, at_once, self.kernels)
+        self._eps, self._offset = eps, offset
+        self._activation = activation
+
+    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the RMS norm of rows; see :func:`tpplan.decoder.layer.math.rms_norm`."""
+        return rms_norm(x_RD, weight, self._eps, self._offset, out)
+
+    def add_norm(self, to_RD: Tensor, x_RD: Tensor, weight: Tensor) -> None:
+        """Add the RMS norm of rows to others, in place; ``x_RD`` may be overwritten."""
+        to_RD.add_(self.norm(x_RD, weight, out=x_RD))
+
+    def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
+        """Multiply by a matrix, given by name, and add its bias if it has one and ``bias`` is true."""
+        return linear(x, weights.matrix(name), weights.bias(name) if bias else None, self._making)
+
+    def add_linear(self, to: Tensor, x: Tensor, weights: Held, name: str) -> None:
+        """Add the product of rows and a matrix, with its bias if it has one, to the residual stream in place."""
+        add_linear(to, x, weights.matrix(name), weights.bias(name), self._making)
+
+    def kernels(self, x: Tensor, matrix: Matrix) -> FewRows[Any] | None:
+        """Return kernels for a product of rows and a matrix that torch is slower for, or None."""
+        del x, matrix
+        return None
+
+    def make(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
+        """Dequantise rows of a matrix from row ``start`` on into ``out_RK``: computed in float32, rounded once."""
+        by_torch(matrix, start, out_RK)
+
+    def joint(  # noqa: PLR0917 (all that a product and a sum need)
+        self, to: Tensor, x: Tensor, weights: Held, name: str, channel: Channel, device: int
+    ) -> Callable[[], None] | None:
+        """Return the launch of one kernel that adds all devices' products with a matrix to the residual stream.
+
+        Args:
+            to: rows of the residual stream, equal on all devices.
+            x: the device's columns of the rows to multiply.
+            weights: weights of the device.
+            name: name of the matrix.
+            channel: channel through which the devices add up their products.
+            device: index of this device.
+
+        Returns:
+            A function that launches the kernel; None if there is no such kernel.
+        """
+        del to, x, weights, name, channel, device
+        return None
+
+    def normed(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
+        """Multiply the norm of rows by several matrices, and return the products side by side: ``[R, O]``.
+
+        Args:
+            x_RD: rows before the norm.
+            norm: weights of the norm; None if the rows are multiplied as they are.
+            weights: weights of the device.
+            fused: name of the matrix that the matrices are joined into; usually the device has it.
+            names: names of the separate matrices, used if it does not.
+        """
+        y_RD = x_RD if norm is None else self.norm(x_RD, norm)
+        if weights.find(fused) is not None:
+            return self.linear(y_RD, weights, fused)
+        return torch.cat([self.linear(y_RD, weights, name) for name in names], dim=-1)
+
+    def gated(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
+        """Return the gated output ``[R, I]`` of two matrices for the norm of rows; the first has the activation."""
+        gate_RI, up_RI = self.normed(x_RD, norm, weights, fused, names).chunk(2, dim=-1)
+        return self.gate(gate_RI, up_RI)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the gate of two projections, see :func:`tpplan.decoder.layer.gates.gated`; ``gate`` is overwritten."""
+        return gated(self._activation, gate, up)
+
+    def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
+        """Return the experts that rows are routed to, ``[R, 2 × C]`` in float32: their weights, then their numbers.
+
+        Args:
+            scores_RE: router scores of all experts.
+            count: number of experts of a row.
+            normalised: whether the weights of a row's experts add up to 1.
+        """
+        return torch.cat(experts.choose(scores_RE, count, normalised=normalised), dim=1)
+
+    def takes_experts_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:  # noqa: ARG002
+        """Tell whether neither the host nor a shape depends on the choice in :meth:`experts_up`, even if not fixed.
+
+        Args:
+            rows: number of rows.
+            chosen: experts of each row.
+            gates: gate projections of all experts.
+            ups: up projections of all experts.
+        """
+        return False
+
+    def takes_experts_down(self, rows: int, chosen: int, downs: Projection) -> bool:  # noqa: ARG002
+        """Tell whether neither the host nor a shape depends on the choice in :meth:`experts_down`, even if not fixed.
+
+        Args:
+            rows: number of rows.
+            chosen: experts of each row.
+            downs: down projections of all experts.
+        """
+        return False
+
+    def experts_up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor, *, fixed: bool) -> Tensor:
+        """Return the intermediate activations of the rows' experts, ``[R, C, I]``.
+
+        Args:
+            x_RD: rows.
+            gates: gate projections of all experts, see :func:`tpplan.decoder.layer.experts.up`.
+            ups: up projections of all experts.
+            choice_RC: the result of :meth:`choose`.
+            fixed: whether no shape may depend on the choice.
+        """
+        return experts.up(x_RD, gates, ups, choice_RC.chunk(2, dim=1)[1].long(), self.gate, self._making, fixed=fixed)
+
+    def experts_down(
+        self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
+    ) -> Tensor:
+        """Return the weighted sum of the outputs of the rows' experts, ``[R, D]``; ``h_RCI`` may be overwritten.
+
+        Args:
+            h_RCI: intermediate activations of the experts.
+            downs: down projections of all experts.
+            choice_RC: the result of :meth:`choose`.
+            to_RD: rows to which to add the sum in place; they are returned then.
+            fixed: whether no shape may depend on the choice.
+        """
+        weights_RC, numbers_RC = choice_RC.chunk(2, dim=1)
+        y_RD = experts.down(h_RCI, downs, numbers_RC.long(), weights_RC, self._making, fixed=fixed)
+        return y_RD if to_RD is None else to_RD.add_(y_RD)
+
+    def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
+        """Apply the norms and rotation to the query and key heads of rows, in place.
+
+        Args:
+            qkv_RHK: queries, then keys, then values.
+            heads: the attention heads of the layer on the device.
+            turn: the norms and rotation.
+        """
+        if not turn.norms_last:
+            self._norm_heads(qkv_RHK, heads, turn)
+        rotate(qkv_RHK[:, : heads.queries + heads.keys], turn.angles, are_neighbours=turn.are_neighbours)
+        if turn.norms_last:
+            self._norm_heads(qkv_RHK, heads, turn)
+
+    def _norm_heads(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
+        if turn.norms:
+            for x_RHK, weight in zip(heads.apart(qkv_RHK), turn.norms, strict=False):
+                x_RHK.copy_(self.norm(x_RHK, weight))
+
+    def keep(
+        self,
+        qkv_RHK: Tensor,
+        heads: Heads,
+        turn: Turn,
+        sequences: Tensor,
+        places: Tensor,
+        *,
+        kept: Tensor | None = None,
+    ) -> None:
+        """Apply :meth:`turn`, and write the keys and values to the cache.
+
+        Args:
+            qkv_RHK: queries, then keys, then values.
+            heads: the attention heads of the layer on the device, with their cache.
+            turn: the norms and rotation.
+            sequences: sequence of each row; below 0 for padding.
+            places: place of each row in the cache.
+            kept: for each row, the number of the row to write, which is never padding. If not given, each row is
+                written and none is padding.
+        """
+        self.turn(qkv_RHK, heads, turn)
+        kv_RHK = qkv_RHK[:, heads.queries :]
+        if kept is not None:  # no shape may depend on the amount of padding: it writes a real row again, unchanged
+            kv_RHK, sequences, places = (x.index_select(0, kept) for x in (kv_RHK, sequences, places))
+        heads.cache.put(sequences, places, *kv_RHK.chunk(2, dim=1))
+
+    def attends(self, heads: Heads) -> bool:  # noqa: ARG002 (a kernel may)
+        """Tell whether :meth:`attend` needs no mask for these heads, and issues the same work for any positions."""
+        return False
+
+    def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, scoring: Scoring) -> Tensor:
+        """Return the attention output ``[R, H × K]`` of one token of each sequence, over the cache.
+
+        Args:
+            qkv_RHK: queries, then keys, then values.
+            heads: the attention heads, whose cache already has these keys and values.
+            where: where the tokens are in the cache.
+            scoring: how scores become weights.
+        """
+
+        def find(some: slice, keys: slice) -> Tensor:
+            q_BHSK = qkv_RHK[some, : heads.queries, None]
+            k_BHTK, v_BHTK = heads.cache.read(some, keys, where.span)
+            attending = partial(attend, mask=where.mask[some], recurs=True)
+            return found_by(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, attending, scoring=scoring)
+
+        return heads.cache.in_pieces(len(where.places), 0, where.span, find)
+
+    def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+        """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.generation.greedy.best_of`."""
+        return best_of(logits_BV, start, place, places)

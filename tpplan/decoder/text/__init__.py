@@ -1,0 +1,1 @@
+"""Text, tokens and chat templates of a checkpoint, whose files are untrusted."""

@@ -1,0 +1,1 @@
+"""The weights of a device as the decoder computes with them: fused, stacked and quantised matrices, and products."""

@@ -1,0 +1,278 @@
+"""Conversion of a device's quantised matrices from the stored format to the decoder's layout, in the same memory.
+
+GPTQ and AWQ store the transposed matrix, in words of several columns or rows. The decoder's layout has the codes of a
+row one after the other. It takes no more memory, so that the plan's bytes stay right. For shapes see
+:mod:`tpplan.decoder.weights.quantised`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from math import gcd
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from tpplan.decoder.weights.bits import NIBBLE, WORD, packed, rearranged, unpacked
+from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.weights.stored import LAYOUTS, SCALES, Layout, said_of, size_of
+from tpplan.errors import ModelError, RequestError
+from tpplan.models.formats.scheme import Scheme
+from tpplan.models.formats.storage import split_name
+from tpplan.weights import TensorSlice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+_T = TypeVar("_T")
+
+#: Attribute of a tensor whose memory is rearranged: what is made of it, or None until that is done.
+_MADE: Final = "tpplan_matrix"
+
+
+@frozen
+class _Stored:
+    """A quantised matrix on one device in its stored format.
+
+    Attributes:
+        name: name of the matrix, without a suffix.
+        tensors: the device's tensors of the matrix, by suffix.
+        slices: the parts of the whole tensors that these are, by suffix.
+        scheme: quantisation scheme of the checkpoint.
+    """
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    slices: Mapping[str, TensorSlice]
+    scheme: Scheme
+
+    def numbers(self, suffix: str, dim: int, per: int = 1) -> Tensor:
+        """Return the rows, columns or groups of the whole matrix that a tensor has, with ``per`` in each element."""
+        part = self.slices[suffix]
+        ranges = part.ranges if part.dim == dim else [(0, part.whole[dim])]
+        return torch.cat([torch.arange(start * per, end * per) for start, end in ranges])
+
+
+def matrices_of(
+    weights: Mapping[str, Tensor], slices: Mapping[str, TensorSlice], scheme: Scheme
+) -> dict[str, Quantised]:
+    """Return the quantised matrices of a device by name, ``….weight``.
+
+    The memory of tensors of integers is rearranged by the first call; later calls return the same matrices.
+
+    Args:
+        weights: the device's tensors by name in the checkpoint, contiguous.
+        slices: the parts of the whole tensors that these are, by name.
+        scheme: quantisation scheme of the checkpoint, whose matrices
+            :func:`tpplan.decoder.weights.stored.check_formats` accepts.
+
+    Raises:
+        ModelError: groups or blocks cannot be determined.
+        RequestError: an earlier call was interrupted.
+    """
+    stems: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        stem, suffix = split_name(name)
+        stems.setdefault(stem, {})[suffix] = tensor
+    found: dict[str, Quantised] = {}
+    layout = LAYOUTS.get(scheme.method)
+    for stem, tensors in stems.items():
+        stored = _Stored(stem, tensors, {suffix: slices[stem + suffix] for suffix in tensors}, scheme)
+        weight = tensors.get(".weight")
+        if layout and layout.codes in tensors:
+            found[f"{stem}.weight"] = once(tensors[layout.codes], stem, partial(_ints, stored, layout))
+        elif weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize == 1:
+            found[f"{stem}.weight"] = _floats(stored)
+    return found
+
+
+def once(memory: Tensor, name: str, make: Callable[[], _T]) -> _T:
+    """Return what is made of a tensor in its own memory, making it in the first call.
+
+    Args:
+        memory: the tensor.
+        name: name of the matrix in the error.
+        make: rearranges the tensor's memory, and calls :func:`begin` before it overwrites anything.
+
+    Raises:
+        RequestError: an earlier call was interrupted while it overwrote the tensor.
+    """
+    if not hasattr(memory, _MADE):
+        setattr(memory, _MADE, make())
+    found: _T | None = getattr(memory, _MADE)
+    if found is None:
+        raise RequestError(f"{name} was left half rearranged", "load the weights again")
+    return found
+
+
+def begin(memory: Tensor) -> None:
+    """Note that a tensor is overwritten from here on, see :func:`once`."""
+    setattr(memory, _MADE, None)
+
+
+def _ints(stored: _Stored, layout: Layout) -> IntMatrix:
+    """Rearrange a matrix of integers.
+
+    Raises:
+        ModelError: its groups cannot be determined.
+    """
+    words, scales, zeros = (stored.tensors.get(suffix) for suffix in (layout.codes, layout.scales, layout.zeros))
+    if words is None or scales is None:
+        raise ModelError(f"{stored.name} has no {layout.scales}", "fetch the checkpoint again")
+    out, into = (1, 0) if layout.transposed else (0, 1)
+    bits, group = _bits_and_group(stored, layout, into)
+    per = WORD // bits
+    rows = stored.numbers(layout.codes, out, per if layout.packs_rows else 1)
+    columns = stored.numbers(layout.codes, into, 1 if layout.packs_rows else per)
+    some, step, order = _groups(stored, layout, columns, stored.numbers(layout.scales, into), group)
+    values = scales.mT if layout.transposed else scales
+    values = _some(values, _places(rows, stored.numbers(layout.scales, out)), some)
+    wide = None
+    if zeros is not None:
+        wide = unpacked(zeros, bits, out, layout.order)
+        wide = wide.mT if layout.transposed else wide
+        wide = _some(wide, _places(rows, stored.numbers(layout.zeros, out, per)), some)
+        if bits == NIBBLE and not wide.numel() % (WORD // NIBBLE):
+            wide = packed(wide.flatten(), range(WORD // NIBBLE))
+
+    def part(words: Tensor, start: int, end: int) -> Tensor:
+        by = per if layout.packs_rows else 1
+        own = words.narrow(out, start // by, (end - start) // by)
+        codes = unpacked(own, bits, out if layout.packs_rows else into, layout.order)
+        codes = codes.mT if layout.transposed else codes
+        return codes.contiguous() if order is None else codes[:, order]
+
+    begin(words)
+    return IntMatrix(
+        codes=rearranged(words, (len(rows), len(columns)), bits, part),
+        scales=_kept(scales, values),
+        zeros=None if zeros is None or wide is None else _kept(zeros, wide),
+        plus=int(stored.scheme.zeros_less_one),
+        group=step,
+        bits=bits,
+        columns=None if order is None else _kept(stored.tensors[layout.groups], order.int()),
+    )
+
+
+def _groups(
+    stored: _Stored, layout: Layout, columns: Tensor, held: Tensor, group: int
+) -> tuple[Tensor, int, Tensor | None]:
+    """Return the groups of a matrix's columns, in order.
+
+    Args:
+        stored: the matrix.
+        layout: layout of its format.
+        columns: numbers of its columns in the whole matrix.
+        held: numbers of the groups whose scales the device has.
+        group: columns of a group in the whole matrix.
+
+    Returns:
+        Indices of the groups among ``held``; columns that share a scale here; and the column order that brings the
+        columns of each group together, None if they are together.
+
+    Raises:
+        ModelError: the device does not have the groups of all its columns, or groups differ in size.
+    """
+    groups, order = columns // group, None
+    if layout.groups in stored.tensors:
+        index = stored.tensors[layout.groups]
+        groups = index.cpu().long()[_places(columns, stored.numbers(layout.groups, 0))]
+    places = _places(groups, held).clamp(max=len(held) - 1)
+    if not torch.equal(held[places], groups):
+        what = f"{stored.name} has columns whose scales are those of other devices' columns: its rows are permuted"
+        raise ModelError(what, "plan again with --layout gather")
+    if not torch.equal(groups, columns // group):
+        order = places.argsort(stable=True)
+        places = places[order]
+    step = gcd(group, int(columns[0]))
+    some = places[::step]
+    if not torch.equal(some.repeat_interleave(step)[: len(places)], places):
+        raise ModelError(f"{stored.name} has groups of other sizes than {group}", "quantise it again")
+    return some, step, None if order is None else order.to(stored.tensors[layout.codes].device)
+
+
+def _bits_and_group(stored: _Stored, layout: Layout, into: int) -> tuple[int, int]:
+    """Return the bits of a code and the columns of a group.
+
+    Raises:
+        ModelError: they cannot be determined, or the decoder does not support codes of these bits.
+    """
+    shapes = {suffix: part.whole for suffix, part in stored.slices.items()}
+    codes, count = shapes[layout.codes], shapes[layout.scales][into]
+    shape = stored.tensors.get(".weight_shape")
+    bits = layout.bits_of(shapes)
+    if not bits and shape is not None and int(shape[-1]) > 0:
+        bits = codes[into] * WORD // int(shape[-1])
+    if bits not in layout.bits:
+        raise ModelError(f"{stored.name} has codes of {bits} bits", f"the decoder computes with {layout.bits}")
+    width = layout.width_of(codes, bits)
+    group = size_of(width, count, said_of(stored.scheme, "group"))
+    if not group:
+        what = f"{stored.name} has {count} scales for {width} columns"
+        raise ModelError(what, "name the group_size in config.json")
+    return bits, group
+
+
+def _floats(stored: _Stored) -> Float8Matrix:
+    """Return a matrix of 8-bit floats, with a scale for each of its blocks.
+
+    Raises:
+        ModelError: its scales are missing, or its blocks cannot be determined.
+    """
+    codes = stored.tensors[".weight"]
+    suffix = next((each for each in SCALES if each in stored.tensors), "")
+    if not suffix:
+        raise ModelError(f"{stored.name} has no scale", "fetch the checkpoint again")
+    scales, part = stored.tensors[suffix], stored.slices[suffix]
+    height, width = stored.slices[".weight"].whole
+    if scales.dtype.itemsize == 1:  # powers of two, which bfloat16 holds exactly
+        scales = scales.bfloat16()
+    if part.whole in {(), (1,)} and height > 1:
+        return Float8Matrix(codes, scales.view(1, 1), len(codes), codes.shape[1])
+    if len(part.whole) == 1 or part.whole == (height, 1):
+        return Float8Matrix(codes, scales.view(-1, 1), 1, codes.shape[1])
+    sizes = []
+    for size, count, key in ((height, part.whole[0], "rows"), (width, part.whole[1], "columns")):
+        block = size_of(size, count, said_of(stored.scheme, key))
+        if not block:
+            raise ModelError(
+                f"{stored.name} has {count} scales for {size} {key}", "name the block's size in config.json"
+            )
+        sizes.append(block)
+    for dim in (0, 1):
+        own, block = stored.numbers(".weight", dim), sizes[dim]
+        starts = [start for start, _ in stored.slices[".weight"].ranges] if stored.slices[".weight"].dim == dim else []
+        lengths = [end - start for start, end in stored.slices[".weight"].ranges[:-1]] if starts else []
+        sizes[dim] = gcd(block, *starts, *lengths)
+        some = _places((own // block)[:: sizes[dim]], stored.numbers(suffix, dim))
+        scales = scales.index_select(dim, some.to(scales.device)) if not _is_all(some, scales.shape[dim]) else scales
+    return Float8Matrix(codes, scales, *sizes)
+
+
+def _places(asked: Tensor, held: Tensor) -> Tensor:
+    """Return the indices of numbers among the ascending numbers ``held``."""
+    return torch.searchsorted(held, asked.contiguous())
+
+
+def _is_all(some: Tensor, size: int) -> bool:
+    return len(some) == size and torch.equal(some, torch.arange(size))
+
+
+def _some(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return some rows and columns of a matrix; all of them, the usual case, are not copied."""
+    if not _is_all(rows, len(values)):
+        values = values[rows.to(values.device)]
+    return values if _is_all(columns, values.shape[1]) else values[:, columns.to(values.device)]
+
+
+def _kept(memory: Tensor, values: Tensor) -> Tensor:
+    """Return values in the memory of a tensor that is no longer needed, or in a copy if it is too small."""
+    values = values.clone(memory_format=torch.contiguous_format)
+    if values.nbytes > memory.nbytes:
+        return values
+    to = memory.view(-1).view(torch.uint8)[: values.nbytes].view(values.dtype).view(values.shape)
+    return to.copy_(values)

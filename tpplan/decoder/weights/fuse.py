@@ -1,0 +1,189 @@
+"""Joining of a device's weights: matrices with the same input become one, and so do a layer's experts.
+
+Loading places a layer's matrices next to each other, so that joining copies only biases, and norms whose weights are
+stored minus 1. If matrices are placed otherwise, projections stay separate and experts are copied.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tpplan.decoder.weights.device import Held
+from tpplan.decoder.weights.interleaved import separate
+from tpplan.decoder.weights.stacked import Stacked, below
+from tpplan.errors import RequestError
+from tpplan.models.formats.storage import split_name
+from tpplan.weights import iter_slices
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from tpplan.core.model import Block, ModelSpec
+    from tpplan.core.plan import SplitPlan
+    from tpplan.decoder.settings import Settings
+    from tpplan.decoder.weights.quantised import Quantised
+    from tpplan.weights import TensorSlice, Weights
+
+_FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+#: Name of the weights of the norm before the output matrix.
+_LAST = "model.norm.weight"
+
+
+def check_weights(
+    weights: Weights, plan: SplitPlan, model: ModelSpec, devices: Collection[int]
+) -> dict[int, dict[str, TensorSlice]]:
+    """Check that devices have the tensors that a plan gives them, and return their slices by device and name.
+
+    Args:
+        weights: the tensors.
+        plan: the plan.
+        model: its model.
+        devices: the devices, all that this process owns.
+
+    Raises:
+        RequestError: tensors are missing or have wrong shapes.
+        ModelError: the plan is for another model.
+    """
+    held: dict[int, Mapping[str, Tensor]] = {}
+    slices: dict[int, dict[str, TensorSlice]] = {}
+    for part in iter_slices(plan, model):
+        if part.device not in devices:
+            continue
+        if part.device not in held:
+            slices[part.device] = {}
+            try:
+                held[part.device] = weights[part.device]
+            except LookupError:
+                held[part.device] = {}
+        slices[part.device][part.name] = part
+        tensor = held[part.device].get(part.name)
+        if tensor is None or tensor.shape != part.shape:
+            found = "is missing" if tensor is None else f"has the shape {list(tensor.shape)}, not {list(part.shape)}"
+            what = f"the weights are not those of the plan for {plan.model.name}: {part.name} of device {part.device}"
+            raise RequestError(f"{what} {found}", "pass what load_weights(plan, directory, context) returns")
+    return slices
+
+
+def joined(
+    weights: Mapping[str, Tensor],
+    matrices: Mapping[str, Quantised],
+    blocks: Sequence[Block],
+    settings: Settings,
+    dtype: torch.dtype,
+) -> Held:
+    """Return a device's weights, with projections fused as in Phi-3 (``qkv_proj``, ``gate_up_proj``).
+
+    A layer's experts become one tensor ``[E, out, in]`` under the name with ``{expert}`` in it. The weights of the last
+    norm include the factor of the logits.
+
+    Args:
+        weights: the device's tensors by name in the checkpoint.
+        matrices: the quantised matrices, from :func:`tpplan.decoder.weights.convert.matrices_of`.
+        blocks: the block that each layer belongs to.
+        settings: settings of the model.
+        dtype: dtype to convert the biases of quantised matrices to.
+    """
+    experts, stacked = settings.family.experts, dict[str, Stacked]()
+    found = {name.removeprefix(settings.root): each for name, each in _tensors(weights, matrices, dtype).items()}
+    quantised = {name.removeprefix(settings.root): matrix for name, matrix in matrices.items()}
+    if settings.logit_scale != 1 and _LAST in found:
+        found[_LAST] = (found[_LAST].float() * settings.logit_scale).to(dtype)
+    for layer, block in enumerate(blocks):
+        start = f"model.layers.{layer}."
+        for fused, names in _FUSED.items():
+            whole, stems = f"{start}{fused}", [f"{start}{name}" for name in names]
+            one = _fused([f"{stem}.weight" for stem in stems], found, quantised)
+            biases = [found[key] for stem in stems if (key := f"{stem}.bias") in found]
+            if isinstance(one, Tensor):
+                found[f"{whole}.weight"] = one
+            elif one is not None:
+                quantised[f"{whole}.weight"] = one
+            if one is not None and biases:
+                found[f"{whole}.bias"] = torch.cat(biases)
+        if experts.fused and block.experts:
+            separate(f"{start}{experts.fused}", (f"{start}{experts.gate}", f"{start}{experts.up}"), found, stacked)
+            separate(f"{start}{experts.down}", (f"{start}{experts.down}",), found, stacked)
+        else:
+            for name in (experts.gate, experts.up, experts.down):
+                _stack(start + name, block.experts, found, quantised, stacked)
+    return Held(found, quantised, stacked)
+
+
+def _stack(
+    name: str,
+    count: int,
+    tensors: dict[str, Tensor],
+    quantised: dict[str, Quantised],
+    stacked: dict[str, Stacked],
+) -> None:
+    """Replace the matrices of so many experts by one tensor or stack; nothing if a device has none.
+
+    Args:
+        name: name of the matrices, with ``{expert}`` in it.
+        count: number of experts.
+        tensors: the device's tensors.
+        quantised: the device's quantised matrices.
+        stacked: gets the quantised ones.
+    """
+    own = [f"{name}.weight".replace("{expert}", str(i)) for i in range(count)]
+    if own and own[0] in tensors:
+        found = [tensors.pop(each) for each in own]
+        tensor = neighbours(found)
+        tensors[name] = torch.unflatten(torch.cat(found) if tensor is None else tensor, 0, (count, -1))
+    elif own and own[0] in quantised:
+        stacked[name] = Stacked.of([quantised.pop(each) for each in own], neighbours)
+
+
+def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors that are not part of quantised matrices, and the biases of these matrices.
+
+    Biases of all zeros are left out, because some quantisation tools add one to every matrix.
+    """
+    found = {}
+    for name, tensor in weights.items():
+        stem, suffix = split_name(name)
+        if f"{stem}.weight" not in matrices:
+            found[name] = tensor
+        elif suffix == ".bias" and any(weights[each].any() for each in _biases(stem) if each in weights):
+            found[name] = tensor.to(dtype)
+    return found
+
+
+def _biases(stem: str) -> list[str]:
+    """Return the names of the biases of a module and of the modules it is fused with."""
+    for names in _FUSED.values():
+        for own in names:
+            if stem.endswith(f".{own}"):
+                return [f"{stem.removesuffix(own)}{name}.bias" for name in names]
+    return [f"{stem}.bias"]
+
+
+def _fused(
+    names: Sequence[str], tensors: Mapping[str, Tensor], quantised: Mapping[str, Quantised]
+) -> Tensor | Quantised | None:
+    """Return matrices joined along their rows; None if the device lacks one or they are not adjacent in memory."""
+    if all(name in tensors for name in names):
+        return neighbours([tensors[name] for name in names])
+    if all(name in quantised for name in names):
+        return below([quantised[name] for name in names], neighbours)
+    return None
+
+
+def neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return a view that joins tensors along the first dimension; None if they are not adjacent in memory."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        is_next = tensor.data_ptr() == end and tensor.is_contiguous() and tensor.dtype == first.dtype
+        if not is_next or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end += tensor.nbytes
+    rows = sum(prod(tensor.shape) for tensor in tensors) // prod(first.shape[1:])
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

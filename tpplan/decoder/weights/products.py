@@ -1,0 +1,147 @@
+"""Products of rows and matrices, by torch or kernels. For torch, quantised matrices are dequantised piece by piece.
+
+Shapes: R rows, K columns of a matrix, N rows of a matrix, E experts, O rows and I columns of an expert's matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn import functional
+
+from tpplan.decoder.layer.row_kernels import FewRows
+from tpplan.decoder.weights.quantised import Matrix, Quantised, ordered
+from tpplan.decoder.weights.stacked import Stacked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Minimum and maximum elements of a quantised matrix to dequantise at a time: 8 and 16 MiB in 16 bits. Products with
+#: smaller pieces keep a GPU less busy, and larger ones do not help.
+AT_ONCE: Final = 2**22
+_MOST_AT_ONCE: Final = 2**23
+#: The rows of a piece are a multiple of this; with other numbers cuBLAS takes two to ten times as long.
+_EVEN: Final = 128
+#: A piece takes at most one part in this many of the elements that a plan has scratch for.
+_SHARE: Final = 8
+
+
+def made_at_once(room: int) -> int:
+    """Return the elements to dequantise at a time, where a plan has scratch for ``room`` elements."""
+    return max(AT_ONCE, min(_MOST_AT_ONCE, room // _SHARE))
+
+
+def by_torch(matrix: Quantised, start: int, out_RK: Tensor) -> None:
+    """Dequantise rows of a matrix from row ``start`` on into ``out_RK``, in torch."""
+    matrix.write(start, out_RK)
+
+
+def no_kernels(x_RK: Tensor, matrix_NK: Matrix) -> None:
+    """Return no kernels."""
+
+
+@frozen
+class Making:
+    """How products with matrices are made.
+
+    Attributes:
+        rows: dequantises rows of a matrix, from a row number on, into a tensor ``[R, K]``.
+        at_once: elements to dequantise at a time.
+        kernels: returns kernels for rows and a matrix that torch is slower for, or None.
+    """
+
+    rows: Callable[[Quantised, int, Tensor], None] = by_torch
+    at_once: int = AT_ONCE
+    kernels: Callable[[Tensor, Matrix], FewRows[Any] | None] = no_kernels
+
+
+_BY_TORCH: Final = Making()
+
+
+def linear(
+    x_RK: Tensor,
+    matrix_NK: Matrix,
+    bias_N: Tensor | None = None,
+    making: Making = _BY_TORCH,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the product of rows and a matrix, plus a bias: ``[R, N]``.
+
+    Args:
+        x_RK: rows.
+        matrix_NK: the matrix.
+        bias_N: the bias, if there is one.
+        making: how to make the product.
+        out: tensor for the result; a new one if not given.
+    """
+    is_plain = bias_N is None or bias_N.is_contiguous()  # others are biases of gpt_oss
+    if is_plain and (kernels := making.kernels(x_RK, matrix_NK)):
+        return kernels.linear(ordered(x_RK, matrix_NK), matrix_NK, bias_N, out)
+    if out is None and isinstance(matrix_NK, Tensor):
+        return functional.linear(x_RK, matrix_NK, bias_N)
+    y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK))) if out is None else out
+    if isinstance(matrix_NK, Tensor):
+        return _multiply(x_RK, matrix_NK, bias_N, y_RN)
+    x_RK = matrix_NK.ordered(x_RK)
+    for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, making):
+        _multiply(x_RK, some_NK, None if bias_N is None else bias_N[start:end], y_RN[:, start:end])
+    return y_RN
+
+
+def _multiply(x_RK: Tensor, matrix_NK: Tensor, bias_N: Tensor | None, out_RN: Tensor) -> Tensor:
+    if bias_N is None:
+        return torch.mm(x_RK, matrix_NK.mT, out=out_RN)
+    return torch.addmm(bias_N, x_RK, matrix_NK.mT, out=out_RN)
+
+
+def add_linear(
+    to_RN: Tensor, x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None, making: Making = _BY_TORCH
+) -> None:
+    """Add the result of :func:`linear` to rows in place; without a bias, in one kernel for each piece."""
+    if kernels := making.kernels(x_RK, matrix_NK):
+        kernels.add(to_RN, ordered(x_RK, matrix_NK), matrix_NK)
+    elif isinstance(matrix_NK, Tensor):
+        to_RN.addmm_(x_RK, matrix_NK.mT)
+    else:
+        x_RK = matrix_NK.ordered(x_RK)
+        for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, making):
+            to_RN[:, start:end].addmm_(x_RK, some_NK.mT)
+    if bias_N is not None:
+        to_RN.add_(bias_N)
+
+
+def linear_of_all(x_RK: Tensor, matrix_EOI: Tensor | Stacked, making: Making = _BY_TORCH) -> Tensor:
+    """Return the products of rows and the matrices of all experts: ``[R, E, O]``."""
+    if isinstance(matrix_EOI, Stacked) and matrix_EOI.columns is not None:
+        y_REO = x_RK.new_empty(len(x_RK), *matrix_EOI.shape[:2])
+        for expert in range(len(matrix_EOI)):
+            y_REO[:, expert] = linear(x_RK, matrix_EOI[expert], making=making)
+        return y_REO
+    matrix = matrix_EOI.flatten(0, 1) if isinstance(matrix_EOI, Tensor) else matrix_EOI.matrix
+    return torch.unflatten(linear(x_RK, matrix, making=making), 1, (len(matrix_EOI), -1))
+
+
+def sum_of_all(x_REI: Tensor, matrix_EOI: Tensor | Stacked, making: Making = _BY_TORCH) -> Tensor:
+    """Return the sum over experts of the products of their rows and matrices: ``[R, O]``."""
+    if isinstance(matrix_EOI, Tensor):
+        return (x_REI.transpose(0, 1) @ matrix_EOI.mT).sum(0)
+    y_RO = linear(x_REI[:, 0], matrix_EOI[0], making=making)
+    for expert in range(1, len(matrix_EOI)):
+        add_linear(y_RO, x_REI[:, expert], matrix_EOI[expert], None, making)
+    return y_RO
+
+
+def _pieces(matrix: Quantised, dtype: torch.dtype, making: Making) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield pieces of a matrix: first row, end row, and the dequantised rows, valid until the next piece."""
+    rows, columns = matrix.shape
+    step = max(1, making.at_once // columns)
+    step = rows if step >= rows else step - step % _EVEN if step > _EVEN else step
+    some = torch.empty(step, columns, dtype=dtype, device=matrix.codes.device)
+    for start in range(0, rows, step):
+        end = min(start + step, rows)
+        making.rows(matrix, start, some[: end - start])
+        yield start, end, some[: end - start]

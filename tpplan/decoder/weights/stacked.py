@@ -1,0 +1,179 @@
+"""Matrices stacked along their rows: those of a layer's experts, and projections with the same input.
+
+Shapes: E experts, O rows (outputs) and K columns (inputs) of each expert's matrix.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Self
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+
+from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Join = Callable[[Sequence[Tensor]], Tensor | None]
+
+
+@frozen(eq=False)
+class Stacked:
+    """The quantised matrices of a layer's experts, stacked along their rows.
+
+    Attributes:
+        matrix: the rows of all experts.
+        count: number of experts.
+        columns: index of the input of each column of each expert's matrix, ``[E, K]``; None if they are in order.
+    """
+
+    matrix: Quantised
+    count: int
+    columns: Tensor | None = None
+    _each: list[Quantised] = field(factory=list, init=False)
+
+    @classmethod
+    def of(cls, matrices: Sequence[Quantised], join: Join) -> Self:
+        """Stack matrices, see :func:`below`; they are copied if ``join`` cannot join them.
+
+        Raises:
+            ModelError: the matrices are quantised in different ways.
+        """
+        ints = [each for each in matrices if isinstance(each, IntMatrix)]
+        columns: list[Tensor] = []
+        if any(each.columns is not None for each in ints):  # each expert has its own order
+            order = torch.arange(ints[0].shape[1], dtype=torch.int32, device=ints[0].codes.device)
+            columns = [order if each.columns is None else each.columns for each in ints]
+            matrices = [evolve(each, columns=None) for each in ints]
+        one = below(matrices, join) or below(matrices, lambda tensors: torch.cat(list(tensors)))
+        if one is None:
+            raise ModelError("experts of a layer are quantised in several ways", "convert all of them alike")
+        return cls(one, len(matrices), torch.stack(columns) if columns else None)
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Number of experts, and rows and columns of each expert's matrix."""
+        rows, columns = self.matrix.shape
+        return self.count, rows // self.count, columns
+
+    def __getitem__(self, expert: int) -> Quantised:
+        if not self._each:  # made once: prompts ask for all of them again and again
+            self._each.extend(map(self._part, range(self.count)))
+        return self._each[expert]
+
+    def _part(self, expert: int) -> Quantised:
+        rows = self.shape[1]
+        found = self.matrix.part(expert * rows, (expert + 1) * rows)
+        if self.columns is None or not isinstance(found, IntMatrix):
+            return found
+        return evolve(found, columns=self.columns[expert])
+
+    def ordered(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Return inputs ``[..., K]`` reordered to match the columns of experts, given by number, ``[...]``."""
+        return x if self.columns is None else x.expand(*experts.shape, -1).gather(-1, self.columns[experts].long())
+
+    def chosen(self, experts: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Return dequantised rows of experts' matrices, ``[..., end - start, K]``, with columns in stored order."""
+        rows = experts[..., None] * self.shape[1] + torch.arange(start, end, device=experts.device)
+        return self.matrix.chosen(rows, dtype)
+
+
+@frozen(eq=False)
+class Projection:
+    """A projection of all experts of a layer.
+
+    Attributes:
+        matrix: matrices, ``[E, O, K]``; rows may be apart.
+        bias: biases, ``[E, O]``, with elements that may be apart; None if there are none.
+    """
+
+    matrix: Tensor | Stacked
+    bias: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    @property
+    def outputs(self) -> int:
+        """Rows of each matrix."""
+        return self.matrix.shape[1]
+
+    def bias_of(self, expert: int) -> Tensor | None:
+        """Return the bias of an expert, or None if it has none."""
+        return None if self.bias is None else self.bias[expert]
+
+    def plus_bias(self, y: Tensor, experts: Tensor | None = None) -> Tensor:
+        """Add biases to products in place, and return these.
+
+        Args:
+            y: products ``[..., O]`` of experts, or ``[R, E, O]`` of all.
+            experts: numbers of the experts, ``[...]``; None for all.
+        """
+        if self.bias is None:
+            return y
+        return y.add_(self.bias if experts is None else self.bias[experts])
+
+
+def below(matrices: Sequence[Quantised], join: Join) -> Quantised | None:
+    """Return matrices stacked along their rows as one matrix; None if they cannot be.
+
+    Args:
+        matrices: matrices with the same number of columns.
+        join: joins tensors along the first dimension, or returns None if it cannot.
+    """
+    if all(isinstance(each, IntMatrix) for each in matrices):
+        return _ints_below([each for each in matrices if isinstance(each, IntMatrix)], join)
+    if all(isinstance(each, Float8Matrix) for each in matrices):
+        return _floats_below([each for each in matrices if isinstance(each, Float8Matrix)], join)
+    return None
+
+
+def _ints_below(matrices: Sequence[IntMatrix], join: Join) -> IntMatrix | None:
+    for a, b in pairwise(matrices):
+        if (a.bits, a.group, a.plus, a.codes.shape[1]) != (b.bits, b.group, b.plus, b.codes.shape[1]):
+            return None
+        if (a.columns is None) != (b.columns is None) or (a.zeros is None) != (b.zeros is None):
+            return None
+        if a.columns is not None and b.columns is not None and not torch.equal(a.columns, b.columns):
+            return None
+    codes, given = join([each.codes for each in matrices]), [each.zeros for each in matrices if each.zeros is not None]
+    if codes is None or len({each.dtype for each in given}) > 1:
+        return None
+    scales, zeros = _joined([each.scales for each in matrices], join), _joined(given, join) if given else None
+    return evolve(matrices[0], codes=codes, scales=scales, zeros=zeros)
+
+
+def _joined(tensors: Sequence[Tensor], join: Join) -> Tensor:
+    """Join tensors that are small enough to be copied if necessary."""
+    found = join(tensors)
+    return torch.cat(list(tensors)) if found is None else found
+
+
+def _floats_below(matrices: Sequence[Float8Matrix], join: Join) -> Float8Matrix | None:
+    if any(
+        (a.columns, a.codes.shape[1], a.codes.dtype) != (b.columns, b.codes.shape[1], b.codes.dtype)
+        for a, b in pairwise(matrices)
+    ):
+        return None
+    codes = join([each.codes for each in matrices])
+    if codes is None:
+        return None
+    rows = {each.rows for each in matrices}
+    height = rows.pop() if len(rows) == 1 else 0
+    if height.bit_count() == 1 and not any(len(each) % height for each in matrices[:-1]):
+        scales = _joined([each.scales for each in matrices], join)
+    else:  # blocks of several matrices differ, or kernels cannot index them: use a scale for each row
+        scales = torch.cat([_by_row(each) for each in matrices])
+        height = 1
+    return evolve(matrices[0], codes=codes, scales=scales, rows=height)
+
+
+def _by_row(matrix: Float8Matrix) -> Tensor:
+    return matrix.scales.repeat_interleave(matrix.rows, dim=0)[: len(matrix)]
