@@ -18,7 +18,7 @@ from benchmarks.rows import GPUS, MODEL, TOKENS, Row, measure, rounds_wanted
 from tpplan.core.axes import Axis
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.backends.cpu import Pending, VirtualDevices
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

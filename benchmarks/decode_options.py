@@ -7,7 +7,7 @@ import argparse
 import torch
 
 from benchmarks.random_codes import METHODS
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:

@@ -33,7 +33,7 @@ from tpplan.core.axes import Axis
 from tpplan.core.plan import SplitPlan
 from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec.context import TPContext
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 
 if TYPE_CHECKING:
     from types import FrameType

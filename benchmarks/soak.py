@@ -24,7 +24,7 @@ from benchmarks.rows import ROOT
 from benchmarks.stress import Stress
 from tpplan import exec as tpx
 from tpplan.errors import ExecutionError, TpplanError
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 from tpplan.hardware.catalogue import overhead
 
 if TYPE_CHECKING:

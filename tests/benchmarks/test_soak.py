@@ -21,7 +21,7 @@ from tpplan.exec import compile as compile_plan
 from tpplan.exec.aside import Aside
 from tpplan.exec.backends.cpu import Pending, VirtualDevices
 from tpplan.exec.compiler import build
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs.program import OUTPUT
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tpplan.exec import compile as compile_plan
 from tpplan.exec.machine.link_cache import pair_of
 from tpplan.exec.machine.links import link_report
 from tpplan.exec.machine.probe_driver import TorchDriver
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs.program import Program
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from tpplan.decoder.generation.sampling import NO_TOKEN
 from tpplan.decoder.layer.steps import Plain
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from tpplan.decoder import Sampling
 from tpplan.decoder.generation.greedy import likeliest
 from tpplan.decoder.layer.steps import Plain
 from tpplan.errors import RequestError
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 
 PROBABILITIES = torch.tensor([[0.05, 0.5, 0.15, 0.3]])
 

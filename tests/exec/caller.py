@@ -16,7 +16,8 @@ from tpplan.exec.backends.adversary import Adversary
 from tpplan.exec.backends.engine import Backend
 from tpplan.exec.handles import Pending
 from tpplan.exec.memory.binding import BITS, Memory
-from tpplan.exec.programs.lower import TRANSPORTS, lower, route
+from tpplan.exec.options import TRANSPORTS
+from tpplan.exec.programs.lower import lower, route
 from tpplan.exec.programs.operation import Addition, Moves, Operation, Reduction
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, SLOTS, Buffer, Queue, Stream
 

@@ -9,7 +9,8 @@ from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from tpplan.core.workspace import FRAME_SLOTS, HOST_SLOTS
-from tpplan.exec.programs.lower import TRANSPORTS, Limits, Route, lower, route
+from tpplan.exec.options import TRANSPORTS
+from tpplan.exec.programs.lower import Limits, Route, lower, route
 from tpplan.exec.programs.operation import Addition, Operation, Reduction, Share, allgather, broadcast, scatter
 from tpplan.exec.programs.program import HOST, SLOTS, Program
 from tpplan.exec.tuning import Tuning

@@ -18,8 +18,9 @@ from tpplan.errors import ExecutionError
 from tpplan.exec import HOST, Gathered
 from tpplan.exec.cuda import side_streams as gpu_aside
 from tpplan.exec.cuda.side_streams import StreamsAside
+from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs import operation
-from tpplan.exec.programs.lower import TRANSPORTS, Mode, Route, route
+from tpplan.exec.programs.lower import Mode, Route, route
 from tpplan.exec.toolchain import torch_shims
 from tpplan.exec.toolchain.torch_shims import leaving_processors
 from tpplan.exec.tuning import KIB

@@ -19,7 +19,7 @@ from tpplan.core.axes import Axis
 from tpplan.core.workspace import pinned_bytes
 from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.compiler import build
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 
 if TYPE_CHECKING:
     from tpplan.core.plan import SplitPlan

@@ -17,7 +17,7 @@ from tests.exec.reference import ADDABLE, ADDING, DTYPES, FORMS, LEADS, OPERATIO
 from tpplan.core.axes import Axis, parse_layers
 from tpplan.errors import ExecutionError
 from tpplan.exec import HOST
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 
 if TYPE_CHECKING:
     from tpplan.core.plan import SplitPlan

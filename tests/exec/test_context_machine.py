@@ -19,8 +19,8 @@ from tpplan.core.axes import Axis
 from tpplan.core.workspace import align
 from tpplan.exec import HOST
 from tpplan.exec.backends.adversary import Adversary
+from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs.fence import caller
-from tpplan.exec.programs.lower import TRANSPORTS
 from tpplan.exec.programs.program import Stream
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tests.contexts import BACKENDS, MAX_ROWS, UNEVEN, context, little_room
 from tests.exec.caller import total
 from tests.exec.reference import same, values
 from tpplan.core.axes import Axis
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 
 if TYPE_CHECKING:
     from torch import Tensor

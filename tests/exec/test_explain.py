@@ -24,7 +24,8 @@ from tpplan.exec.backends.cpu import Pending, VirtualDevices
 from tpplan.exec.backends.engine import Engine
 from tpplan.exec.compiler import build
 from tpplan.exec.explain import ALL, ASIDE, IN_GRAPH, Explanation, Way, called, cuts, explain, in_graphs
-from tpplan.exec.programs.lower import TRANSPORTS, Limits
+from tpplan.exec.options import TRANSPORTS
+from tpplan.exec.programs.lower import Limits
 from tpplan.exec.programs.program import EXCHANGE, HOST, SLOT, STAGE, Buffer, Program, flat, reads, writes
 from tpplan.exec.tools.selftest.references import KINDS
 from tpplan.exec.tools.selftest.trial import FORMS, Noise, Scene

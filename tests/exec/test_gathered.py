@@ -22,7 +22,7 @@ from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import Gathered
 from tpplan.exec.backends.cpu import VirtualDevices
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,7 @@ from tests.contexts import UNEVEN, context, little_room
 from tests.exec.operand_cases import COLUMNS, RS, Call, Tensors, assert_refused
 from tests.exec.reference import columns, same
 from tpplan.errors import ExecutionError, TpplanError
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 
 __all__ = ["little_room"]  # a fixture
 

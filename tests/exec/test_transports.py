@@ -18,7 +18,7 @@ from tpplan.exec.machine.environment import serialised, unreachable
 from tpplan.exec.machine.link_report import Link, LinkReport, Mechanism, Verdict, routes
 from tpplan.exec.machine.look import Found
 from tpplan.exec.machine.transports import Choice, choose
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:

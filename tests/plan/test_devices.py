@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from tests.planning_cases import spec as llama
 from tpplan import plan
-from tpplan.core.device import DEFAULT_OVERHEAD_BYTES, Device
+from tpplan.core.device import DEFAULT_OVERHEAD_BYTES, MAX_DEVICES, UNMEASURED_OVERHEAD_BYTES, Device
 from tpplan.core.plan import Cache
 from tpplan.errors import DeviceError
 from tpplan.hardware import catalogue
 from tpplan.hardware import file as devices_file
 from tpplan.hardware.file import DevicesFile, FileDevice, Link, LinkKind, LinkPath, PeerAccess
-from tpplan.hardware.spec import MAX_DEVICES, UNMEASURED_OVERHEAD_BYTES, parse_devices, spec_of
+from tpplan.hardware.spec import parse_devices, spec_of
 
 if TYPE_CHECKING:
     from pathlib import Path

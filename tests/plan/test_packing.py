@@ -15,7 +15,8 @@ from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tpplan.planner.improve import Improver, _Best, numbers
-from tpplan.planner.place import SHIFT, Bin, Effort, Item, Placement, _Solver, solve
+from tpplan.planner.items import SHIFT, Bin, Item, Placement
+from tpplan.planner.place import Effort, _Solver, solve
 from tpplan.planner.search import Budget, OutOfBudgetError, search
 
 if TYPE_CHECKING:

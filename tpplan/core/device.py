@@ -26,3 +26,12 @@ class Device:
     overhead_bytes: int = DEFAULT_OVERHEAD_BYTES
     bandwidth_bytes_per_second: int = 0
     capability: str = ""
+
+
+#: Memory of the CUDA context and libraries on devices where it was not measured: as much as on an H200, the most that
+#: was (:mod:`tpplan.hardware.catalogue`).
+UNMEASURED_OVERHEAD_BYTES = 890 * 2**20
+
+
+#: More devices than this in a list is a mistake or an attack.
+MAX_DEVICES = 4096

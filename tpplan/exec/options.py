@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.sizes import parse_bytes
 from tpplan.errors import DeviceError, RequestError
-from tpplan.exec.programs.lower import TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+
 BACKENDS = ("auto", "cpu", "cuda")
+TRANSPORTS = ("peer", "host", "events")
 TRANSPORTS_OR_AUTO = ("auto", *TRANSPORTS)
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 1000

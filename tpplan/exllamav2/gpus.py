@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from tpplan.core.device import Device
+from tpplan.core.device import UNMEASURED_OVERHEAD_BYTES, Device
 from tpplan.errors import DeviceError, RequestError
 from tpplan.hardware.catalogue import MIB
 from tpplan.hardware.probe import amd, devices_file, probe
-from tpplan.hardware.spec import UNMEASURED_OVERHEAD_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

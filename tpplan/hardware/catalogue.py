@@ -21,8 +21,8 @@ from functools import cache
 
 from attrs import frozen
 
+from tpplan.core.device import UNMEASURED_OVERHEAD_BYTES
 from tpplan.errors import DeviceError
-from tpplan.hardware.spec import UNMEASURED_OVERHEAD_BYTES
 
 MIB = 2**20
 

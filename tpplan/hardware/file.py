@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from tpplan.core.device import DEFAULT_OVERHEAD_BYTES, Device
+from tpplan.core.device import DEFAULT_OVERHEAD_BYTES, MAX_DEVICES, Device
 from tpplan.core.limits import CAPABILITY, LONGEST_NAME, MOST
 from tpplan.errors import CORRECT, FORM, DeviceError, Problem, TpplanError, refusal
 from tpplan.files import codec
@@ -20,7 +20,6 @@ from tpplan.files.codec import structure
 from tpplan.files.jsontext import UNSEEN
 from tpplan.files.kinds import DEVICES, mistaken
 from tpplan.files.text import parse_json, read_text, save_text
-from tpplan.hardware.spec import MAX_DEVICES
 
 if TYPE_CHECKING:
     import os

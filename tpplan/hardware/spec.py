@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve
 
-from tpplan.core.device import Device
+from tpplan.core.device import MAX_DEVICES, UNMEASURED_OVERHEAD_BYTES, Device
 from tpplan.core.sizes import format_bytes, parse_bytes, read_size
 from tpplan.errors import DeviceError
 from tpplan.files.text import nearest
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 
     from tpplan.hardware.catalogue import Gpu
 
-#: Memory of the CUDA context and libraries on devices where it was not measured: as much as on an H200, the most that
-#: was (:mod:`tpplan.hardware.catalogue`).
-UNMEASURED_OVERHEAD_BYTES = 890 * 2**20
-
-#: More devices than this in a list is a mistake or an attack.
-MAX_DEVICES = 4096
 
 _LONGEST_SPEC = 100_000
 _LONGEST_SLIP = 100

@@ -14,8 +14,9 @@ from tpplan.planfile.codec import fingerprint
 from tpplan.planner.apportion import apportion
 from tpplan.planner.costs import Demands
 from tpplan.planner.exllamav2 import exllamav2_counts
+from tpplan.planner.items import Bin, Item, Placement
 from tpplan.planner.ledger import demands, ledger
-from tpplan.planner.place import Bin, Effort, Item, Placement, nearest, solve
+from tpplan.planner.place import Effort, nearest, solve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

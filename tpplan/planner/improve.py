@@ -13,7 +13,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tpplan.planner.place import Bin, Item
+    from tpplan.planner.items import Bin, Item
     from tpplan.planner.search import Budget
 
 #: Most bins to consider as partners of a move: the least loaded ones.

@@ -25,12 +25,12 @@ from attrs import frozen
 
 from tpplan.planner.apportion import apportion
 from tpplan.planner.improve import Improver, numbers
+from tpplan.planner.items import SHIFT, UNLIMITED, Bin, Item, Placement
 from tpplan.planner.search import Budget, OutOfBudgetError, search
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-SHIFT = 64
 #: A placement within 1/1024 of the lower bound is good enough.
 TOLERANCE_BITS = 10
 #: Of placements within 1/1024 of it, one with attention in more bins is better. With more tolerance, more room could
@@ -51,7 +51,6 @@ SHAKE_STEPS = 60_000
 ANY_STEPS = 800
 #: Steps of each exhaustive search, to find a first placement or to improve one; often far fewer settle it.
 SEARCH_STEPS = 30_000
-_UNLIMITED = 1 << 200
 
 
 class Effort(Enum):
@@ -68,65 +67,8 @@ class Effort(Enum):
     BEST = 2
 
 
-#: Units of each item in each bin.
-Placement: TypeAlias = tuple[tuple[int, ...], ...]
 #: Number of bins that hold each item, 0 where any number will do.
 Hosts: TypeAlias = tuple[int, ...]
-
-
-@frozen
-class Item:
-    """An item to place.
-
-    Attributes:
-        count: number of units, at least 1.
-        minimum: fewest units in a bin that holds any.
-        cost: bytes per unit.
-        kept: fixed cost in bytes of a bin that holds any unit.
-        load: load per unit.
-        kept_load: fixed load of a bin that holds any unit.
-        attention: whether units are attention heads, which more bins should hold where that costs next to nothing.
-    """
-
-    count: int
-    minimum: int
-    cost: int
-    kept: int
-    load: int
-    kept_load: int
-    attention: bool = False
-
-    def upper(self, room: int, limit: int) -> int:
-        """Return the most units that fit into ``room`` bytes and a load of ``limit``, 0 if below the minimum."""
-        room -= self.kept
-        limit -= self.kept_load
-        if room < 0 or limit < 0:
-            return 0
-        units = self.count
-        if self.cost:
-            units = min(units, room // self.cost)
-        if self.load:
-            units = min(units, limit // self.load)
-        return units if units >= self.minimum else 0
-
-
-@frozen
-class Bin:
-    """A bin that holds units of items.
-
-    Attributes:
-        room: bytes for items; negative if the bin cannot be used.
-        speed: load per unit of ``t``, positive.
-        load: load of the bin without any items.
-    """
-
-    room: int
-    speed: int
-    load: int
-
-    def limit(self, t: int | None) -> int:
-        """Return the most load of items that keeps the bin within ``t``; None sets no limit."""
-        return _UNLIMITED if t is None else (t * self.speed >> SHIFT) - self.load
 
 
 def solve(items: Sequence[Item], bins: Sequence[Bin], effort: Effort = Effort.BEST) -> Placement | None:
@@ -384,7 +326,7 @@ class _Solver:
     def _prices(self) -> list[tuple[int, int]]:
         """Return prices of a byte and of a unit of load: very different ones, and such that an item's are equal."""
         equal = {(item.load, item.cost) for item in self.items if item.load and item.cost}
-        return [(1, _UNLIMITED), (_UNLIMITED, 1), *sorted(equal)]
+        return [(1, UNLIMITED), (UNLIMITED, 1), *sorted(equal)]
 
     def _place(
         self, t: int | None, hosts: Hosts, given: Sequence[Sequence[int]] = (), *, relaxed: bool = False

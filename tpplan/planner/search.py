@@ -13,7 +13,7 @@ from tpplan.planner.apportion import apportion
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tpplan.planner.place import Item
+    from tpplan.planner.items import Item
 
 
 #: Filler units that fit in all bins so far, the previous state, and the bin's coarse units and filler units.

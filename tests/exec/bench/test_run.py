@@ -19,7 +19,7 @@ from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.backends.cpu import VirtualDevices
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs.program import OUTPUT, Buffer
 from tpplan.exec.tools.bench import case as bench_case
 from tpplan.exec.tools.bench import limits as bench_limits

@@ -10,7 +10,7 @@ import torch
 
 import tpplan
 from tpplan import exec as tpx
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

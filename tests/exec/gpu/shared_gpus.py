@@ -20,7 +20,7 @@ from benchmarks.soak import plan_for
 from benchmarks.stress import Stress
 from tpplan.exec.compiler import build
 from tpplan.exec.cuda.backend import CudaDevices
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.tools.selftest import run
 
 if TYPE_CHECKING:

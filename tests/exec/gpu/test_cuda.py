@@ -12,7 +12,7 @@ from tests.exec.gpu.cuda_cases import GPUS, ctx, parts_of, plan_for
 from tpplan import exec as tpx
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda.launch import Launch
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.tools.selftest.run import selftest
 
 __all__ = ["ctx"]  # a fixture

@@ -13,7 +13,8 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu1
 from tests.exec.program_cases import ITEM_BYTES, LIMITS, operations
 from tpplan.exec.cuda.exchanges import kernels_for
 from tpplan.exec.cuda.host_writes import lands
-from tpplan.exec.programs.lower import TRANSPORTS, Mode, lower, route
+from tpplan.exec.options import TRANSPORTS
+from tpplan.exec.programs.lower import Mode, lower, route
 from tpplan.exec.programs.program import Exchange
 
 if TYPE_CHECKING:

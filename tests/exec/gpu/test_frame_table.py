@@ -12,6 +12,8 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu1
 from tests.exec.program_cases import CASES, OPERATIONS
 from tpplan.core.workspace import FRAME_BYTES, FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, FRAME_SLOTS
 from tpplan.errors import InternalError
+from tpplan.exec.cuda.encode_frames import Place, table
+from tpplan.exec.cuda.encode_slots import queues
 from tpplan.exec.programs.lower import Route, lower
 from tpplan.exec.programs.operation import scatter
 from tpplan.exec.programs.program import Exchange
@@ -38,10 +40,7 @@ from tpplan.exec.protocol.frames import (
     SOURCES_AT,
     STRIDE,
     WIDTH,
-    Place,
-    table,
 )
-from tpplan.exec.protocol.slots import queues
 from tpplan.exec.protocol.words import OWN, RESIDUE
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ from tpplan.core.workspace import FRAME_BYTES, FRAME_SLOT_BYTES
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda import encode_frames, encode_slots, launch
 from tpplan.exec.cuda.counters import Counters
+from tpplan.exec.cuda.encode_slots import queues
 from tpplan.exec.cuda.launch import Launch, Operands, Work
 from tpplan.exec.memory.binding import Memory
 from tpplan.exec.programs.lower import Route, lower
 from tpplan.exec.programs.operation import scatter
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Buffer, Exchange, Stream
 from tpplan.exec.protocol.frames import LONGEST, THREADS
-from tpplan.exec.protocol.slots import queues
 from tpplan.exec.protocol.words import BLOCKS, COUNTER_BYTES, DEADLINE, FIRST_OPERAND, MOST_WORDS, ROWS
 
 X, OUT = Buffer(INPUT, 0), Buffer(OUTPUT, 0)

@@ -13,6 +13,7 @@ from attrs import define, field
 from tests.exec.gpu.test_slot_table import SMALL, STRIDE, Machine
 from tests.exec.program_cases import CASES
 from tpplan.core.workspace import HOST_SLOTS
+from tpplan.exec.cuda.encode_slots import queues, table, widest
 from tpplan.exec.programs.operation import Reduction
 from tpplan.exec.programs.program import Await, Exchange, flat
 from tpplan.exec.protocol.slots import (
@@ -28,9 +29,6 @@ from tpplan.exec.protocol.slots import (
     SENDS_AT,
     THREADS,
     WIDTH,
-    queues,
-    table,
-    widest,
 )
 from tpplan.exec.protocol.words import OWN
 

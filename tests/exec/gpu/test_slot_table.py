@@ -13,6 +13,7 @@ from tests.exec.caller import expected, noise, widths
 from tests.exec.program_cases import CASES, Case
 from tpplan.core.workspace import slot_bytes
 from tpplan.errors import InternalError
+from tpplan.exec.cuda.encode_slots import Place, queues, table, widest
 from tpplan.exec.programs.operation import Reduction
 from tpplan.exec.programs.program import HOST, INPUT, OPERANDS, OUTPUT, RESIDUAL, Buffer, Exchange, Queue
 from tpplan.exec.protocol import slots
@@ -31,12 +32,8 @@ from tpplan.exec.protocol.slots import (
     SENDS_AT,
     THREADS,
     WIDTH,
-    Place,
     capacity,
-    queues,
     regions,
-    table,
-    widest,
 )
 from tpplan.exec.protocol.words import OWN
 

@@ -12,24 +12,11 @@ from attrs import define, field
 from tests.exec.caller import expected, noise, widths
 from tests.exec.program_cases import CASES
 from tpplan.errors import InternalError
+from tpplan.exec.cuda.encode_direct import bits, home, longest, operands, table
 from tpplan.exec.programs.lower_flags import direct_moves, direct_reduction
 from tpplan.exec.programs.operation import Moves, all_reduce, allgather, broadcast
 from tpplan.exec.programs.program import OUTPUT, RESIDUAL, Buffer, Exchange, Flag, Program, reads, writes
-from tpplan.exec.protocol.direct import (
-    ADD,
-    AWAIT,
-    COPY,
-    OPEN,
-    SEQUENCES,
-    SIGNAL,
-    STEPS,
-    VECTOR_BYTES,
-    bits,
-    home,
-    longest,
-    operands,
-    table,
-)
+from tpplan.exec.protocol.direct import ADD, AWAIT, COPY, OPEN, SEQUENCES, SIGNAL, STEPS, VECTOR_BYTES
 from tpplan.exec.protocol.words import MOST_WORDS, PIECE
 
 #: Blocks of a kernel, and their threads, each of which moves a piece at once.

@@ -10,12 +10,12 @@ from hypothesis import given
 
 from tests.exec.program_cases import ITEM_BYTES, LIMITS, slices
 from tpplan.errors import InternalError
+from tpplan.exec.cuda.encode_direct import operands, table
 from tpplan.exec.programs import relays
 from tpplan.exec.programs.lower import Mode, Route, lower, route
 from tpplan.exec.programs.operation import Moves, Operation, all_reduce, allgather, broadcast, scatter
 from tpplan.exec.programs.ordering import verify
 from tpplan.exec.programs.program import INPUT, Await, Copy, Exchange, Program
-from tpplan.exec.protocol.direct import operands, table
 from tpplan.exec.tuning import Tuning
 
 FOUR, EIGHT = (0, 1, 2, 3), tuple(range(8))

@@ -9,7 +9,7 @@ import pytest
 from tests.contexts import PLANS, UNEVEN, little_room  # noqa: F401 (for every test here)
 from tests.exec.selftest_cases import IN_GRAPHS, Capturable, captured, compiler_of, on
 from tpplan.exec.explain import ALL, cuts
-from tpplan.exec.programs.lower import TRANSPORTS
+from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.tools.selftest import run as selftest
 from tpplan.exec.tools.selftest.references import KINDS
 

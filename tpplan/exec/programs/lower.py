@@ -49,8 +49,6 @@ _COPIED_BYTES = 2 * 2**20
 #: Maximum bytes of a message in frames, or that a kernel writes to host memory: kernels count them in 32 bits.
 _MOST_COUNTED = 2**32 - 1
 
-TRANSPORTS = ("peer", "host", "events")
-
 
 class Mode(NamedTuple):
     """How an operation is issued.
