@@ -19,8 +19,8 @@ from benchmarks.nccl_context import NcclContext
 from benchmarks.random_checkpoint import read_rate
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling
-from tpplan.decoder.generation.prefill_graphs import PromptGraphs
-from tpplan.decoder.generation.steps import Steps
+from tpplan.decoder.decoding.prefill_graphs import PromptGraphs
+from tpplan.decoder.decoding.steps import Steps
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.programs.program import HOST
 from tpplan.exec.tools.bench import limits as bench_limits

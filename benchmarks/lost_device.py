@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
-from tpplan.exec.compiler import build
+from tpplan.exec.build import build
 from tpplan.exec.cuda.backend import CudaDevices
 from tpplan.exec.programs.program import Exchange
 

@@ -366,7 +366,8 @@ def _inside(folder: Path, timeout_s: float) -> None:
 
     from tpplan import exec as tpx  # noqa: PLC0415
     from tpplan.decoder import Decoder, generate  # noqa: PLC0415
-    from tpplan.exec.processes import compiler, group  # noqa: F401, PLC0415
+    from tpplan.exec.group import process_group  # noqa: F401, PLC0415
+    from tpplan.exec.processes import compiler  # noqa: F401, PLC0415
     from tpplan.weights import load_weights  # noqa: PLC0415
 
     torch.set_num_threads(1)

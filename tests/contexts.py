@@ -18,7 +18,7 @@ from tpplan.core import workspace
 from tpplan.core.axes import Axis
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, DeviceMemory, PlanModel, Request, Split, SplitPlan
-from tpplan.exec import compiler
+from tpplan.exec import build
 from tpplan.exec.backends.adversary import Adversary
 from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.memory import host
@@ -49,7 +49,7 @@ def little_room() -> Iterator[None]:
             "SPARED_BYTES": 400,
             "SPARE_BYTES": 256,
         }.items():
-            for module in (workspace, compiler, host, attempts):
+            for module in (workspace, build, host, attempts):
                 if hasattr(module, name):
                     patch.setattr(module, name, size)
         yield
@@ -137,7 +137,7 @@ def plans() -> st.SearchStrategy[SplitPlan]:
 
 def context(plan: SplitPlan, transport: str, seed: int | None = None) -> TPContext:
     """Return a context on plain devices, or on adversarial ones that a seed decides for."""
-    return compiler.build(
+    return build.build(
         plan,
         (CPU,) * len(plan.devices),
         VirtualDevices if seed is None else lambda memory: Adversary(memory, Random(seed)),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tpplan.decoder import math
 from tpplan.decoder.cache.store import Store
-from tpplan.decoder.layer import math
-from tpplan.decoder.layer.math import Scoring, attend, hiding
+from tpplan.decoder.math import Scoring, attend, hiding
 from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.decoder import decoder as model
-from tpplan.decoder.generation.prefill_graphs import PromptGraphs, graphs_of
+from tpplan.decoder.decoding.prefill_graphs import PromptGraphs, graphs_of
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.programs.program import HOST
 

@@ -20,7 +20,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.aside import Aside
 from tpplan.exec.backends.cpu import Pending, VirtualDevices
-from tpplan.exec.compiler import build
+from tpplan.exec.build import build
 from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs.program import OUTPUT
 

@@ -16,7 +16,7 @@ from tpplan.decoder.fast.launches.experts import KINDS
 from tpplan.decoder.fast.launches.gemv import MOST_ROWS
 from tpplan.decoder.layer import experts
 from tpplan.decoder.layer.gates import ACTIVATIONS, gated
-from tpplan.decoder.layer.math import rms_norm
+from tpplan.decoder.math import rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -18,7 +18,7 @@ from tpplan.decoder.fast.launches import pointwise
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.pointwise import GATES
 from tpplan.decoder.layer.gates import gated
-from tpplan.decoder.layer.math import rms_norm, rotate
+from tpplan.decoder.math import rms_norm, rotate
 from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:

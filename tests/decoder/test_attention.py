@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.flash_cases import check_texts, flash_calls, seen
-from tpplan.decoder.layer import math
-from tpplan.decoder.layer.math import Scoring, attend, hiding
+from tpplan.decoder import math
+from tpplan.decoder.math import Scoring, attend, hiding
 from tpplan.exec.toolchain.torch_shims import flash_attention, flash_attention_of_several
 
 if TYPE_CHECKING:

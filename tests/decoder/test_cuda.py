@@ -21,12 +21,12 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling, generate
 from tpplan.decoder import decoder as model
-from tpplan.decoder.generation import prefill_graphs as prompt_graphs
-from tpplan.decoder.generation import steps
-from tpplan.decoder.layer import math as layers
+from tpplan.decoder import math as layers
+from tpplan.decoder.decoding import prefill_graphs as prompt_graphs
+from tpplan.decoder.decoding import steps
 from tpplan.decoder.layer import steps as plain
-from tpplan.decoder.layer.math import Scoring, attend, hiding
 from tpplan.decoder.layer.stack import Stack
+from tpplan.decoder.math import Scoring, attend, hiding
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.toolchain.torch_shims import takes_cudnn
 from tpplan.weights import load_weights

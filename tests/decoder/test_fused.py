@@ -16,10 +16,10 @@ from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder
+from tpplan.decoder.decoding import steps
 from tpplan.decoder.families import FAMILIES
 from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches import skinny
-from tpplan.decoder.generation import steps
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 

@@ -14,11 +14,10 @@ from tests.decoder_cases import CONFIGS, LENGTH, model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
-from tpplan.decoder import Decoder
+from tpplan.decoder import Decoder, math
 from tpplan.decoder.cache import layer
-from tpplan.decoder.cache.attention import Group
-from tpplan.decoder.generation.prompts import Prompt
-from tpplan.decoder.layer import math
+from tpplan.decoder.decoding.prompts import Prompt
+from tpplan.decoder.layer.attention import Group
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 

@@ -21,9 +21,9 @@ from tpplan.core.plan import Cache, Request
 from tpplan.core.workspace import areas
 from tpplan.decoder import Decoder, Prompt
 from tpplan.decoder import decoder as model
+from tpplan.decoder import math as layers
 from tpplan.decoder.cache import layer as layer_cache
-from tpplan.decoder.generation.greedy import likeliest
-from tpplan.decoder.layer import math as layers
+from tpplan.decoder.decoding.greedy import likeliest
 from tpplan.decoder.weights import products
 from tpplan.decoder.weights import quantised as quantised_matrices
 from tpplan.exec import compile as compile_plan

@@ -29,8 +29,8 @@ from tests.graph_cases import WAITING, Calls, FakeGraph
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
-from tpplan.decoder.generation import steps
-from tpplan.decoder.generation.greedy import likeliest
+from tpplan.decoder.decoding import steps
+from tpplan.decoder.decoding.greedy import likeliest
 from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights

@@ -14,7 +14,7 @@ from tests.decoder_cases import model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import Decoder, generate
 from tpplan.exec.backends.adversary import Adversary
-from tpplan.exec.compiler import build
+from tpplan.exec.build import build
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from tests.flash_cases import flash_calls
 from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
 from tpplan.decoder import Sampling, generate, prepare
-from tpplan.decoder.generation import steps, warmup
-from tpplan.decoder.generation.prefill_graphs import PromptGraphs
+from tpplan.decoder.decoding import steps
+from tpplan.decoder.decoding.prefill_graphs import PromptGraphs
+from tpplan.decoder.generation import warmup
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:

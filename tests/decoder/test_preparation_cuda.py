@@ -14,14 +14,14 @@ from tests.decoder_cases import LENGTH, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling, generate, prepare
-from tpplan.decoder.generation import steps
+from tpplan.decoder.decoding import steps
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.decoder.generation.prompts import Stretch
+    from tpplan.decoder.decoding.prompts import Stretch
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

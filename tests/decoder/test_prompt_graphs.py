@@ -25,10 +25,10 @@ from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder
+from tpplan.decoder import math as layers
 from tpplan.decoder.cache import layer as layer_cache
-from tpplan.decoder.generation import prefill_graphs as prompt_graphs
-from tpplan.decoder.generation.prompts import NOBODY, Prompt
-from tpplan.decoder.layer import math as layers
+from tpplan.decoder.decoding import prefill_graphs as prompt_graphs
+from tpplan.decoder.decoding.prompts import NOBODY, Prompt
 from tpplan.decoder.layer import steps as plain
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights

@@ -16,10 +16,9 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache, Request
 from tpplan.decoder import Decoder, generate
-from tpplan.decoder.cache import passes
-from tpplan.decoder.generation.prompts import Prompt, cut, length_of
-from tpplan.decoder.layer import steps
-from tpplan.decoder.layer.math import attend
+from tpplan.decoder.decoding.prompts import Prompt, cut, length_of
+from tpplan.decoder.layer import passes, steps
+from tpplan.decoder.math import attend
 from tpplan.errors import RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights

@@ -8,11 +8,11 @@ import pytest
 import torch
 from attrs import evolve
 
-from tpplan.decoder.cache.attention import Group
 from tpplan.decoder.cache.layer import LayerCache
-from tpplan.decoder.cache.rings import Ring
 from tpplan.decoder.cache.store import Store
-from tpplan.decoder.generation.prompts import NOBODY, Extent
+from tpplan.decoder.decoding.prompts import NOBODY, Extent
+from tpplan.decoder.layer.attention import Group
+from tpplan.decoder.layer.attention import Ring
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -16,7 +16,7 @@ from tests.decoder_cases import model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder, decoder
-from tpplan.decoder.generation import prefill_graphs
+from tpplan.decoder.decoding import prefill_graphs
 from tpplan.decoder.layer.steps import Plain
 from tpplan.exec import TPContext
 from tpplan.exec import compile as compile_plan

@@ -13,7 +13,7 @@ from schemas import generate
 from tests.watching import Watching
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.backends.cpu import VirtualDevices
-from tpplan.exec.compiler import build
+from tpplan.exec.build import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable

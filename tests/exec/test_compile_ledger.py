@@ -18,7 +18,7 @@ from tpplan import exec as tpx
 from tpplan.core.axes import Axis
 from tpplan.core.workspace import pinned_bytes
 from tpplan.exec.backends.cpu import VirtualDevices
-from tpplan.exec.compiler import build
+from tpplan.exec.build import build
 from tpplan.exec.options import TRANSPORTS
 
 if TYPE_CHECKING:

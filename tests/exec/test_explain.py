@@ -22,7 +22,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.backends.cpu import Pending, VirtualDevices
 from tpplan.exec.backends.engine import Engine
-from tpplan.exec.compiler import build
+from tpplan.exec.build import build
 from tpplan.exec.explain import ALL, ASIDE, IN_GRAPH, Explanation, Way, called, cuts, explain, in_graphs
 from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs.lower import Limits

@@ -271,8 +271,9 @@ def test_a_compile_interrupted_anywhere(blocks: Blocks) -> None:
 
     use()
     assert blocks.all_freed()
-    names = "compiler", "context", "context_memory", "context_operations", "device", "host", "arena", "cpu", "guard"
-    files = [f"{CONTEXT}/{name}.py" for name in names]
+    names = "compiler build context context_memory context_operations guard memory/device memory/host memory/arena"
+    files = [f"{CONTEXT}/{name}.py" for name in (*names.split(), "backends/cpu")]
+    assert all(Path(file).is_file() for file in files)
     for counts, step in (
         ((lambda code: code is use.__code__ or code.co_filename in files), 1),
         (EVERYWHERE, 97),

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.contexts import UNEVEN
+from tpplan.exec import build
 from tpplan.exec import compile as compile_plan
-from tpplan.exec import compiler
 from tpplan.exec.machine import numa
 from tpplan.weights import staging
 
@@ -135,7 +135,7 @@ def test_host_memory_of_contexts_and_of_loading_is_near(monkeypatch: pytest.Monk
 
     seen: list[list[torch.device]] = []
     make, devices = torch.empty, [torch.device("cpu")] * 3
-    monkeypatch.setattr(compiler, "near", near)
+    monkeypatch.setattr(build, "near", near)
     monkeypatch.setattr(staging, "near", near)
     monkeypatch.setattr(torch, "empty", empty)
     compile_plan(UNEVEN, backend="cpu").close()

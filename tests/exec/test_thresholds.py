@@ -14,7 +14,7 @@ from tpplan.exec import Tuning
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.backends.engine import Virtual
-from tpplan.exec.compiler import build
+from tpplan.exec.build import build
 from tpplan.exec.programs import operation
 from tpplan.exec.programs.lower import Limits, Mode, Route, route
 from tpplan.exec.tools.selftest import run as selftest

@@ -12,7 +12,7 @@ import torch
 import tpplan
 from tpplan.errors import ExecutionError
 from tpplan.exec import Tuning, compiler
-from tpplan.exec.machine import probe_driver as link_driver
+from tpplan.exec.cuda import probe_driver as link_driver
 from tpplan.exec.machine import transports
 from tpplan.exec.machine.environment import serialised, unreachable
 from tpplan.exec.machine.link_report import Link, LinkReport, Mechanism, Verdict, routes

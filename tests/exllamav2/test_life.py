@@ -24,6 +24,7 @@ from tests.exllamav2.models import (
 )
 from tpplan.core import workspace
 from tpplan.errors import DeviceError, ExecutionError, RequestError
+from tpplan.exec import build as building
 from tpplan.exec import compiler
 from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.machine.transports import Choice
@@ -179,7 +180,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def on_host(plan: SplitPlan, _: Any, __: Any, **keys: Any) -> Any:
         return build(plan, [torch.device("cpu")] * 2, VirtualDevices, **keys)
 
-    build = compiler.build
+    build = building.build
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

@@ -20,7 +20,7 @@ from tests.exllamav2.models import (
     size_of,
     small_model,
 )
-from tpplan.exec import compiler
+from tpplan.exec import build
 from tpplan.exec.backends.adversary import Adversary
 from tpplan.exllamav2 import (
     BROADCAST_ID,
@@ -119,7 +119,7 @@ def test_layers_under_an_adversary(transport: str, seed: int) -> None:
     adverse = lambda memory: Adversary(memory, random)  # noqa: E731
     assert tp.context is not None
     tp.context.close()
-    tp.context = compiler.build(tp.plan, places, adverse, transport=transport, max_rows=40, dtype=HALF)
+    tp.context = build.build(tp.plan, places, adverse, transport=transport, max_rows=40, dtype=HALF)
     wholes = [noise(i, 5, 2048) for i in range(4)]
     results = [tp.allgather(1, parts_of(tp, whole, BROADCAST_ID), BROADCAST_ID, BROADCAST_RS) for whole in wholes]
     copies = [tp.broadcast(0, whole, BROADCAST_KV) for whole in wholes]

@@ -21,7 +21,7 @@ from tpplan.hardware import file as devices_file
 from tpplan.hardware import probe
 from tpplan.hardware.catalogue import MIB
 from tpplan.hardware.file import Link, LinkKind, LinkPath, PeerAccess
-from tpplan.hardware.probe import GpuProcess, nvidia, nvml, system_memory
+from tpplan.hardware.probe import GpuProcess, nvidia_gpus, nvml, system_memory
 from tpplan.hardware.probe.system_memory import SystemMemory
 from tpplan.hardware.spec import parse_devices
 
@@ -250,7 +250,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_package_beside_a_driver_is_an_error_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where NVIDIA's driver runs, the missing package is the one thing that the error is about."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(nvidia, "DRIVER", tmp_path)
+    monkeypatch.setattr(nvidia_gpus, "DRIVER", tmp_path)
     with pytest.raises(
         DeviceError, match="NVIDIA's driver is here, but the Python package nvidia-ml-py is not"
     ) as raised:

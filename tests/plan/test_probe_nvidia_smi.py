@@ -13,7 +13,7 @@ from tpplan.core.missing import install_command
 from tpplan.errors import DeviceError
 from tpplan.hardware import probe
 from tpplan.hardware.catalogue import MIB
-from tpplan.hardware.probe import GpuProcess, nvidia, nvidia_smi
+from tpplan.hardware.probe import GpuProcess, nvidia, nvidia_gpus, nvidia_smi
 from tpplan.hardware.probe.report import NoDriverError
 from tpplan.hardware.probe.system_memory import SystemMemory
 
@@ -173,6 +173,6 @@ def test_a_program_that_shows_nothing(alone: Path, monkeypatch: pytest.MonkeyPat
         probe.probe()
     with pytest.raises(NoDriverError):
         nvidia.probe({}, NOBODY)
-    monkeypatch.setattr(nvidia, "DRIVER", alone)
+    monkeypatch.setattr(nvidia_gpus, "DRIVER", alone)
     with pytest.raises(DeviceError, match=f"^NVIDIA's driver is here, .*; NVIDIA: .*{words}"):
         probe.probe()

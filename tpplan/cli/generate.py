@@ -45,8 +45,8 @@ def generate(
         backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
         json: print one JSON document.
     """
+    from tpplan.decoder.decoding.sampling import Sampling  # noqa: PLC0415
     from tpplan.decoder.generation.arguments import Order, checked  # noqa: PLC0415
-    from tpplan.decoder.generation.sampling import Sampling  # noqa: PLC0415
     from tpplan.files.codec import unstructure  # noqa: PLC0415 (not every command has a document)
     from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
 

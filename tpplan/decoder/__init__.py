@@ -16,15 +16,15 @@ from tpplan.core.missing import needing
 
 if TYPE_CHECKING:
     from tpplan.decoder.decoder import Decoder
+    from tpplan.decoder.decoding.prompts import Prompt
+    from tpplan.decoder.decoding.sampling import Sampling
     from tpplan.decoder.generation.generate import generate
-    from tpplan.decoder.generation.prompts import Prompt
-    from tpplan.decoder.generation.sampling import Sampling
     from tpplan.decoder.generation.warmup import prepare
 
 _MODULE_OF = {
     "Decoder": "decoder",
-    "Prompt": "generation.prompts",
-    "Sampling": "generation.sampling",
+    "Prompt": "decoding.prompts",
+    "Sampling": "decoding.sampling",
     "generate": "generation.generate",
     "prepare": "generation.warmup",
 }

@@ -13,15 +13,15 @@ from torch.nn import functional
 
 from tpplan.core.axes import Axis
 from tpplan.core.workspace import areas
-from tpplan.decoder.cache.attention import Group
 from tpplan.decoder.cache.heads import heads_of
-from tpplan.decoder.cache.passes import Decode, Prefill
 from tpplan.decoder.cache.store import Where
+from tpplan.decoder.decoding.agree import agreed, room_for
+from tpplan.decoder.decoding.prefill_graphs import graphs_of
+from tpplan.decoder.decoding.prompts import Extent, Prompt, check, check_step, cut, facts_of, length_of, numbers_of
+from tpplan.decoder.decoding.steps import Steps
 from tpplan.decoder.fast.fused import codes_of, steps_on
-from tpplan.decoder.generation.agree import agreed, room_for
-from tpplan.decoder.generation.prefill_graphs import graphs_of
-from tpplan.decoder.generation.prompts import Extent, Prompt, check, check_step, cut, facts_of, length_of, numbers_of
-from tpplan.decoder.generation.steps import Steps
+from tpplan.decoder.layer.attention import Group
+from tpplan.decoder.layer.passes import Decode, Prefill
 from tpplan.decoder.layer.stack import Stack
 from tpplan.decoder.settings import facts_of as settings_facts
 from tpplan.decoder.settings import settings_of
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.core.model import ModelSpec
-    from tpplan.decoder.generation.prompts import Stretch
+    from tpplan.decoder.decoding.prompts import Stretch
     from tpplan.decoder.layer.ropes import Angles
     from tpplan.decoder.settings import Settings
     from tpplan.exec.context import TPContext
@@ -87,7 +87,7 @@ class Decoder:
             weights: weights of the model, from :func:`tpplan.weights.load_weights`.
             cache: kind of cache; the plan's if not given. ``fp32``, which no plan has, is lossless.
             graphs: whether to capture passes of prompts as graphs where possible, see
-                :func:`tpplan.decoder.generation.prefill_graphs.is_fixed`; by default on CUDA devices.
+                :func:`tpplan.decoder.decoding.prefill_graphs.is_fixed`; by default on CUDA devices.
             kernels: whether to use the fused kernels of :mod:`tpplan.decoder.fast.fused` where they apply, instead of
                 torch.
             turns: whether the halves of large captured passes take turns, so that the all-reduce of one overlaps the
@@ -244,7 +244,7 @@ class Decoder:
             The logits of the token after each prompt, ``[B, V]``, on each device for its part of the vocabulary.
 
         Raises:
-            RequestError: see :func:`tpplan.decoder.generation.prompts.check`.
+            RequestError: see :func:`tpplan.decoder.decoding.prompts.check`.
         """
         agree(self.context, "the prompts", lambda: check(prompts, self.context.plan), lambda _: facts_of(prompts))
         ends: list[list[Tensor]] = [[] for _ in self.context.devices]
@@ -263,7 +263,7 @@ class Decoder:
 
         Args:
             numbers: on each device, for each row its token and its
-                :func:`tpplan.decoder.generation.prompts.numbers_of`.
+                :func:`tpplan.decoder.decoding.prompts.numbers_of`.
             stretches: stretches of all rows; left out if the pass must not depend on them, and may end with padding.
         """
         xs = self._embed([one[:, 0] for one in numbers])
@@ -305,7 +305,7 @@ class Decoder:
             The logits of the next tokens, ``[B, V]``; see :meth:`read`.
 
         Raises:
-            RequestError: see :func:`tpplan.decoder.generation.prompts.check_step`.
+            RequestError: see :func:`tpplan.decoder.decoding.prompts.check_step`.
         """
         check_step(tokens, positions, len(self.context.devices), self.context.plan)
         return self._logits(self.stack.run(self._embed(tokens), self._decode(positions, span or self.length)))

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from tpplan.exec.aside import Aside
     from tpplan.exec.compiler import compile  # noqa: A004
     from tpplan.exec.context import TPContext
+    from tpplan.exec.group.process_group import process_group
     from tpplan.exec.handles import Gathered
     from tpplan.exec.memory.device import DeviceContext
-    from tpplan.exec.processes.group import process_group
     from tpplan.exec.programs.program import HOST
     from tpplan.exec.rope.tables import Rope
     from tpplan.exec.tuning import Tuning
@@ -36,7 +36,7 @@ _MODULE_OF = {
     "TPContext": "context",
     "Tuning": "tuning",
     "compile": "compiler",
-    "process_group": "processes.group",
+    "process_group": "group.process_group",
 }
 
 __all__ = ["HOST", "Aside", "DeviceContext", "Gathered", "Rope", "TPContext", "Tuning", "compile", "process_group"]

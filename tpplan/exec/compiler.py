@@ -4,61 +4,33 @@ from __future__ import annotations
 
 from functools import partial
 from os import PathLike
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve
 
 from tpplan.core.model import ModelSpec
 from tpplan.core.plan import SplitPlan
-from tpplan.core.workspace import FLAG_BYTES, FRAME_SLOT_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.backends.cpu import VirtualDevices
-from tpplan.exec.backends.engine import Engine
-from tpplan.exec.calls.operands import ADDABLE
+from tpplan.exec.build import build, mismatches
 from tpplan.exec.checks import seconds
-from tpplan.exec.context import TPContext
-from tpplan.exec.cuda.blocks import SLOT_BLOCKS, most_blocks
-from tpplan.exec.guard import run_all
-from tpplan.exec.machine.look import differences, listed, look_at, places_for, uncounted
-from tpplan.exec.machine.numa import near
+from tpplan.exec.cuda.tuning_cache import stored
+from tpplan.exec.machine.look import differences, listed, look_at, places_for
 from tpplan.exec.machine.transports import Choice, choose
-from tpplan.exec.machine.tuning_cache import stored
-from tpplan.exec.memory.binding import Memory
-from tpplan.exec.memory.device import DeviceContext
-from tpplan.exec.memory.host import HostMemory
 from tpplan.exec.options import BACKENDS, TRANSPORTS_OR_AUTO, check_choice
-from tpplan.exec.programs.lower import SPARED_BYTES, Limits
-from tpplan.exec.programs.program import HOST, SLOTS
-from tpplan.exec.protocol.slots import capacity
-from tpplan.exec.tensors import name_of
-from tpplan.exec.tuning import Tuning, default
-from tpplan.models.reader import read_model
+from tpplan.exec.tuning import Tuning
 from tpplan.planfile.verify import verify
-from tpplan.planner.recount import differences as recounted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import timedelta
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
 
-    from tpplan.exec.backends.engine import Backend
+    from tpplan.exec.context import TPContext
     from tpplan.exec.machine.look import Found
-    from tpplan.exec.processes.meeting import Meeting
-    from tpplan.exec.programs.program import Queue
 
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-_Resource = TypeVar("_Resource", bound=_Closable)
-
-#: The control area and the exchange buffer of devices.
-Areas = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 #: The default transport of virtual devices: it makes the fewest copies.
 _PLAINEST = "events"
@@ -193,104 +165,6 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     )
 
 
-def build(
-    plan: SplitPlan,
-    places: Sequence[torch.device],
-    start: Callable[[Memory], Backend],
-    *,
-    transport: str,
-    max_rows: int,
-    dtype: torch.dtype,
-    straight: bool = True,
-    waits: bool = True,
-    tuning: Tuning | None = None,
-    notes: Sequence[str] = (),
-    scratch: bool = True,
-    others: Mapping[int, int] = MappingProxyType({}),
-    share: Callable[[Areas], Areas] = lambda _: {},
-    meeting: Meeting | None = None,
-) -> TPContext:
-    """Allocate a context on devices that are already checked.
-
-    Args:
-        plan: a verified plan.
-        places: a torch device for each device of the plan; ``meta`` for those of other processes.
-        start: creates the backend over the context's memory.
-        transport: ``peer``, ``host`` or ``events``.
-        max_rows: maximum rows of an operand.
-        dtype: dtype of the activations.
-        straight: whether the backend can write directly into the tensors of other devices.
-        waits: whether kernels on different devices may wait for each other.
-        tuning: thresholds; the built-in ones if not given.
-        notes: notes for the user on how the transport and thresholds were chosen.
-        scratch: whether to allocate the plan's scratch.
-        others: multiprocessors of each device of another process to whose memory kernels write.
-        share: called with the control area and the exchange buffer of each device of this process, returns those of
-            the others.
-        meeting: the processes that the devices belong to, if there are several.
-
-    Raises:
-        ExecutionError: there is not enough memory.
-    """
-    sizes = areas(plan.splits, plan.model.dtype, plan.request)
-    if not scratch:
-        sizes = tuple(evolve(size, scratch_bytes=0) for size in sizes)
-    used = [i for i, area in enumerate(sizes) if area.total_bytes]
-    made: list[_Closable] = []
-    try:
-        own = [i for i in used if places[i].type != "meta"]
-        devices = [_noted(made, DeviceContext(i, plan.devices[i].name, places[i], sizes[i])) for i in own]
-        pinned = pinned_bytes(plan.splits, plan.model.dtype, plan.request)
-        if transport != "host" or not waits:  # no kernel exchanges anything through the host's memory
-            pinned = evolve(pinned, queues=0)
-        on_gpus = any(place.type == "cuda" for place in places)
-        with near([device.device for device in devices]):
-            host = _noted(made, HostMemory(pinned, used, lock_pages=on_gpus))
-        peer_slot = slot_bytes(len(used))
-        largest_message = (HOST_SLOT_BYTES if transport == "host" else peer_slot) if waits else 0
-        if on_gpus and largest_message:
-            blocks = most_blocks([places[i] for i in used if i not in others], SLOT_BLOCKS, others.values())
-            largest_message = capacity(2 * largest_message, blocks)
-        shared = {device.index: (device.control, device.exchange) for device in devices}
-        shared |= share(shared)
-        exchanges = {index: exchange for index, (_, exchange) in shared.items()}
-
-        def slots(queue: Queue) -> torch.Tensor:
-            if queue.place == HOST:
-                return host.slots(queue)
-            senders = [index for index in used if index != queue.place]
-            area = shared[queue.place][0][FLAG_BYTES:]
-            size = 2 * SLOTS * peer_slot  # flags travel inside the data
-            first = senders.index(queue.sender) * size
-            return area[first : first + size].view(SLOTS, -1)
-
-        flags = {**{index: control[:FLAG_BYTES] for index, (control, _) in shared.items()}, HOST: host.flags}
-        limits = Limits(
-            slot_bytes=largest_message,
-            stage_bytes=pinned.chunk_bytes,
-            exchange_bytes=len(devices[0].exchange),
-            straight=straight,
-            frame_bytes=FRAME_SLOT_BYTES if transport == "host" and waits else 0,
-            streams=on_gpus,
-            spared_bytes=SPARED_BYTES,
-            tuning=tuning or default(len(used)),
-            mirror_bytes=len(devices[0].exchange) if others else 0,
-        )
-        backend = _noted(made, start(Memory(exchanges, host.rings, slots, flags)))
-        engine = Engine(backend, transport, limits, notes)
-        everywhere = {i: places[i] for i in used}
-        return TPContext(plan, everywhere, devices, host, engine, max_rows=max_rows, dtype=dtype, meeting=meeting)
-    except BaseException:  # of an interrupt too, whose traceback may keep the memory for long
-        run_all([each.close for each in reversed(made)])
-        raise
-
-
-def _noted(made: list[_Closable], resource: _Resource) -> _Resource:
-    """Note a resource, to close it if an exception follows, and return it."""
-    made.append(resource)
-    return resource
-
-
 def _check_arguments(
     plan: SplitPlan, backend: str, transport: str, others: Mapping[str, object], timeout: object
 ) -> None:
@@ -326,26 +200,6 @@ def _has_several(group: ProcessGroup) -> bool:
     Raises:
         ExecutionError: this process is not in it.
     """
-    from tpplan.exec.processes.meeting import Meeting  # noqa: PLC0415 (not for every plan)
+    from tpplan.exec.group.meeting import Meeting  # noqa: PLC0415 (not for every plan)
 
     return Meeting(group).count > 1
-
-
-def mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: int, dtype: torch.dtype) -> list[str]:
-    """Return a message for each argument that does not fit the plan, and for what the plan counts wrongly.
-
-    Without a model, only the workspace can be counted again.
-    """
-    if model is None:
-        problems = uncounted(plan)
-    else:
-        problems = recounted(plan, model if isinstance(model, ModelSpec) else read_model(model))
-    if type(max_rows) is not int or not 1 <= max_rows <= plan.request.max_rows:
-        most = plan.request.max_rows
-        problems.append(f"max_rows: the plan has room for 1 to {most}, {max_rows!r:.40} were asked for")
-    planned: torch.dtype = getattr(torch, plan.model.dtype)
-    fitting = [each for each in ADDABLE if each.itemsize <= planned.itemsize]
-    if dtype not in fitting:
-        names = " or ".join(map(name_of, fitting))
-        problems.append(f"dtype: the plan has room for {names}, {name_of(dtype)} was asked for")
-    return problems

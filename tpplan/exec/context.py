@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from tpplan.exec.checks import whole
 from tpplan.exec.context_operations import ContextOperations
 from tpplan.exec.explain import explain
+from tpplan.exec.group.telling import Alone
 from tpplan.exec.guard import run_all
-from tpplan.exec.processes.telling import Alone
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from tpplan.core.axes import Axis
     from tpplan.core.plan import SplitPlan
     from tpplan.exec.backends.engine import Engine
+    from tpplan.exec.group.meeting import Meeting
     from tpplan.exec.memory.device import DeviceContext
     from tpplan.exec.memory.host import HostMemory
-    from tpplan.exec.processes.meeting import Meeting
 
 
 class ContextOperations(ContextMemory):

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Final
 from zlib import crc32
 
 from tpplan.errors import ExecutionError, ModelError
-from tpplan.exec.processes.members import differing
+from tpplan.exec.group.members import differing
 from tpplan.models.families import tolerated
 
 if TYPE_CHECKING:

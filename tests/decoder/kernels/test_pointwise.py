@@ -18,7 +18,7 @@ from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder, Prompt
 from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
-from tpplan.decoder.layer.math import angles, rms_norm, rotate
+from tpplan.decoder.math import angles, rms_norm, rotate
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.toolchain import kernel_cache
 from tpplan.weights import load_weights

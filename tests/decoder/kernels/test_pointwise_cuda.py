@@ -9,7 +9,7 @@ from tests.gate_cases import rounded_gate
 from tpplan.decoder.cache.store import Store
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.pointwise import GATES, Places, Pointwise
-from tpplan.decoder.layer.math import angles, rms_norm, rotate, side_by_side
+from tpplan.decoder.math import angles, rms_norm, rotate, side_by_side
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5

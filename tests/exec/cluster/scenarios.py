@@ -26,9 +26,9 @@ from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec import HOST, TPContext
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.compiler import build
+from tpplan.exec.build import build
+from tpplan.exec.group.transport import GroupCarrier
 from tpplan.exec.processes import compiler
-from tpplan.exec.processes.transport import GroupCarrier
 
 if TYPE_CHECKING:
     from collections.abc import Callable

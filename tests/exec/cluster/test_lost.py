@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from tpplan.exec.processes import lost
-from tpplan.exec.processes.lost import Causes, Report, first_cause, reason_of
+from tpplan.exec.group import lost
+from tpplan.exec.group.lost import Causes, Report, first_cause, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.exec.cluster.threads import shares
-from tpplan.exec.processes.members import Claim, Gpu, disagreements, owners, share
+from tpplan.exec.group.members import Claim, Gpu, disagreements, owners, share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,8 +12,9 @@ from torch import distributed
 
 from tests.contexts import UNEVEN
 from tpplan.errors import ExecutionError
+from tpplan.exec.group.transport import GroupCarrier, Parcel
 from tpplan.exec.machine.look import places_for
-from tpplan.exec.processes.transport import GroupCarrier, Parcel, backends_of
+from tpplan.exec.toolchain.torch_shims import backends_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

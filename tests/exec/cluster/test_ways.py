@@ -12,10 +12,10 @@ import torch
 
 from tests.exec.cluster.threads import ThreadMeeting
 from tpplan.errors import ExecutionError
-from tpplan.exec.machine import tuning_cache
+from tpplan.exec.cuda import tuning_cache
+from tpplan.exec.group.members import Claim, Gpu
 from tpplan.exec.machine.transports import Choice
 from tpplan.exec.processes import process_transport
-from tpplan.exec.processes.members import Claim, Gpu
 from tpplan.exec.processes.process_transport import Way, way_between
 from tpplan.exec.tuning import Tuning
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from tests.contexts import CPU
 from tests.exec.reference import same
 from tpplan.core.axes import Axis
-from tpplan.exec import HOST, compiler
+from tpplan.exec import HOST, build
+from tpplan.exec.group.telling import Telling
 from tpplan.exec.processes.distributed import Processes
-from tpplan.exec.processes.telling import Telling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
-    from tpplan.exec.processes.transport import Parcel
+    from tpplan.exec.group.transport import Parcel
 
 _T = TypeVar("_T")
 
@@ -249,7 +249,7 @@ class Together:
     def _build(self, plan: SplitPlan, owners: Mapping[int, int], process: int) -> TPContext:
         meeting: Any = self.meetings[process]
         places = [CPU if owners.get(i) == process else _META for i in range(len(plan.devices))]
-        return compiler.build(
+        return build.build(
             plan,
             places,
             lambda memory: Processes(memory, owners, process, self.carriers[process], []),

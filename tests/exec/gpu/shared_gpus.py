@@ -18,7 +18,7 @@ from cuda.bindings import runtime
 
 from benchmarks.soak import plan_for
 from benchmarks.stress import Stress
-from tpplan.exec.compiler import build
+from tpplan.exec.build import build
 from tpplan.exec.cuda.backend import CudaDevices
 from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.tools.selftest import run

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 
 from tests.exec.links.cases import BROKEN, COPY, FLAG, LOAD, STORE, UNTESTED, WORKS, not_working, own_cache, report_of  # noqa: F401 (for every test here)
+from tpplan.exec.cuda import probe_driver as link_driver
 from tpplan.exec.machine import gpu_cache, link_cache
 from tpplan.exec.machine import probe as link_probe
 from tpplan.exec.machine import probe_child as link_child
-from tpplan.exec.machine import probe_driver as link_driver
 from tpplan.exec.machine.link_report import Link, LinkReport, Mechanism, routes
 from tpplan.exec.machine.links import link_report, refute
 from tpplan.exec.machine.probe import probe

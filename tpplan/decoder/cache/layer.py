@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.decoder.layer.math import AT_ONCE, side_by_side, together
+from tpplan.decoder.math import AT_ONCE, side_by_side, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable

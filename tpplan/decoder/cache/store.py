@@ -9,7 +9,7 @@ from attrs import Factory, field, frozen
 from torch import Tensor
 
 from tpplan.core.plan import CACHE_KINDS
-from tpplan.decoder.layer.math import hiding, some_of
+from tpplan.decoder.math import hiding, some_of
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Where:
 
     @property
     def mask(self) -> Tensor:
-        """Attention mask of the places in use, ``[B, 1, 1, T]``; see :func:`tpplan.decoder.layer.math.attend`."""
+        """Attention mask of the places in use, ``[B, 1, 1, T]``; see :func:`tpplan.decoder.math.attend`."""
         if not self._masks:
             seen = torch.arange(self.span, device=self.positions.device) <= self.positions[:, None]
             self._masks.append(hiding(seen[:, None, None], self._dtype))

@@ -22,8 +22,8 @@ from tpplan.decoder.fast.launches.packed import Packed
 from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
 from tpplan.decoder.fast.launches.skinny import Skinny
 from tpplan.decoder.fast.launches.wide import Wide
-from tpplan.decoder.layer.math import some_of, together
 from tpplan.decoder.layer.steps import Plain
+from tpplan.decoder.math import some_of, together
 from tpplan.decoder.weights.products import AT_ONCE
 from tpplan.decoder.weights.quantised import ordered
 from tpplan.exec.toolchain import kernel_cache
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.cache.heads import Heads
     from tpplan.decoder.cache.store import Where
-    from tpplan.decoder.layer.math import Scoring
     from tpplan.decoder.layer.row_kernels import FewRows, JointRows
     from tpplan.decoder.layer.steps import Turn
+    from tpplan.decoder.math import Scoring
     from tpplan.decoder.settings import Settings
     from tpplan.decoder.weights.device import Held
     from tpplan.decoder.weights.quantised import Matrix, Quantised

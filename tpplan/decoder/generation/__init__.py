@@ -1,1 +1,1 @@
-"""From prompts to tokens: prefill and decode step by step, their graphs, sampling, and ``tpplan generate``."""
+"""Text from prompts: generation, warm-up before it, and ``tpplan generate``."""

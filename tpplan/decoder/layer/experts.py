@@ -16,7 +16,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from tpplan.decoder.layer.math import AT_ONCE, together
+from tpplan.decoder.math import AT_ONCE, together
 from tpplan.decoder.weights.products import Making, linear, linear_of_all, sum_of_all
 from tpplan.decoder.weights.stacked import Stacked
 

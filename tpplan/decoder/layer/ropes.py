@@ -12,7 +12,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from tpplan.decoder.layer.math import angles
+from tpplan.decoder.math import angles
 from tpplan.exec.rope.config import read_growth
 from tpplan.exec.rope.families import GPTJ
 from tpplan.exec.rope.tables import Rope
@@ -61,7 +61,7 @@ class Angles:
     """By how much the heads of rows are turned.
 
     Attributes:
-        by_kind: angles for each kind of RoPE that a layer has, see :func:`tpplan.decoder.layer.math.angles`.
+        by_kind: angles for each kind of RoPE that a layer has, see :func:`tpplan.decoder.math.angles`.
         growth: factors of the rows' queries, ``[R, 1, 1]``; None if all are 1.
     """
 

@@ -14,10 +14,10 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.cache.heads import found_by
-from tpplan.decoder.generation.greedy import best_of
+from tpplan.decoder.decoding.greedy import best_of
 from tpplan.decoder.layer import experts
 from tpplan.decoder.layer.gates import gated
-from tpplan.decoder.layer.math import attend, rms_norm, rotate
+from tpplan.decoder.math import attend, rms_norm, rotate
 from tpplan.decoder.weights.products import AT_ONCE, Making, add_linear, by_torch, linear
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.cache.heads import Heads
     from tpplan.decoder.cache.store import Where
-    from tpplan.decoder.layer.math import Scoring
     from tpplan.decoder.layer.row_kernels import FewRows
+    from tpplan.decoder.math import Scoring
     from tpplan.decoder.weights.device import Held
     from tpplan.decoder.weights.quantised import Matrix, Quantised
     from tpplan.decoder.weights.stacked import Projection
@@ -38,10 +38,10 @@ class Turn:
     """The norms and rotation applied to queries and keys before attention.
 
     Attributes:
-        angles: RoPE angles of the rows, from :func:`tpplan.decoder.layer.math.angles`.
+        angles: RoPE angles of the rows, from :func:`tpplan.decoder.math.angles`.
         norms: weights of the norms applied to query and key heads; empty if there are none.
         are_neighbours: whether neighbouring elements are rotated together, see
-            :func:`tpplan.decoder.layer.math.rotate`.
+            :func:`tpplan.decoder.math.rotate`.
         norms_last: whether the norms are applied after the rotation.
     """
 
@@ -76,7 +76,7 @@ class Plain:
         self._activation = activation
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the RMS norm of rows; see :func:`tpplan.decoder.layer.math.rms_norm`."""
+        """Return the RMS norm of rows; see :func:`tpplan.decoder.math.rms_norm`."""
         return rms_norm(x_RD, weight, self._eps, self._offset, out)
 
     def add_norm(self, to_RD: Tensor, x_RD: Tensor, weight: Tensor) -> None:
@@ -271,5 +271,5 @@ class Plain:
         return heads.cache.in_pieces(len(where.places), 0, where.span, find)
 
     def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
-        """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.generation.greedy.best_of`."""
+        """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.decoding.greedy.best_of`."""
         return best_of(logits_BV, start, place, places)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec.machine.link_cache import Pair
 
-TORCH = "tpplan.exec.machine.probe_driver:TorchDriver"
+TORCH = "tpplan.exec.cuda.probe_driver:TorchDriver"
 
 _LOG = logging.getLogger(__name__)
 

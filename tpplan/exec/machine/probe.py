@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+import torch
 
 from tpplan.exec.machine.link_report import Link, Mechanism, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from tpplan.exec.machine.link_report import Route
 
@@ -236,3 +238,24 @@ def _difference(got: bytes, sent: memoryview, poison: memoryview, part: slice) -
 
 def _link(route: Route, fault: _Fault | None) -> Link:
     return Link(*route, *(fault or (Verdict.WORKS, "every byte arrived")))
+
+
+#: The kernels of :mod:`tpplan.exec.cuda.probe_kernels`: a sum of one is a copy.
+COPIER, EXCHANGER = "sum_f32", "slot_move"
+
+
+class Started(NamedTuple):
+    """Moves that were started.
+
+    Attributes:
+        streams: for each move, the stream behind which its target is complete.
+        finish: checks that no move has failed, once these streams are done; keeps alive what the moves need.
+    """
+
+    streams: Sequence[torch.cuda.Stream]
+    finish: Callable[[], None]
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return another stream of a GPU; its device is typed, which torch's own class does not."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

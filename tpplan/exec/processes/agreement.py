@@ -7,8 +7,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, TypeVar
 
 from tpplan.errors import ExecutionError, TpplanError
+from tpplan.exec.group.members import differing, listed_processes, said_of
 from tpplan.exec.machine.look import listed
-from tpplan.exec.processes.members import differing, listed_processes, said_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,10 +10,10 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec.backends.cpu import Pending, add
 from tpplan.exec.backends.engine import Virtual
+from tpplan.exec.group.lost import PeerError, reason_of
+from tpplan.exec.group.transport import Parcel
 from tpplan.exec.memory.binding import no_memory, resolve
-from tpplan.exec.processes.lost import PeerError, reason_of
 from tpplan.exec.processes.rounds import rounds
-from tpplan.exec.processes.transport import Parcel
 from tpplan.exec.tensors import name_of
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.backends.cpu import Place
+    from tpplan.exec.group.transport import Carrier
     from tpplan.exec.memory.binding import Memory
     from tpplan.exec.processes.rounds import Round
-    from tpplan.exec.processes.transport import Carrier
     from tpplan.exec.programs.program import Buffer, Program
 
 #: Maximum number of cached programs.

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from attrs import asdict, evolve, field, frozen
 
+from tpplan.exec.group.members import said_of
 from tpplan.exec.machine.transports import choose
-from tpplan.exec.processes.members import said_of
 from tpplan.exec.tuning import Tuning, default
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tpplan.exec.processes.meeting import Meeting
-    from tpplan.exec.processes.members import Claim, Gpu
+    from tpplan.exec.group.meeting import Meeting
+    from tpplan.exec.group.members import Claim, Gpu
 
 #: Thresholds by which every process takes the same route, whether or not it captures a graph.
 _SAME = {"copies_fans_bytes": 0, "copies_exchanges_bytes": 0}
@@ -93,7 +93,7 @@ def way_between(meeting: Meeting, claims: Sequence[Claim], transport: str, tunin
 
 def _thresholds(gpus: Sequence[Gpu]) -> tuple[Tuning, str]:
     """Return the thresholds for some GPUs, and where they come from, in words."""
-    from tpplan.exec.machine.tuning_cache import stored  # noqa: PLC0415 (needs CUDA)
+    from tpplan.exec.cuda.tuning_cache import stored  # noqa: PLC0415 (needs CUDA)
 
     devices = len(gpus)
     try:

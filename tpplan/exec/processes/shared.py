@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tpplan.exec.compiler import Areas
+    from tpplan.exec.build import Areas
+    from tpplan.exec.group.meeting import Meeting
     from tpplan.exec.processes.host_page import Page
     from tpplan.exec.processes.ipc import Handle, Opened
-    from tpplan.exec.processes.meeting import Meeting
 
     #: Handles of a device's control area and exchange buffer.
     Handles = tuple[Handle, Handle]

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed
 from torch._C._dynamo.guards import TensorGuards
 from torch.nn.attention import SDPBackend
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch.distributed import ProcessGroup
+
 
 #: At most one in this many of a device's multiprocessors is left free.
 _SHARE = 16
@@ -154,7 +156,7 @@ def flash_attention(
         v: values of all tokens.
         scale: scale of the scores.
         window: tokens that a query sees, itself included; 0 for all.
-        sinks: score of each head's sink, see :class:`tpplan.decoder.layer.math.Scoring`.
+        sinks: score of each head's sink, see :class:`tpplan.decoder.math.Scoring`.
     """
     most = q.shape[2], k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -183,7 +185,7 @@ def flash_attention_of_several(
         most: maximum queries and maximum keys of a text.
         scale: scale of the scores.
         window: tokens that a query sees, itself included; 0 for all.
-        sinks: score of each head's sink, see :class:`tpplan.decoder.layer.math.Scoring`.
+        sinks: score of each head's sink, see :class:`tpplan.decoder.math.Scoring`.
     """
     longest, length = max(2, most[0]), most[1]  # if 1, the kernel assumes that every text has one query
     return _flash(q, k, v, where, (longest, length), scale=scale, window=window, sinks=sinks)
@@ -236,3 +238,9 @@ def timeout_of(group: ProcessGroup, place: torch.device) -> float | None:
     options = getattr(group._get_backend(place), "options", None)  # noqa: SLF001
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return None if timeout is None else timeout.total_seconds()
+
+
+def backends_of(group: ProcessGroup) -> dict[str, str]:
+    """Return the name of a group's backend for each kind of device, such as ``nccl`` for ``cuda``."""
+    config = distributed.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    return dict(entry.split(":", 1) for entry in config.split(","))

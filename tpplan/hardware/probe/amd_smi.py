@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.errors import DeviceError
 from tpplan.hardware.file import LinkKind
-from tpplan.hardware.probe import amd, program
+from tpplan.hardware.probe import amd_gpus, program
 from tpplan.hardware.probe.report import DeviceReport, GpuProcess
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ _KINDS = {"XGMI": LinkKind.XGMI, "PCIE": LinkKind.PCIE}
 
 
 def ask(path: str) -> dict[str, str]:
-    """Return what ``amd-smi`` at a path answers to each of its commands; see :func:`tpplan.hardware.probe.amd.run`."""
+    """Return what ``amd-smi`` at a path answers to each command; see :func:`tpplan.hardware.probe.amd_gpus.run`."""
     until = program.deadline()
     answers = {}
     for arguments, needed in QUESTIONS.items():
         try:
-            answers[arguments[0]] = amd.run(path, NAME, (*arguments, "--json"), until)
+            answers[arguments[0]] = amd_gpus.run(path, NAME, (*arguments, "--json"), until)
         except DeviceError:
             if needed:
                 raise
@@ -53,7 +53,7 @@ def read(
     Args:
         answers: its standard output by command: ``static`` and ``metric``, and if there are any ``list``, ``topology``
             and ``process``.
-        environ: see :func:`tpplan.hardware.probe.amd.report`.
+        environ: see :func:`tpplan.hardware.probe.amd_gpus.report`.
         own_pid: left out of the processes.
         system: memory of the machine, where it is known.
 
@@ -78,7 +78,7 @@ def read(
         for link in _objects(_inner(commands, "topology").get("links"))
         if isinstance(link.get("gpu"), int) and link.get("link_type") in _KINDS
     }
-    return amd.report(
+    return amd_gpus.report(
         cards,
         NAME,
         environ,
@@ -91,7 +91,7 @@ def read(
 
 def _entries(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number of each GPU in an answer, and what is told of it."""
-    data = amd.parse(text, NAME)
+    data = amd_gpus.parse(text, NAME)
     data = data.get("gpu_data") if isinstance(data, dict) else data  # since ROCm 7 the list is inside an object
     if not isinstance(data, list):
         raise DeviceError(f"{NAME} wrote JSON that is no list of GPUs", f"see what {NAME} itself says")
@@ -100,7 +100,7 @@ def _entries(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, entry
 
 
-def _card(number: int, commands: dict[str, Any]) -> amd.Card:
+def _card(number: int, commands: dict[str, Any]) -> amd_gpus.Card:
     """Return what the answers tell of a card."""
     asic, memory = _inner(commands, "static", "asic"), _inner(commands, "metric", "mem_usage")
     kernel = _inner(commands, "list")
@@ -111,7 +111,7 @@ def _card(number: int, commands: dict[str, Any]) -> amd.Card:
     name = _text(asic, "market_name")
     target = _text(asic, "target_graphics_version")
     node = kernel.get("node_id")
-    return amd.Card(
+    return amd_gpus.Card(
         key=f"GPU {number}",
         number=number,
         node=node if isinstance(node, int) else number,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tpplan.hardware.probe import nvidia, program
-from tpplan.hardware.probe.nvidia import Unit
+from tpplan.hardware.probe import nvidia_gpus, program
+from tpplan.hardware.probe.nvidia_gpus import Unit
 from tpplan.hardware.probe.report import DeviceReport, GpuProcess, NoDriverError, SeenGpu, seen
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def ask(path: str) -> dict[str, str]:
 def read(
     answers: Mapping[str, str], environ: Mapping[str, str], own_pid: int, system: SystemMemory | None = None
 ) -> DeviceReport:
-    """Return what ``nvidia-smi`` told of the GPUs that CUDA shows; see :func:`tpplan.hardware.probe.nvidia.report`.
+    """Return what ``nvidia-smi`` told of GPUs that CUDA shows; see :func:`tpplan.hardware.probe.nvidia_gpus.report`.
 
     Args:
         answers: what :func:`ask` returns.
@@ -59,11 +59,11 @@ def read(
         DeviceError: no GPU is left.
         NoDriverError: there is no GPU.
     """
-    return nvidia.report(_Text(answers), environ, own_pid, system)
+    return nvidia_gpus.report(_Text(answers), environ, own_pid, system)
 
 
 class _Text:
-    """What ``nvidia-smi`` wrote, as a :class:`~tpplan.hardware.probe.nvidia.Source`; a handle is a GPU's row."""
+    """What ``nvidia-smi`` wrote, as a :class:`~tpplan.hardware.probe.nvidia_gpus.Source`; a handle is a GPU's row."""
 
     called = NAME
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from tpplan.core.missing import install_command
 from tpplan.errors import DeviceError
 from tpplan.hardware.file import Link, LinkKind, LinkPath, PeerAccess
-from tpplan.hardware.probe import nvidia
-from tpplan.hardware.probe.nvidia import Unit
+from tpplan.hardware.probe import nvidia_gpus
+from tpplan.hardware.probe.nvidia_gpus import Unit
 from tpplan.hardware.probe.report import DeviceReport, GpuProcess, NoDriverError, SeenGpu, seen
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def start() -> Any:
         import pynvml  # noqa: PLC0415 - an extra
     except ImportError as error:
         hint = f"to ask NVIDIA's driver: {install_command('probe')}"
-        if nvidia.DRIVER.exists():
+        if nvidia_gpus.DRIVER.exists():
             raise DeviceError("NVIDIA's driver is here, but the Python package nvidia-ml-py is not", hint) from error
         raise NoDriverError("the Python package nvidia-ml-py is not installed", hint) from error
     try:
@@ -59,7 +59,7 @@ def start() -> Any:
 
 
 def read(nvml: Any, environ: Mapping[str, str], own_pid: int, system: SystemMemory | None = None) -> DeviceReport:
-    """Return what NVML tells of the GPUs that CUDA shows to a program; see :func:`tpplan.hardware.probe.nvidia.report`.
+    """Return what NVML tells of the GPUs that CUDA shows; see :func:`tpplan.hardware.probe.nvidia_gpus.report`.
 
     Args:
         nvml: the module ``pynvml``, initialised, or what answers like it.
@@ -71,11 +71,11 @@ def read(nvml: Any, environ: Mapping[str, str], own_pid: int, system: SystemMemo
         DeviceError: no GPU is left.
         NoDriverError: the driver has no GPU.
     """
-    return nvidia.report(_Nvml(nvml), environ, own_pid, system)
+    return nvidia_gpus.report(_Nvml(nvml), environ, own_pid, system)
 
 
 class _Nvml:
-    """NVML as a :class:`tpplan.hardware.probe.nvidia.Source`."""
+    """NVML as a :class:`tpplan.hardware.probe.nvidia_gpus.Source`."""
 
     called = "NVML"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.errors import DeviceError
 from tpplan.hardware.file import LinkKind
-from tpplan.hardware.probe import amd, program
+from tpplan.hardware.probe import amd_gpus, program
 from tpplan.hardware.probe.report import DeviceReport, GpuProcess
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ _PROCESS_VALUES = 4
 
 
 def ask(path: str) -> str:
-    """Return what ``rocm-smi`` at a path writes; see :func:`tpplan.hardware.probe.amd.run`."""
-    return amd.run(path, NAME, ARGUMENTS, program.deadline())
+    """Return what ``rocm-smi`` at a path writes; see :func:`tpplan.hardware.probe.amd_gpus.run`."""
+    return amd_gpus.run(path, NAME, ARGUMENTS, program.deadline())
 
 
 def read(text: str, environ: Mapping[str, str], own_pid: int, system: SystemMemory | None = None) -> DeviceReport:
@@ -38,7 +38,7 @@ def read(text: str, environ: Mapping[str, str], own_pid: int, system: SystemMemo
 
     Args:
         text: its standard output, warnings before the JSON included.
-        environ: see :func:`tpplan.hardware.probe.amd.report`.
+        environ: see :func:`tpplan.hardware.probe.amd_gpus.report`.
         own_pid: left out of the processes.
         system: memory of the machine, where it is known.
 
@@ -46,7 +46,7 @@ def read(text: str, environ: Mapping[str, str], own_pid: int, system: SystemMemo
         DeviceError: the output is not what ``rocm-smi`` writes, or no GPU is left.
         NoDriverError: it shows no GPU.
     """
-    data = amd.parse(text, NAME)
+    data = amd_gpus.parse(text, NAME)
     if not isinstance(data, dict):
         raise DeviceError(f"{NAME} wrote JSON that is not an object", f"see what {NAME} itself says")
     objects = {key: value for key, value in data.items() if isinstance(value, dict)}
@@ -57,7 +57,7 @@ def read(text: str, environ: Mapping[str, str], own_pid: int, system: SystemMemo
         for key, value in told.items()
         if (match := _LINK.fullmatch(key)) and value in _KINDS
     }
-    return amd.report(
+    return amd_gpus.report(
         cards,
         NAME,
         environ,
@@ -68,11 +68,11 @@ def read(text: str, environ: Mapping[str, str], own_pid: int, system: SystemMemo
     )
 
 
-def _card(match: re.Match[str], told: Mapping[str, Any]) -> amd.Card:
+def _card(match: re.Match[str], told: Mapping[str, Any]) -> amd_gpus.Card:
     """Return what the report tells of a card; the capitals of its keys differ between versions."""
     values = {key.casefold(): str(value).strip() for key, value in told.items()}
     series = values.get("card series") or values.get("device name") or ""
-    return amd.Card(
+    return amd_gpus.Card(
         key=match[0],
         number=int(match[1]),
         node=_number(values.get("node id", "")),

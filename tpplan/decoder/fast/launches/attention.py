@@ -97,7 +97,7 @@ class Attention:
             scales: scales of keys and of values in a ``q8`` cache, ``[B, H, L, K / 32]``, laid out likewise.
             scale: factor of the attention scores.
             sinks: scores of the query heads' sinks, in the dtype of the queries and contiguous; see
-                :class:`tpplan.decoder.layer.math.Scoring`.
+                :class:`tpplan.decoder.math.Scoring`.
 
         Returns:
             The attention output ``[R, H × K]``.

@@ -171,12 +171,12 @@ class Pointwise:
     ) -> bool:
         """Apply norms and rotation (RoPE) to query and key heads in place, and write keys and values to a cache.
 
-        Products with sines and cosines are rounded, then their sums, as in :func:`tpplan.decoder.layer.math.rotate`.
+        Products with sines and cosines are rounded, then their sums, as in :func:`tpplan.decoder.math.rotate`.
 
         Args:
             qkv_RHK: heads of queries, then of keys, then as many of values.
             counts: numbers of query heads and of key heads.
-            by: RoPE angles of the rows, ``[R, 1, 2, 2, P]``, see :func:`tpplan.decoder.layer.math.angles`.
+            by: RoPE angles of the rows, ``[R, 1, 2, 2, P]``, see :func:`tpplan.decoder.math.angles`.
             norms: weights of the norms of query and key heads; empty if there are none.
             keep: where keys and values go in a cache; they are not written if not given.
 

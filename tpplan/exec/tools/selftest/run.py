@@ -13,7 +13,7 @@ from attrs import evolve
 from tpplan.core.axes import parse_layers
 from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec.backends.adversary import Adversary
-from tpplan.exec.compiler import build
+from tpplan.exec.build import build
 from tpplan.exec.cuda.graph import give_back
 from tpplan.exec.explain import cuts, in_graphs
 from tpplan.exec.tools.selftest.attempts import Attempts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.errors import DeviceError
-from tpplan.exec.machine import tuning_cache
+from tpplan.exec.cuda import tuning_cache
 from tpplan.exec.machine.links import link_report
 from tpplan.exec.machine.survey_report import SurveyReport, Thresholds, Timing
 from tpplan.exec.machine.transports import choose

@@ -12,15 +12,14 @@ from attrs import frozen
 from torch import Tensor, distributed
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.processes.lost import PeerError, is_silence, reason_of
+from tpplan.exec.group.lost import PeerError, is_silence, reason_of
+from tpplan.exec.toolchain.torch_shims import backends_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from torch.distributed import ProcessGroup
-
-    from tpplan.exec.processes.meeting import Meeting
+    from tpplan.exec.group.meeting import Meeting
 
 #: Tags of messages are numbers of 31 bits.
 _TAGS = 2**31
@@ -201,9 +200,3 @@ class _Started:
         except RuntimeError:
             return False
         return True
-
-
-def backends_of(group: ProcessGroup) -> dict[str, str]:
-    """Return the name of a group's backend for each kind of device, such as ``nccl`` for ``cuda``."""
-    config = distributed.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
-    return dict(entry.split(":", 1) for entry in config.split(","))

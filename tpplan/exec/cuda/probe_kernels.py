@@ -10,7 +10,7 @@ from cuda.core import Stream as LaunchStream
 
 from tpplan.exec.cuda.exchanges import Exchanges
 from tpplan.exec.machine.link_report import Mechanism
-from tpplan.exec.machine.probe_driver import COPIER, EXCHANGER, Started, new_stream
+from tpplan.exec.machine.probe import COPIER, EXCHANGER, Started, new_stream
 from tpplan.exec.memory.binding import Memory
 from tpplan.exec.programs import lower_flags, operation
 from tpplan.exec.programs.program import INPUT, OUTPUT, SLOTS, Buffer

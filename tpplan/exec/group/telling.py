@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import tpplan
 from tpplan.errors import ExecutionError
-from tpplan.exec.processes.members import differing
-from tpplan.exec.processes.plain_data import KINDS, MOST_BYTES, NotPlainError, decode, encode
+from tpplan.exec.group.members import differing
+from tpplan.exec.group.plain_data import KINDS, MOST_BYTES, NotPlainError, decode, encode
 from tpplan.files.jsontext import visible
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Telling(ABC):
         """Tell all processes plain data, and return what each of them has told.
 
         Args:
-            mine: see :mod:`tpplan.exec.processes.plain_data`.
+            mine: see :mod:`tpplan.exec.group.plain_data`.
 
         Raises:
             ExecutionError: torch.distributed failed, as when a process has ended; or a process told no plain data or

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.core.axes import Axis
-from tpplan.decoder.generation.agree import room_for
-from tpplan.decoder.generation.sampling import NO_TOKEN
+from tpplan.decoder.decoding.agree import room_for
+from tpplan.decoder.decoding.sampling import NO_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

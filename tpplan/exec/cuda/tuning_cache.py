@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan import __version__
+from tpplan.exec.cuda.probe_driver import TorchDriver
 from tpplan.exec.machine import gpu_cache
 from tpplan.exec.machine.gpu_cache import Origin
-from tpplan.exec.machine.probe_driver import TorchDriver
 from tpplan.exec.machine.survey_report import Thresholds
 from tpplan.exec.tuning import default
 

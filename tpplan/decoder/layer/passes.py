@@ -13,17 +13,17 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from tpplan.decoder.cache.attention import Group
 from tpplan.decoder.cache.heads import found_by
 from tpplan.decoder.cache.store import Where
-from tpplan.decoder.generation.prompts import Stretch
-from tpplan.decoder.layer.math import apart, attend, some_of, together
+from tpplan.decoder.decoding.prompts import Stretch
+from tpplan.decoder.layer.attention import Group
 from tpplan.decoder.layer.ropes import Angles
+from tpplan.decoder.math import apart, attend, some_of, together
 
 if TYPE_CHECKING:
     from tpplan.decoder.cache.heads import Heads
-    from tpplan.decoder.layer.math import Scoring
     from tpplan.decoder.layer.steps import Plain, Turn
+    from tpplan.decoder.math import Scoring
 
 
 @frozen

@@ -10,9 +10,9 @@ import torch
 from torch import distributed
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.processes.lost import Causes, PeerError, about, is_silence, reason_of
-from tpplan.exec.processes.telling import FIRST_BYTES, MAGIC, Telling
-from tpplan.exec.processes.transport import backends_of
+from tpplan.exec.group.lost import Causes, PeerError, about, is_silence, reason_of
+from tpplan.exec.group.telling import FIRST_BYTES, MAGIC, Telling
+from tpplan.exec.toolchain.torch_shims import backends_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,18 +6,18 @@ import os
 from contextlib import ExitStack
 from ctypes import CDLL, create_string_buffer
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from tpplan.exec.machine.environment import serialised
 from tpplan.exec.machine.link_report import Mechanism
-from tpplan.exec.machine.probe import PeersExhaustedError
+from tpplan.exec.machine.probe import COPIER, EXCHANGER, PeersExhaustedError, Started, new_stream
 from tpplan.exec.toolchain import kernel_cache
 from tpplan.exec.toolchain.torch_shims import driver_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 #: Files with the GPU driver's version; the first that exists is used. WSL2 has none.
 _DRIVER_VERSIONS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion")
@@ -28,26 +28,12 @@ _NVML, _NVML_BYTES = "libnvidia-ml.so.1", 80
 #: Settings of torch's allocator; peer access may depend on the kind of memory.
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-#: The kernels of :mod:`tpplan.exec.machine.probe_kernels`: a sum of one is a copy.
-COPIER, EXCHANGER = "sum_f32", "slot_move"
 
 #: What the driver says where it maps no further GPU.
 _EXHAUSTED = "peer mapping resources exhausted"
 
 #: A source, a target, and what the target's GPU reads there, all of equal size.
 Move = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class Started(NamedTuple):
-    """Moves that were started.
-
-    Attributes:
-        streams: for each move, the stream behind which its target is complete.
-        finish: checks that no move has failed, once these streams are done; keeps alive what the moves need.
-    """
-
-    streams: Sequence[torch.cuda.Stream]
-    finish: Callable[[], None]
 
 
 class TorchDriver:
@@ -153,7 +139,7 @@ class TorchDriver:
             raise NotImplementedError(f"{mechanism}: {reason}")
         if mechanism == Mechanism.COPY:
             return _start_copies(moves)
-        from tpplan.exec.machine.probe_kernels import start  # noqa: PLC0415 (needs a driver)
+        from tpplan.exec.cuda.probe_kernels import start  # noqa: PLC0415 (needs a driver)
 
         return start(mechanism, moves)
 
@@ -185,8 +171,3 @@ def _nvml_version() -> str:
     except (OSError, AttributeError):  # there is no such library, or it is another one
         return ""
     return "" if failed or not text.value else f"NVIDIA {text.value.decode(errors='replace')}"
-
-
-def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return another stream of a GPU; its device is typed, which torch's own class does not."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from torch import distributed
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from tpplan.errors import ExecutionError, RequestError
-from tpplan.exec.processes.lost import reason_of
+from tpplan.exec.group.lost import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
