@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import tpplan
 from tpplan import exec as tpx
 from tpplan.decoder import Decoder, Sampling, generate, prepare
-from tpplan.decoder.settings import check_model
+from tpplan.decoder.model.settings import check_model
 from tpplan.decoder.text.files import end_tokens
 from tpplan.decoder.text.tokenizer import Stream, Tokenizer
 from tpplan.errors import ModelError, PlanError, RequestError, TpplanError

@@ -19,7 +19,7 @@ from tpplan.core.axes import Axis, bounds_of
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, Request
 from tpplan.decoder import Decoder, generate
-from tpplan.decoder.decoding.prompts import Prompt
+from tpplan.decoder.prompts import Prompt
 from tpplan.exec import compile as compile_plan
 from tpplan.planner.attempt import Attempt
 from tpplan.planner.ledger import demands, ledger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.decoder.layer.gates import ALPHA, LIMIT, SWIGLU_OAI, gated
+from tpplan.decoder.model.gates import ALPHA, LIMIT, SWIGLU_OAI, gated
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
 
 if TYPE_CHECKING:
-    from tpplan.decoder.layer.row_kernels import FewRows
+    from tpplan.decoder.weights.row_kernels import FewRows
 
 #: What kernels call the dtypes of scales.
 FORMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}

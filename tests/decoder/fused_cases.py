@@ -15,8 +15,8 @@ from tpplan.decoder.fast.launches.dense import kind_of
 from tpplan.decoder.fast.launches.experts import KINDS
 from tpplan.decoder.fast.launches.gemv import MOST_ROWS
 from tpplan.decoder.layer import experts
-from tpplan.decoder.layer.gates import ACTIVATIONS, gated
 from tpplan.decoder.math import rms_norm
+from tpplan.decoder.model.gates import ACTIVATIONS, gated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

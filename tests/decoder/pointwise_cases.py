@@ -17,8 +17,8 @@ from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches import pointwise
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.pointwise import GATES
-from tpplan.decoder.layer.gates import gated
 from tpplan.decoder.math import rms_norm, rotate
+from tpplan.decoder.model.gates import gated
 from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:

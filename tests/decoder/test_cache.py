@@ -13,7 +13,7 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Prompt
 from tpplan.decoder.cache import heads, layer
-from tpplan.decoder.decoding.prompts import length_of
+from tpplan.decoder.prompts import length_of
 from tpplan.errors import ExecutionError
 
 

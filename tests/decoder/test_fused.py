@@ -17,9 +17,9 @@ from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder
 from tpplan.decoder.decoding import steps
-from tpplan.decoder.families import FAMILIES
 from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches import skinny
+from tpplan.decoder.model.families import FAMILIES
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 

@@ -16,8 +16,8 @@ from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, math
 from tpplan.decoder.cache import layer
-from tpplan.decoder.decoding.prompts import Prompt
 from tpplan.decoder.layer.attention import Group
+from tpplan.decoder.prompts import Prompt
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 

@@ -21,7 +21,7 @@ from tpplan.weights import load_weights
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.decoder.decoding.prompts import Stretch
+    from tpplan.decoder.prompts import Stretch
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

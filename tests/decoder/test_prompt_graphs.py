@@ -28,8 +28,8 @@ from tpplan.decoder import Decoder
 from tpplan.decoder import math as layers
 from tpplan.decoder.cache import layer as layer_cache
 from tpplan.decoder.decoding import prefill_graphs as prompt_graphs
-from tpplan.decoder.decoding.prompts import NOBODY, Prompt
 from tpplan.decoder.layer import steps as plain
+from tpplan.decoder.prompts import NOBODY, Prompt
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 

@@ -16,9 +16,9 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache, Request
 from tpplan.decoder import Decoder, generate
-from tpplan.decoder.decoding.prompts import Prompt, cut, length_of
 from tpplan.decoder.layer import passes, steps
 from tpplan.decoder.math import attend
+from tpplan.decoder.prompts import Prompt, cut, length_of
 from tpplan.errors import RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights

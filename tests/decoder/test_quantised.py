@@ -21,7 +21,7 @@ from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import KV_MODES, LAYOUTS
 from tpplan.decoder import Decoder
-from tpplan.decoder.settings import check_model
+from tpplan.decoder.model.settings import check_model
 from tpplan.decoder.weights.fuse import neighbours
 from tpplan.decoder.weights.products import linear, linear_of_all
 from tpplan.decoder.weights.quantised import IntMatrix

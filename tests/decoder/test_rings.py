@@ -10,9 +10,8 @@ from attrs import evolve
 
 from tpplan.decoder.cache.layer import LayerCache
 from tpplan.decoder.cache.store import Store
-from tpplan.decoder.decoding.prompts import NOBODY, Extent
-from tpplan.decoder.layer.attention import Group
-from tpplan.decoder.layer.attention import Ring
+from tpplan.decoder.layer.attention import Group, Ring
+from tpplan.decoder.prompts import NOBODY, Extent
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,8 +9,8 @@ import torch
 
 from tests.decoder_cases import CONFIGS, FURTHER, SIZES
 from tests.family_models import spec_of
-from tpplan.decoder.layer.ropes import FIRST, NONE, SECOND, Growth, Ropes
 from tpplan.decoder.math import angles
+from tpplan.decoder.model.ropes import FIRST, NONE, SECOND, Growth, Ropes
 from tpplan.errors import ModelError
 from tpplan.models.config import Config
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import saved_values
 from tests.decoder_cases import model_of
-from tpplan.decoder.settings import Settings, settings_of
+from tpplan.decoder.model.settings import Settings, settings_of
 from tpplan.errors import ModelError
 from tpplan.models.config import read_config
 from tpplan.models.reader import read_model

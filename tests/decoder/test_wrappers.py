@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from tests.decoder_cases import CONFIGS, FURTHER, SIZES, answered, check, plan_of, request_of, with_random_weights
 from tests.family_configs import VISION
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
-from tpplan.decoder.settings import AROUND
+from tpplan.decoder.model.settings import AROUND
 
 if TYPE_CHECKING:
     from pathlib import Path

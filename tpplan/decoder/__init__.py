@@ -16,14 +16,14 @@ from tpplan.core.missing import needing
 
 if TYPE_CHECKING:
     from tpplan.decoder.decoder import Decoder
-    from tpplan.decoder.decoding.prompts import Prompt
     from tpplan.decoder.decoding.sampling import Sampling
     from tpplan.decoder.generation.generate import generate
     from tpplan.decoder.generation.warmup import prepare
+    from tpplan.decoder.prompts import Prompt
 
 _MODULE_OF = {
     "Decoder": "decoder",
-    "Prompt": "decoding.prompts",
+    "Prompt": "prompts",
     "Sampling": "decoding.sampling",
     "generate": "generation.generate",
     "prepare": "generation.warmup",

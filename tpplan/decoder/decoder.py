@@ -15,16 +15,16 @@ from tpplan.core.axes import Axis
 from tpplan.core.workspace import areas
 from tpplan.decoder.cache.heads import heads_of
 from tpplan.decoder.cache.store import Where
-from tpplan.decoder.decoding.agree import agreed, room_for
 from tpplan.decoder.decoding.prefill_graphs import graphs_of
-from tpplan.decoder.decoding.prompts import Extent, Prompt, check, check_step, cut, facts_of, length_of, numbers_of
 from tpplan.decoder.decoding.steps import Steps
 from tpplan.decoder.fast.fused import codes_of, steps_on
+from tpplan.decoder.layer.agree import agreed, room_for
 from tpplan.decoder.layer.attention import Group
 from tpplan.decoder.layer.passes import Decode, Prefill
 from tpplan.decoder.layer.stack import Stack
-from tpplan.decoder.settings import facts_of as settings_facts
-from tpplan.decoder.settings import settings_of
+from tpplan.decoder.model.settings import facts_of as settings_facts
+from tpplan.decoder.model.settings import settings_of
+from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, facts_of, length_of, numbers_of
 from tpplan.decoder.weights.convert import matrices_of
 from tpplan.decoder.weights.fuse import check_weights, joined
 from tpplan.decoder.weights.products import made_at_once
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.core.model import ModelSpec
-    from tpplan.decoder.decoding.prompts import Stretch
-    from tpplan.decoder.layer.ropes import Angles
-    from tpplan.decoder.settings import Settings
+    from tpplan.decoder.model.ropes import Angles
+    from tpplan.decoder.model.settings import Settings
+    from tpplan.decoder.prompts import Stretch
     from tpplan.exec.context import TPContext
     from tpplan.exec.cuda.graph import Graph
     from tpplan.weights import Weights
@@ -94,8 +94,8 @@ class Decoder:
                 computation of the other; by default on CUDA devices that cannot write to each other's memory.
 
         Raises:
-            ModelError: the decoder does not support the model, see :func:`tpplan.decoder.settings.settings_of`, or the
-                plan is for another one.
+            ModelError: the decoder does not support the model, see :func:`tpplan.decoder.model.settings.settings_of`,
+                or the plan is for another one.
             RequestError: the weights do not match the plan.
             ExecutionError: the decoder has no cache of this kind, or the plan counts other bytes for its cache; or of
                 several processes, one failed, or their arguments or config.json differ: the same error in all.
@@ -244,7 +244,7 @@ class Decoder:
             The logits of the token after each prompt, ``[B, V]``, on each device for its part of the vocabulary.
 
         Raises:
-            RequestError: see :func:`tpplan.decoder.decoding.prompts.check`.
+            RequestError: see :func:`tpplan.decoder.prompts.check`.
         """
         agree(self.context, "the prompts", lambda: check(prompts, self.context.plan), lambda _: facts_of(prompts))
         ends: list[list[Tensor]] = [[] for _ in self.context.devices]
@@ -263,7 +263,7 @@ class Decoder:
 
         Args:
             numbers: on each device, for each row its token and its
-                :func:`tpplan.decoder.decoding.prompts.numbers_of`.
+                :func:`tpplan.decoder.prompts.numbers_of`.
             stretches: stretches of all rows; left out if the pass must not depend on them, and may end with padding.
         """
         xs = self._embed([one[:, 0] for one in numbers])
@@ -305,7 +305,7 @@ class Decoder:
             The logits of the next tokens, ``[B, V]``; see :meth:`read`.
 
         Raises:
-            RequestError: see :func:`tpplan.decoder.decoding.prompts.check_step`.
+            RequestError: see :func:`tpplan.decoder.prompts.check_step`.
         """
         check_step(tokens, positions, len(self.context.devices), self.context.plan)
         return self._logits(self.stack.run(self._embed(tokens), self._decode(positions, span or self.length)))

@@ -19,6 +19,7 @@ from tpplan.exec.toolchain.torch_shims import flash_attention, takes_cudnn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+
 #: Maximum elements of a temporary tensor whose size would otherwise be unbounded: 32 MiB in 16 bits.
 AT_ONCE: Final = 2**24
 
@@ -228,3 +229,19 @@ def _behind(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, scorin
         sinks_HR1 = sinks_HG1.expand(-1, -1, q_BHGSK.shape[3]).flatten(1)[..., None]
         out_BHRK.mul_((sums_BHR1 - sinks_HR1).sigmoid_())
     return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4]).flatten(1, 2)
+
+
+def best_of(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+    """Return each row's largest logit and its token, in two columns of an otherwise zero ``[B, 2 × places]``.
+
+    Args:
+        logits_BV: logits of a range of tokens.
+        start: the first token of the range.
+        place: which pair of columns to fill.
+        places: number of pairs.
+    """
+    best_B, token_B = logits_BV.max(-1)
+    found = logits_BV.new_zeros(len(logits_BV), 2 * places, dtype=torch.float32)
+    found[:, 2 * place] = best_B
+    torch.add(token_B, start, out=found[:, 2 * place + 1])
+    return found

@@ -23,9 +23,9 @@ from tpplan.decoder.fast.launches.chosen import readable
 from tpplan.decoder.fast.launches.experts import KINDS, Experts
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.layer import experts
-from tpplan.decoder.layer.gates import ACTIVATIONS
-from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.model.gates import ACTIVATIONS
 from tpplan.decoder.weights.quantised import Float4Matrix, IntMatrix, Quantised
+from tpplan.decoder.weights.row_kernels import GATES
 from tpplan.decoder.weights.stacked import Projection, Stacked
 
 if TYPE_CHECKING:

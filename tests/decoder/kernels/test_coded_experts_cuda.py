@@ -8,7 +8,7 @@ import torch
 from tests.decoder.kernels.experts_cases import Case, check_gates, check_products, chosen_of
 from tpplan.decoder.fast.launches.experts import Experts
 from tpplan.decoder.fast.launches.launcher import DTYPES
-from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.weights.row_kernels import GATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 CASES = [

@@ -24,8 +24,8 @@ from tpplan.decoder.fast.launches.chosen import words_of_biases
 from tpplan.decoder.fast.launches.experts import Experts
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.layer import experts
-from tpplan.decoder.layer.gates import ACTIVATIONS, SWIGLU_OAI, gated
-from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.model.gates import ACTIVATIONS, SWIGLU_OAI, gated
+from tpplan.decoder.weights.row_kernels import GATES
 from tpplan.decoder.weights.stacked import Projection
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights

@@ -9,7 +9,7 @@ from tests.decoder.kernels.experts_cases import check_gates, check_products, cho
 from tpplan.decoder.fast.launches.experts import Experts
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.layer import experts
-from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.weights.row_kernels import GATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 #: Experts, hidden, and the device's part of an expert's width.

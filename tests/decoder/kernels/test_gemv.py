@@ -15,9 +15,9 @@ from tests.machine_code import CAPABILITIES, check_code, registers
 from tpplan.decoder.fast.launches import gemv
 from tpplan.decoder.fast.launches.gemv import Gemv, Norm, shape_of
 from tpplan.decoder.fast.launches.launcher import DTYPES
-from tpplan.decoder.layer.gates import ACTIVATIONS
-from tpplan.decoder.layer.row_kernels import GATES
 from tpplan.decoder.math import rms_norm
+from tpplan.decoder.model.gates import ACTIVATIONS
+from tpplan.decoder.weights.row_kernels import GATES
 from tpplan.exec.toolchain import kernel_cache
 
 SIZES = [(1536, 4096), (4096, 1024), (4096, 3584), (28672, 4096), (4096, 14336), (7, 8), (9, 2304), (33, 896), (5, 520)]

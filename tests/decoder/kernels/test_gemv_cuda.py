@@ -10,8 +10,8 @@ import torch
 from tests.gate_cases import rounded_gate
 from tpplan.decoder.fast.launches.gemv import Gemv, Norm
 from tpplan.decoder.fast.launches.launcher import DTYPES
-from tpplan.decoder.layer.row_kernels import GATES
 from tpplan.decoder.math import rms_norm
+from tpplan.decoder.weights.row_kernels import GATES
 
 if TYPE_CHECKING:
     from tpplan.decoder.fast.launches.skinny import Skinny

@@ -20,7 +20,7 @@ from tpplan.decoder.fast.launches import grouped
 from tpplan.decoder.fast.launches.grouped import WHOLE, Grouped, names_of
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.layer import experts
-from tpplan.decoder.layer.gates import SWIGLU_OAI
+from tpplan.decoder.model.gates import SWIGLU_OAI
 from tpplan.decoder.weights.stacked import Projection
 from tpplan.exec.toolchain import kernel_cache
 

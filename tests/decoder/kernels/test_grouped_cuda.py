@@ -12,8 +12,8 @@ from tests.decoder.kernels.experts_cases import Case, check_gates, check_product
 from tests.decoder.kernels.test_coded_experts_cuda import CASES
 from tpplan.decoder.fast.launches import grouped
 from tpplan.decoder.fast.launches.grouped import Grouped
-from tpplan.decoder.layer.row_kernels import GATES
 from tpplan.decoder.weights.quantised import Float4Matrix
+from tpplan.decoder.weights.row_kernels import GATES
 
 if TYPE_CHECKING:
     from tpplan.decoder.weights.stacked import Stacked

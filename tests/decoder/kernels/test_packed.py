@@ -15,16 +15,16 @@ from torch.nn import functional
 from tests.decoder.kernels.test_skinny import acted
 from tests.decoder.pointwise_cases import launches, memory, number
 from tests.packed_cases import FORMS, WARPS, float_matrix, int_matrix, matrix_of
-from tpplan.decoder.families import FAMILIES
 from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.fused import Fused
 from tpplan.decoder.fast.launches import dense, packed
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.packed import STEPS, Packed, names_of, shape_of
-from tpplan.decoder.layer.gates import ACTIVATIONS
-from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.model.families import FAMILIES
+from tpplan.decoder.model.gates import ACTIVATIONS
 from tpplan.decoder.weights.device import Held
 from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.weights.row_kernels import GATES
 from tpplan.decoder.weights.stacked import below
 from tpplan.exec.protocol.channel import CALLERS, MOST_BLOCKS
 from tpplan.exec.protocol.words import MOST_WORDS

@@ -9,7 +9,7 @@ from tests.decoder.kernels.test_gemv_cuda import check
 from tests.packed_cases import gates_of, matrix_of
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.packed import MOST_JOINT, STEPS, Packed
-from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.weights.row_kernels import GATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 #: Codes, rows and columns of a matrix, columns that share a scale, the scales' dtype; what is added to stored zeros, or

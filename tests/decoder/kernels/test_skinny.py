@@ -16,8 +16,8 @@ from tests.machine_code import CAPABILITIES, check_code, registers
 from tpplan.decoder.fast.launches import skinny
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.skinny import Skinny, shape_of
-from tpplan.decoder.layer.gates import ACTIVATIONS
-from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.model.gates import ACTIVATIONS
+from tpplan.decoder.weights.row_kernels import GATES
 from tpplan.exec.protocol.channel import CALLERS, MOST_BLOCKS
 from tpplan.exec.protocol.words import MOST_WORDS
 from tpplan.exec.toolchain import kernel_cache

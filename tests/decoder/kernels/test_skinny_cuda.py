@@ -9,7 +9,7 @@ from tests.decoder.kernels.test_gemv_cuda import check_plain
 from tests.gate_cases import rounded_gate
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.skinny import MOST_JOINT, Skinny
-from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.weights.row_kernels import GATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 SIZES = [(1536, 4096), (4096, 3584), (1, 8), (5, 16), (7, 264), (130, 896), (1001, 2304), (34, 14336), (4104, 512)]

@@ -20,8 +20,8 @@ from tpplan.decoder.fast.launches import packed, wide
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.packed import STEPS
 from tpplan.decoder.fast.launches.wide import Wide, bytes_of, names_of, paired_of, shape_of, stages_of
-from tpplan.decoder.layer.gates import ACTIVATIONS
-from tpplan.decoder.layer.row_kernels import GATES
+from tpplan.decoder.model.gates import ACTIVATIONS
+from tpplan.decoder.weights.row_kernels import GATES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ from attrs import field, frozen
 from tpplan.core.axes import Axis
 from tpplan.decoder.cache.layer import LayerCache
 from tpplan.decoder.cache.store import Store
-from tpplan.decoder.decoding.prompts import length_of
 from tpplan.decoder.math import some_of, takes_flash, together
+from tpplan.decoder.prompts import length_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.core.axes import Slice
-    from tpplan.decoder.decoding.prompts import Extent
     from tpplan.decoder.math import Scoring
+    from tpplan.decoder.prompts import Extent
     from tpplan.exec.context import TPContext
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.core.axes import Axis
-from tpplan.decoder.decoding.agree import room_for
 from tpplan.decoder.decoding.sampling import NO_TOKEN
+from tpplan.decoder.layer.agree import room_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,22 +17,6 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.layer.steps import Plain
     from tpplan.exec.context import TPContext
-
-
-def best_of(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
-    """Return each row's largest logit and its token, in two columns of an otherwise zero ``[B, 2 × places]``.
-
-    Args:
-        logits_BV: logits of a range of tokens.
-        start: the first token of the range.
-        place: which pair of columns to fill.
-        places: number of pairs.
-    """
-    best_B, token_B = logits_BV.max(-1)
-    found = logits_BV.new_zeros(len(logits_BV), 2 * places, dtype=torch.float32)
-    found[:, 2 * place] = best_B
-    torch.add(token_B, start, out=found[:, 2 * place + 1])
-    return found
 
 
 def likeliest(

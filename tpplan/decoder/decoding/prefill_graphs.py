@@ -8,8 +8,8 @@ from weakref import proxy
 
 import torch
 
-from tpplan.decoder.decoding.agree import agreed
-from tpplan.decoder.decoding.prompts import NOBODY, Extent
+from tpplan.decoder.layer.agree import agreed
+from tpplan.decoder.prompts import NOBODY, Extent
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:

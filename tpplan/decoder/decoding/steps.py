@@ -11,8 +11,8 @@ import torch
 from tpplan.core.axes import Axis
 from tpplan.decoder.decoding.finite import not_finite
 from tpplan.decoder.decoding.greedy import likeliest
-from tpplan.decoder.decoding.prompts import Prompt
 from tpplan.decoder.decoding.sampling import NO_TOKEN, Sampling
+from tpplan.decoder.prompts import Prompt
 from tpplan.errors import RequestError
 from tpplan.exec.programs.program import HOST
 
@@ -69,7 +69,7 @@ class Steps:
 
         Raises:
             RequestError: the number of prompts is not that of the sequences, or a prompt is invalid, see
-                :func:`tpplan.decoder.decoding.prompts.check`.
+                :func:`tpplan.decoder.prompts.check`.
             ExecutionError: the model's logits are not finite.
         """
         if len(prompts) != (count := self._tokens[0].shape[1]):

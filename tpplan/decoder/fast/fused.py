@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.cache.heads import Heads
     from tpplan.decoder.cache.store import Where
-    from tpplan.decoder.layer.row_kernels import FewRows, JointRows
     from tpplan.decoder.layer.steps import Turn
     from tpplan.decoder.math import Scoring
-    from tpplan.decoder.settings import Settings
+    from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.weights.device import Held
     from tpplan.decoder.weights.quantised import Matrix, Quantised
+    from tpplan.decoder.weights.row_kernels import FewRows, JointRows
     from tpplan.decoder.weights.stacked import Projection
     from tpplan.exec.cuda.channel import Channel
 

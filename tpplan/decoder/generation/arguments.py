@@ -10,9 +10,9 @@ from attrs import frozen
 from tpplan.core.missing import needing
 from tpplan.core.model import ModelSpec
 from tpplan.core.plan import SplitPlan
-from tpplan.decoder.decoding.prompts import length_of
 from tpplan.decoder.decoding.sampling import Sampling
 from tpplan.decoder.generation.generate import check_prompts
+from tpplan.decoder.prompts import length_of
 from tpplan.decoder.text.files import end_tokens
 from tpplan.decoder.text.tokenizer import Tokenizer
 from tpplan.exec.options import BACKENDS, check_choice

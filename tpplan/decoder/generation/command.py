@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.decoder.decoder import Decoder
 from tpplan.decoder.generation.generate import generate
-from tpplan.decoder.settings import check_model
+from tpplan.decoder.model.settings import check_model
 from tpplan.decoder.text.tokenizer import Stream
 from tpplan.exec.fallback import compiler
 from tpplan.reports.generate import GenerateReport

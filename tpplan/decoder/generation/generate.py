@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from attrs import asdict
 
-from tpplan.decoder.decoding.prompts import Prompt, check_tokens, facts_of, length_of
 from tpplan.decoder.decoding.sampling import Sampling
+from tpplan.decoder.prompts import Prompt, check_tokens, facts_of, length_of
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.decoder.decoding.prompts import Prompt
 from tpplan.decoder.decoding.sampling import Sampling
+from tpplan.decoder.prompts import Prompt
 from tpplan.errors import RequestError
 from tpplan.exec.processes.agreement import agree
 

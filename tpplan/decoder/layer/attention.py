@@ -11,8 +11,8 @@ import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from tpplan.decoder.decoding.prompts import Extent
 from tpplan.decoder.math import together
+from tpplan.decoder.prompts import Extent
 from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Group:
         """Group rows by sequence.
 
         Args:
-            positions: position of each row, see :func:`tpplan.decoder.decoding.prompts.numbers_of`.
+            positions: position of each row, see :func:`tpplan.decoder.prompts.numbers_of`.
             sequences: sequence of each row.
             before: for each row, the number of sequences before its own, up to a constant common to all rows.
             extent: extent of the pass.

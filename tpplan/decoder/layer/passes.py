@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tpplan.decoder.cache.heads import found_by
 from tpplan.decoder.cache.store import Where
-from tpplan.decoder.decoding.prompts import Stretch
 from tpplan.decoder.layer.attention import Group
-from tpplan.decoder.layer.ropes import Angles
 from tpplan.decoder.math import apart, attend, some_of, together
+from tpplan.decoder.model.ropes import Angles
+from tpplan.decoder.prompts import Stretch
 
 if TYPE_CHECKING:
     from tpplan.decoder.cache.heads import Heads

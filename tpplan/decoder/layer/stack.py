@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tpplan.core.axes import Axis
-from tpplan.decoder.decoding.agree import agreed, room_for
+from tpplan.decoder.layer.agree import agreed, room_for
 from tpplan.decoder.layer.steps import Plain, Turn
 from tpplan.decoder.math import Scoring
 from tpplan.exec.toolchain.torch_shims import leaving_processors
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tpplan.core.model import Block
     from tpplan.decoder.cache.heads import Heads
     from tpplan.decoder.layer.passes import Pass
-    from tpplan.decoder.settings import Settings
+    from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.weights.device import Held
     from tpplan.exec.aside import Aside
     from tpplan.exec.context import TPContext

@@ -14,10 +14,9 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.cache.heads import found_by
-from tpplan.decoder.decoding.greedy import best_of
 from tpplan.decoder.layer import experts
-from tpplan.decoder.layer.gates import gated
-from tpplan.decoder.math import attend, rms_norm, rotate
+from tpplan.decoder.math import attend, best_of, rms_norm, rotate
+from tpplan.decoder.model.gates import gated
 from tpplan.decoder.weights.products import AT_ONCE, Making, add_linear, by_torch, linear
 
 if TYPE_CHECKING:
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.cache.heads import Heads
     from tpplan.decoder.cache.store import Where
-    from tpplan.decoder.layer.row_kernels import FewRows
     from tpplan.decoder.math import Scoring
     from tpplan.decoder.weights.device import Held
     from tpplan.decoder.weights.quantised import Matrix, Quantised
+    from tpplan.decoder.weights.row_kernels import FewRows
     from tpplan.decoder.weights.stacked import Projection
     from tpplan.exec.cuda.channel import Channel
 
@@ -67,7 +66,7 @@ class Plain:
 
         Args:
             eps: epsilon that norms add to the mean square.
-            activation: name of the gate's activation, see :func:`tpplan.decoder.layer.gates.gated`.
+            activation: name of the gate's activation, see :func:`tpplan.decoder.model.gates.gated`.
             offset: number that norms add to their weights.
             at_once: elements of a quantised matrix to dequantise at a time.
         """
@@ -140,7 +139,7 @@ class Plain:
         return self.gate(gate_RI, up_RI)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return the gate of two projections, see :func:`tpplan.decoder.layer.gates.gated`; ``gate`` is overwritten."""
+        """Return the gate of two projections, see :func:`tpplan.decoder.model.gates.gated`; ``gate`` is overwritten."""
         return gated(self._activation, gate, up)
 
     def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
@@ -271,5 +270,5 @@ class Plain:
         return heads.cache.in_pieces(len(where.places), 0, where.span, find)
 
     def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
-        """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.decoding.greedy.best_of`."""
+        """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.math.best_of`."""
         return best_of(logits_BV, start, place, places)

@@ -10,20 +10,15 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from tpplan.decoder.model.stored import NIBBLE, WORD
 from tpplan.decoder.weights.quantised import ORDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-#: Bits of a word, and of a nibble.
-WORD: Final = 32
-NIBBLE: Final = 4
 
 #: Codes to unpack at a time; each takes a few bytes of temporary memory.
 _AT_ONCE: Final = 2**20
-
-#: Position in an AWQ word of the first of eight codes, the second, and so on.
-AWQ: Final = tuple(ORDER.index(i) for i in range(8))
 
 
 def unpacked(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:

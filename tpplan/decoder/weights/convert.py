@@ -16,9 +16,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.weights.bits import NIBBLE, WORD, packed, rearranged, unpacked
+from tpplan.decoder.model.stored import LAYOUTS, NIBBLE, SCALES, WORD, Layout, said_of, size_of
+from tpplan.decoder.weights.bits import packed, rearranged, unpacked
 from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
-from tpplan.decoder.weights.stored import LAYOUTS, SCALES, Layout, said_of, size_of
 from tpplan.errors import ModelError, RequestError
 from tpplan.models.formats.scheme import Scheme
 from tpplan.models.formats.storage import split_name
@@ -68,7 +68,7 @@ def matrices_of(
         weights: the device's tensors by name in the checkpoint, contiguous.
         slices: the parts of the whole tensors that these are, by name.
         scheme: quantisation scheme of the checkpoint, whose matrices
-            :func:`tpplan.decoder.weights.stored.check_formats` accepts.
+            :func:`tpplan.decoder.model.stored.check_formats` accepts.
 
     Raises:
         ModelError: groups or blocks cannot be determined.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.model import Block, ModelSpec
     from tpplan.core.plan import SplitPlan
-    from tpplan.decoder.settings import Settings
+    from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.weights.quantised import Quantised
     from tpplan.weights import TensorSlice, Weights
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from tpplan.decoder.model.stored import MXFP4
 from tpplan.decoder.weights.convert import begin, once
 from tpplan.decoder.weights.quantised import Float4Matrix
 from tpplan.decoder.weights.stacked import Stacked
-from tpplan.decoder.weights.stored import MXFP4
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence

@@ -13,8 +13,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
-from tpplan.decoder.layer.row_kernels import FewRows
 from tpplan.decoder.weights.quantised import Matrix, Quantised, ordered
+from tpplan.decoder.weights.row_kernels import FewRows
 from tpplan.decoder.weights.stacked import Stacked
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tpplan.exec.kernels.kernel import device_function
 #: What becomes of a sum: it is stored, or its activation is multiplied by another.
 ADD, SILU, GELU, GELU_TANH, SWIGLU_OAI = range(5)
 
-#: As in :data:`tpplan.decoder.layer.gates.SWIGLU_OAI`.
+#: As in :data:`tpplan.decoder.model.gates.SWIGLU_OAI`.
 _ALPHA, _LIMIT = 1.702, 7.0
 
 #: As in torch's GELU.

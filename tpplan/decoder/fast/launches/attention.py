@@ -50,7 +50,7 @@ class Attention:
             place: the CUDA device.
             dtype: bfloat16 or float16.
             head_dim: elements of a head; see :meth:`takes`.
-            cap: soft cap of the scores; see :class:`tpplan.decoder.settings.Settings`.
+            cap: soft cap of the scores; see :class:`tpplan.decoder.model.settings.Settings`.
             kind: kind of cache: ``fp16``, ``q8`` or ``fp8``, see :class:`tpplan.decoder.cache.store.Store`.
         """
         warps, width = 8 if head_dim <= _WIDE else 4, -(-head_dim // 64) * 64

@@ -14,7 +14,7 @@ from tpplan.decoder.fast.kernels.grouped_limits import MOST_EXPERTS
 from tpplan.decoder.fast.launches.chosen import Readable, readable, words_of_biases
 from tpplan.decoder.fast.launches.gemv import shape_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
-from tpplan.decoder.layer.row_kernels import GATES, is_vectors
+from tpplan.decoder.weights.row_kernels import GATES, is_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -63,7 +63,7 @@ class Experts:
         Args:
             place: a CUDA device.
             dtype: 16-bit dtype of rows, and of matrices that are not quantised.
-            activation: name of the gates' activation, one of :data:`tpplan.decoder.layer.row_kernels.GATES`.
+            activation: name of the gates' activation, one of :data:`tpplan.decoder.weights.row_kernels.GATES`.
             codes: kinds of codes of quantised matrices.
         """
         self._choose, self._product, *more = (Launcher(name, place) for name in names_of(dtype, codes))

@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
-from tpplan.decoder.layer.row_kernels import GATES, JointRows, bias_of, is_vectors
+from tpplan.decoder.weights.row_kernels import GATES, JointRows, bias_of, is_vectors
 from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from tpplan.decoder.fast.kernels.grouped_limits import (
 from tpplan.decoder.fast.kernels.scale_kinds import F16
 from tpplan.decoder.fast.launches.chosen import Readable, readable, words_of_biases
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
-from tpplan.decoder.layer.row_kernels import GATES, is_vectors
+from tpplan.decoder.weights.row_kernels import GATES, is_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -101,7 +101,7 @@ class Grouped:
         Args:
             place: a CUDA device.
             dtype: 16-bit dtype of rows.
-            activation: name of the gates' activation, one of :data:`tpplan.decoder.layer.row_kernels.GATES`.
+            activation: name of the gates' activation, one of :data:`tpplan.decoder.weights.row_kernels.GATES`.
             codes: kinds of codes of quantised matrices; those without kernels are ignored.
         """
         self._dtype, self._mode, self._bits = dtype, GATES[activation], _BITS[dtype]

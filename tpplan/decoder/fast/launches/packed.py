@@ -15,8 +15,8 @@ from torch import Tensor
 from tpplan.decoder.fast.kernels.scale_kinds import FORMS
 from tpplan.decoder.fast.launches.dense import block_of, kind_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
-from tpplan.decoder.layer.row_kernels import JointRows, is_vectors
 from tpplan.decoder.weights.quantised import IntMatrix, Matrix, Quantised
+from tpplan.decoder.weights.row_kernels import JointRows, is_vectors
 from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tpplan.decoder.cache.store import KERNEL_KINDS
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
-from tpplan.decoder.layer.gates import SWIGLU_OAI
+from tpplan.decoder.model.gates import SWIGLU_OAI
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

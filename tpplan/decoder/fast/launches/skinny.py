@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
-from tpplan.decoder.layer.row_kernels import JointRows, is_vectors
+from tpplan.decoder.weights.row_kernels import JointRows, is_vectors
 from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from tpplan.decoder.fast.kernels.wide_limits import STRIP, WARPS, stage_bytes
 from tpplan.decoder.fast.launches.dense import kind_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
 from tpplan.decoder.fast.launches.packed import STEPS, is_read, words_of
-from tpplan.decoder.layer.row_kernels import FewRows, is_vectors
 from tpplan.decoder.weights.quantised import IntMatrix, Matrix, Quantised
+from tpplan.decoder.weights.row_kernels import FewRows, is_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Collection

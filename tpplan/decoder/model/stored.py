@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
-from tpplan.decoder.weights.bits import AWQ, NIBBLE, WORD
 from tpplan.errors import ModelError
 from tpplan.models.families import DTYPES
 from tpplan.models.formats.storage import split_name
@@ -17,6 +16,12 @@ if TYPE_CHECKING:
 
     from tpplan.core.model import ModelSpec, Parameter
     from tpplan.models.formats.scheme import Scheme
+
+#: Bits of a word, and of a code of 4 bits.
+WORD: Final = 32
+NIBBLE: Final = 4
+#: The order in which AWQ packs the eight 4-bit codes of a word: the place of each, from the lowest bits.
+AWQ: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 #: Dtypes of scales.
 FLOATS: Final = ("F32", "F16", "BF16")
@@ -129,7 +134,7 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str, *, fused: str =
         scheme: quantisation scheme of its checkpoint.
         source: name of the model for the error.
         fused: name of the tensor of gate and up matrices of all experts, see
-            :class:`tpplan.decoder.settings.Experts`; only such experts may be MXFP4.
+            :class:`tpplan.decoder.model.settings.Experts`; only such experts may be MXFP4.
 
     Raises:
         ModelError: a tensor has another format.

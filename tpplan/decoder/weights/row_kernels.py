@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from tpplan.decoder.layer.gates import SWIGLU_OAI
+from tpplan.decoder.model.gates import SWIGLU_OAI
 from tpplan.decoder.weights.quantised import Matrix
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec.cuda.channel import Channel
 
-#: Numbers by which kernels know the gates of :func:`tpplan.decoder.layer.gates.gated`; 0 is none.
+#: Numbers by which kernels know the gates of :func:`tpplan.decoder.model.gates.gated`; 0 is none.
 GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, SWIGLU_OAI: 4}
 
 #: Bytes of one access, and of an element.

@@ -11,10 +11,10 @@ from attrs import asdict, frozen
 
 from tpplan.core.axes import Axis
 from tpplan.decoder.cache.store import check_kind
-from tpplan.decoder.families import FAMILIES, Experts, Family
-from tpplan.decoder.layer.gates import ACTIVATIONS, ALPHA, LIMIT, SWIGLU_OAI
-from tpplan.decoder.layer.ropes import Ropes
-from tpplan.decoder.weights.stored import check_formats
+from tpplan.decoder.model.families import FAMILIES, Experts, Family
+from tpplan.decoder.model.gates import ACTIVATIONS, ALPHA, LIMIT, SWIGLU_OAI
+from tpplan.decoder.model.ropes import Ropes
+from tpplan.decoder.model.stored import check_formats
 from tpplan.errors import ModelError
 from tpplan.models.config import read_config
 from tpplan.models.families.wrappers import WRAPPERS, text_part
@@ -46,7 +46,7 @@ class Settings:
         family: settings common to its architecture.
         root: start of all names of its tensors in the checkpoint.
         norm_eps: epsilon that norms of the residual stream add to the mean square.
-        activation: name of the gate's activation, see :func:`tpplan.decoder.layer.gates.gated`.
+        activation: name of the gate's activation, see :func:`tpplan.decoder.model.gates.gated`.
         embedding_scale: factor of the embedding.
         attention_scale: factor of the attention scores; None for 1 divided by the square root of the head size.
         attention_cap: soft cap: scores ``s`` become ``cap · tanh(s / cap)``; None if there is none.
@@ -125,7 +125,7 @@ def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
     Raises:
         ModelError: the decoder does not know the architecture, the activation or the kind of RoPE, a number is invalid,
             or weights have a format that the decoder does not support, see
-            :func:`tpplan.decoder.weights.stored.check_formats`.
+            :func:`tpplan.decoder.model.stored.check_formats`.
     """
     config = read_config(directory)
     settings = Settings.read(config, model, Path(directory))

@@ -1,0 +1,1 @@
+"""What a model's config decides for the decoder: its settings, families, RoPE, gates, and formats of matrices."""
