@@ -23,7 +23,7 @@ from tpplan.decoder.decoding.prefill_graphs import PromptGraphs
 from tpplan.decoder.decoding.steps import Steps
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.programs.program import HOST
-from tpplan.exec.tools.bench import limits as bench_limits
+from tpplan.exec.tools.bench import run as bench_limits
 from tpplan.weights import iter_slices, load_weights
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from benchmarks.stress import Stress
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
-from tpplan.exec.aside import Aside
 from tpplan.exec.backends.cpu import Pending, VirtualDevices
 from tpplan.exec.build import build
+from tpplan.exec.handles import Aside
 from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs.program import OUTPUT
 

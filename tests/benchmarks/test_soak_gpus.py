@@ -10,8 +10,7 @@ from benchmarks.lost_device import _Losing, lose
 from benchmarks.soak import FRAMED_ROWS, plan_for, soak
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.cuda.probe_driver import TorchDriver
-from tpplan.exec.machine.link_cache import pair_of
-from tpplan.exec.machine.links import link_report
+from tpplan.exec.machine.links import link_report, pair_of
 from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs.program import Program
 

@@ -19,8 +19,8 @@ from tests.decoder_cases import model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
-from tpplan.decoder.decoding.greedy import likeliest
 from tpplan.decoder.decoding.sampling import NO_TOKEN
+from tpplan.decoder.decoding.steps import likeliest
 from tpplan.decoder.layer.steps import Plain
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan

@@ -23,7 +23,7 @@ from tpplan.decoder import Decoder, Prompt
 from tpplan.decoder import decoder as model
 from tpplan.decoder import math as layers
 from tpplan.decoder.cache import layer as layer_cache
-from tpplan.decoder.decoding.greedy import likeliest
+from tpplan.decoder.decoding.steps import likeliest
 from tpplan.decoder.weights import products
 from tpplan.decoder.weights import quantised as quantised_matrices
 from tpplan.exec import compile as compile_plan

@@ -30,7 +30,7 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
 from tpplan.decoder.decoding import steps
-from tpplan.decoder.decoding.greedy import likeliest
+from tpplan.decoder.decoding.steps import likeliest
 from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights

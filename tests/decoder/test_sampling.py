@@ -10,7 +10,7 @@ import torch
 from tests.contexts import UNEVEN, context, little_room  # noqa: F401
 from tpplan.core.axes import Axis
 from tpplan.decoder import Sampling
-from tpplan.decoder.decoding.greedy import likeliest
+from tpplan.decoder.decoding.steps import likeliest
 from tpplan.decoder.layer.steps import Plain
 from tpplan.errors import RequestError
 from tpplan.exec.options import TRANSPORTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpplan.decoder.weights.bits import unpacked
+from tpplan.decoder.weights.convert import unpacked
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -16,8 +16,8 @@ from tests.exec.test_thresholds import ALL_REDUCE, ALLGATHER, BROADCAST, LIMITS
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import HOST, Gathered
-from tpplan.exec.cuda import side_streams as gpu_aside
-from tpplan.exec.cuda.side_streams import StreamsAside
+from tpplan.exec.cuda import streams as gpu_aside
+from tpplan.exec.cuda.streams import StreamsAside
 from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs import operation
 from tpplan.exec.programs.lower import Mode, Route, route

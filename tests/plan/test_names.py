@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tpplan.models.formats.expressions import Automaton
-from tpplan.models.formats.names import Names
+from tpplan.models.formats.names import Automaton, Names
 
 MODULES = [
     *(

@@ -268,7 +268,7 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
     wanted = options.tested_transports(transport)
     found = on_plans.read_plan(plan)
     with needing("running a plan"):
-        from tpplan.exec.fallback import compiler  # noqa: PLC0415
+        from tpplan.exec.compiler import compiler  # noqa: PLC0415
         from tpplan.exec.tools.selftest import run as tests  # noqa: PLC0415
     console.show_log()
     report = tests.selftest(found, compiler(found, backend, on_plans.note), wanted, console.busy)
@@ -305,7 +305,7 @@ def bench(
     asked, turns = options.payloads(sizes) if sizes else (), options.checked_rounds(rounds)
     found = on_plans.read_plan(plan)
     with needing("running a plan"):
-        from tpplan.exec.fallback import compiler  # noqa: PLC0415
+        from tpplan.exec.compiler import compiler  # noqa: PLC0415
         from tpplan.exec.tools.bench import run as times  # noqa: PLC0415
     console.show_log()
     make, told = compiler(found, backend, on_plans.note), (lambda _: None) if json else console.growing(view)

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 from tpplan.core.missing import needing
 
 if TYPE_CHECKING:
-    from tpplan.exec.aside import Aside
     from tpplan.exec.compiler import compile  # noqa: A004
     from tpplan.exec.context import TPContext
     from tpplan.exec.group.process_group import process_group
-    from tpplan.exec.handles import Gathered
+    from tpplan.exec.handles import Aside, Gathered
     from tpplan.exec.memory.device import DeviceContext
     from tpplan.exec.programs.program import HOST
     from tpplan.exec.rope.tables import Rope

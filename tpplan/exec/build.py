@@ -12,9 +12,9 @@ from tpplan.core.model import ModelSpec
 from tpplan.core.workspace import FLAG_BYTES, FRAME_SLOT_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
 from tpplan.exec.backends.engine import Engine
 from tpplan.exec.calls.operands import ADDABLE
-from tpplan.exec.context import TPContext
+from tpplan.exec.checks import name_of
+from tpplan.exec.context import TPContext, run_all
 from tpplan.exec.cuda.blocks import SLOT_BLOCKS, most_blocks
-from tpplan.exec.guard import run_all
 from tpplan.exec.machine.look import uncounted
 from tpplan.exec.machine.numa import near
 from tpplan.exec.memory.binding import Memory
@@ -23,7 +23,6 @@ from tpplan.exec.memory.host import HostMemory
 from tpplan.exec.programs.lower import SPARED_BYTES, Limits
 from tpplan.exec.programs.program import HOST, SLOTS
 from tpplan.exec.protocol.slots import capacity
-from tpplan.exec.tensors import name_of
 from tpplan.exec.tuning import Tuning, default
 from tpplan.models.reader import read_model
 from tpplan.planner.recount import differences as recounted

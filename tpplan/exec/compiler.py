@@ -22,7 +22,7 @@ from tpplan.exec.tuning import Tuning
 from tpplan.planfile.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
     from pathlib import Path
 
@@ -203,3 +203,29 @@ def _has_several(group: ProcessGroup) -> bool:
     from tpplan.exec.group.meeting import Meeting  # noqa: PLC0415 (not for every plan)
 
     return Meeting(group).count > 1
+
+
+def compiler(
+    plan: SplitPlan, backend: str, note: Callable[[str], None], *, scratch: bool = True
+) -> Callable[[str], TPContext]:
+    """Return a function that compiles a plan for a transport.
+
+    Args:
+        plan: the plan to compile.
+        backend: ``auto``, ``cpu`` or ``cuda``; ``auto`` uses virtual devices if there are too few GPUs.
+        note: called with the reason if the devices are virtual.
+        scratch: whether to allocate scratch memory.
+    """
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "auto" and here < len(plan.devices):
+        note(f"on virtual devices, because the plan has {len(plan.devices)} and this machine {here} CUDA devices")
+        backend = "cpu"
+
+    def make(transport: str) -> TPContext:
+        try:
+            return compile(plan, backend=backend, transport=transport, scratch=scratch)
+        except ExecutionError as error:
+            error.hint = error.hint.replace('backend="cpu"', "--backend cpu")  # of a command, not of a call
+            raise
+
+    return make

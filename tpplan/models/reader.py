@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
 from tpplan.core.limits import LONGEST_NAME
-from tpplan.files.jsontext import UNSEEN
-from tpplan.models.beside import beside, instead_of_headers, refuse_adapter
+from tpplan.core.model import NotPlanned
+from tpplan.core.sizes import format_bytes
+from tpplan.errors import ModelError
+from tpplan.files.jsontext import UNSEEN, NotJSONError, read_json
 from tpplan.models.checkpoint import read_headers
 from tpplan.models.config import read_config
 from tpplan.models.families import spec_from_config, tolerated
@@ -19,9 +22,145 @@ from tpplan.models.formats.storage import split_name
 from tpplan.models.formats.tools import DESCRIPTIONS
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
     from tpplan.core.model import ModelSpec
     from tpplan.models.checkpoint import Headers
     from tpplan.models.config import Config
+
+
+_ADAPTER: Final = "adapter_config.json"
+_SAFETENSORS: Final = ".safetensors"
+_SUFFIXES: Final = (_SAFETENSORS, ".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack")
+#: What training and tokenizers keep beside a model.
+_NO_WEIGHTS: Final = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "tokenizer")
+#: Starts of files that hold all weights of a model once more, in another format or under other names.
+_COPIES: Final = re.compile(
+    r"consolidated.*|(?:pytorch_model|tf_model|flax_model|model)(?:[-.].*)?\.(?:bin|pt|pth|h5|msgpack)|ggml.*\.bin|(?!mmproj).*\.gguf"
+)
+_NO_GGUF: Final = (
+    "plan for a directory with the model in safetensors, such as AWQ or GPTQ; or name the config.json itself,"
+    " to plan for the weights that it describes"
+)
+_SHARD: Final = re.compile(r"-\d+-of-\d+(?=\.)")
+_MOST: Final = 8
+_LONGEST: Final = 100
+_LARGEST_CONFIG: Final = 2**20
+_LENGTH_BYTES: Final = 8
+
+
+def beside(directory: Path, read: Collection[str]) -> tuple[tuple[NotPlanned, ...], tuple[str, ...]]:
+    """Return what else a model's directory has of weights.
+
+    Args:
+        directory: the model's.
+        read: names of the files whose headers were read.
+
+    Returns:
+        The files that are no part of what was read, those of several parts together; and notes on those that are taken
+        for a second copy of it.
+
+    Raises:
+        ModelError: a safetensors file that was not read is none.
+    """
+    parts: dict[str, int] = {}
+    copies: dict[str, int] = {}
+    for path in sorted(directory.iterdir()):
+        if path.suffix not in _SUFFIXES or path.name in read or path.name.startswith(_NO_WEIGHTS):
+            continue
+        if path.is_file():
+            which = copies if _COPIES.fullmatch(path.name) else parts
+            name = _readable(_SHARD.sub("-*", path.name))
+            which[name] = which.get(name, 0) + (_size(path) if which is parts else path.stat().st_size)
+    notes = []
+    if copies:
+        files = [f"{name} ({format_bytes(size)})" for name, size in copies.items()]
+        notes.append(f"not read, taken for further copies of the same weights: {', '.join(_some(files))}")
+    sizes = [NotPlanned(name, size) for name, size in parts.items() if size]
+    if len(sizes) > _MOST:
+        rest = sizes[_MOST - 1 :]
+        sizes[_MOST - 1 :] = [NotPlanned(f"{len(rest)} further files", sum(part.bytes for part in rest))]
+    return tuple(sizes), tuple(notes)
+
+
+def instead_of_headers(path: Path, weight_format: str) -> str:
+    """Return in words what is assumed of a model without safetensors files, empty for a config.json alone.
+
+    Args:
+        path: the model's directory, or its config.json.
+        weight_format: what the config says of the weights.
+
+    Raises:
+        ModelError: the directory has the weights in a file of a kind that tpplan does not read, and the config does not
+            describe those.
+    """
+    names = sorted(file.name for file in _weights(path)) if path.is_dir() else []
+    if gguf := next((name for name in names if name.endswith(".gguf")), None):
+        what = f"{_readable(path.resolve().name)} has its weights in {_readable(gguf)}, a GGUF file"
+        raise ModelError(f"{what}, whose sizes do not follow from config.json", _NO_GGUF)
+    return f"weights in {weight_format}: {_readable(names[0])} is not read" if names else ""
+
+
+def refuse_adapter(path: Path) -> None:
+    """Refuse an adapter in place of a model: a directory with nothing but its config and weights, or its config.
+
+    Raises:
+        ModelError: it is one; the error names the model that it was made for.
+    """
+    config = path / _ADAPTER if path.is_dir() else path
+    if config.name != _ADAPTER or not config.is_file():
+        return
+    try:
+        if path.is_dir() and any(_weights(path)):
+            return
+        with config.open("rb") as file:
+            data = read_json(file.read(_LARGEST_CONFIG))
+    except (OSError, NotJSONError):
+        data = None
+    data = data if isinstance(data, dict) else {}
+    base, kind = data.get("base_model_name_or_path"), data.get("peft_type")
+    of = f" for {_readable(base)}" if isinstance(base, str) and base else ""
+    what = f" ({_readable(kind)})" if isinstance(kind, str) else ""
+    hint = f"plan for the directory of {'that' if of else 'its'} model, and keep room for the adapter with --reserve"
+    raise ModelError(f"{_readable(path.resolve().name)} is an adapter{what}{of}, not a model", hint)
+
+
+def _weights(directory: Path) -> Iterator[Path]:
+    """Yield the files with weights that are no adapter's."""
+    for path in directory.iterdir():
+        if path.suffix in _SUFFIXES and not path.name.startswith(("adapter_", *_NO_WEIGHTS)):
+            yield path
+
+
+def _readable(name: str) -> str:
+    return UNSEEN.sub("", name)[:_LONGEST]
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file's tensors, or of the file where it has another format than safetensors.
+
+    Raises:
+        ModelError: it is named as a safetensors file, but is none, or cannot be read.
+    """
+    size = path.stat().st_size
+    if path.suffix != _SAFETENSORS:
+        return size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            begins = file.read(1)
+    except OSError as error:
+        raise ModelError(f"{path.name} cannot be read: {error.strerror}", "check the file's permissions") from None
+    if begins != b"{" or length > size - _LENGTH_BYTES:
+        hint = "fetch it again, or move it elsewhere if the model does without"
+        raise ModelError(f"{path.name}, which no index names, is damaged, incomplete or no safetensors file", hint)
+    return size - _LENGTH_BYTES - length
+
+
+def _some(files: list[str]) -> list[str]:
+    more = len(files) - _MOST
+    return [*files[:_MOST], f"and {more} more"] if more > 0 else files
+
 
 _TIED: Final = "tie_word_embeddings"
 _LAYERS: Final = "model.layers."

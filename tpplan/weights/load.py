@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from tpplan.core.workspace import align
-from tpplan.errors import ModelError, RequestError
+from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.exec.memory.arena import Arena
 from tpplan.exec.processes.agreement import agree
 from tpplan.models.formats.storage import split_name
 from tpplan.weights.digests import check_same, digests_of
-from tpplan.weights.progress import progress
-from tpplan.weights.reader import Reader
 from tpplan.weights.reads import joined, reads_of
 from tpplan.weights.slices import iter_slices
 from tpplan.weights.source import Source
+from tpplan.weights.staging import Buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from io import FileIO
+    from types import TracebackType
 
     from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
@@ -36,6 +40,88 @@ if TYPE_CHECKING:
 
     Held = dict[str, list[tuple[TensorSlice, int]]]
     Parts = dict[int, list[TensorSlice]]
+
+
+_HINT = "the file was changed or cut short meanwhile: fetch it again"
+
+
+class Reader:
+    """An open file and its read buffers; as a context manager, it waits on exit until all copies are complete."""
+
+    def __init__(self, directory: Path, blocks: Mapping[int, Tensor]) -> None:
+        """Create a reader without opening a file.
+
+        Args:
+            directory: directory of the files.
+            blocks: the block of bytes on each device.
+        """
+        self._directory = directory
+        self._buffers = Buffers(blocks)
+        self._name = ""
+        self._file: FileIO
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:
+            try:
+                self._buffers.wait()  # after an error too: source and target memory may be reused soon
+            except ExecutionError:
+                if error is None:  # otherwise the earlier error is more informative
+                    raise
+
+    def run(self, read: Read) -> None:
+        """Perform a read and send each device its parts.
+
+        Raises:
+            ModelError: the file cannot be read, or ends early.
+            ExecutionError: a copy to a device failed.
+        """
+        buffer = self._buffers.take()
+        self._fill(buffer.bytes[: read.nbytes], read.file, read.start)
+        buffer.send(read.moves)
+
+    def _fill(self, view: memoryview, name: str, start: int) -> None:
+        try:
+            if name != self._name:  # reads are grouped by file
+                self._stack.close()
+                self._file = self._stack.enter_context((self._directory / name).open("rb", buffering=0))
+                self._name = name
+            self._file.seek(start)  # safe, because no other thread uses this file; os.preadv is not portable
+            while view:
+                got = self._file.readinto(view)
+                if not got:
+                    end = min(start, os.fstat(self._file.fileno()).st_size)
+                    what = f"{name} ends at byte {end}, {start + len(view) - end} bytes before a tensor does"
+                    raise ModelError(what, _HINT)
+                view, start = view[got:], start + got
+        except OSError as error:
+            raise ModelError(f"{name} cannot be read: {error.strerror}", _HINT) from error
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar for ``total`` bytes on standard error if that is a terminal, else nothing.
+
+    Yields:
+        A function that any thread calls with the number of bytes that it has just processed.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console  # noqa: PLC0415 (only a terminal pays for it)
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn())
+    numbers = (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, *numbers, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
+
 
 #: Threads that read: one copies some 6 GB a second from the page cache, and a link takes 55.
 THREADS: Final = 8

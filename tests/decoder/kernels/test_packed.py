@@ -20,8 +20,8 @@ from tpplan.decoder.fast.fused import Fused
 from tpplan.decoder.fast.launches import dense, packed
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.packed import STEPS, Packed, names_of, shape_of
-from tpplan.decoder.model.families import FAMILIES
 from tpplan.decoder.model.gates import ACTIVATIONS
+from tpplan.decoder.model.settings import FAMILIES
 from tpplan.decoder.weights.device import Held
 from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.weights.row_kernels import GATES

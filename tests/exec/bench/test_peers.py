@@ -14,8 +14,8 @@ from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.programs.program import HOST
-from tpplan.exec.tools.bench import limits as bench_limits
 from tpplan.exec.tools.bench import peers as bench_peers
+from tpplan.exec.tools.bench import run as bench_limits
 from tpplan.exec.tools.bench.case import Case, Cases
 
 if TYPE_CHECKING:

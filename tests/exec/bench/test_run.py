@@ -22,12 +22,12 @@ from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs.program import OUTPUT, Buffer
 from tpplan.exec.tools.bench import case as bench_case
-from tpplan.exec.tools.bench import limits as bench_limits
 from tpplan.exec.tools.bench import peers as bench_peers
 from tpplan.exec.tools.bench import run as bench
+from tpplan.exec.tools.bench import run as bench_limits
 from tpplan.exec.tools.bench.clock import Clock, Run
-from tpplan.exec.tools.bench.even import even_plan
 from tpplan.exec.tools.bench.peers import Contender
+from tpplan.exec.tools.bench.run import even_plan
 from tpplan.exec.tuning import Tuning
 from tpplan.planfile.verify import verify
 

@@ -17,7 +17,7 @@ from tpplan.core.workspace import ALIGNMENT
 from tpplan.errors import InternalError
 from tpplan.exec.backends.cpu import add, sequence
 from tpplan.exec.memory.binding import resolve
-from tpplan.exec.processes.mirrors import Mirrors
+from tpplan.exec.processes.peers import Mirrors
 from tpplan.exec.programs.lower import Route, lower, route
 from tpplan.exec.programs.operation import Reduction, allgather
 from tpplan.exec.programs.program import EXCHANGE, INPUT, OUTPUT, RESIDUAL, Buffer, flat, reads, writes

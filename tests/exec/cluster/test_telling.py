@@ -18,7 +18,7 @@ import tpplan
 from tests.contexts import UNEVEN, context
 from tests.exec.cluster.threads import ThreadMeeting
 from tpplan.errors import ExecutionError
-from tpplan.exec.group.plain_data import MOST_BYTES, NotPlainError, decode, encode
+from tpplan.exec.group.telling import MOST_BYTES, NotPlainError, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

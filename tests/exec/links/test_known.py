@@ -14,7 +14,7 @@ import pytest
 
 from tests.exec.links.cases import BROKEN, COPY, FLAG, LOAD, STORE, UNTESTED, WORKS, not_working, own_cache, report_of  # noqa: F401 (for every test here)
 from tpplan.exec.cuda import probe_driver as link_driver
-from tpplan.exec.machine import gpu_cache, link_cache
+from tpplan.exec.machine import gpu_cache, links
 from tpplan.exec.machine import probe as link_probe
 from tpplan.exec.machine import probe_child as link_child
 from tpplan.exec.machine.link_report import Link, LinkReport, Mechanism, routes
@@ -166,8 +166,8 @@ def test_other_circumstances_are_probed_anew(
     boot.write_text("another\n")
     changes: dict[str, Callable[[], None]] = {
         "driver": lambda: monkeypatch.setenv("FAKE_SOFTWARE", "fake driver 2"),
-        "boot": lambda: monkeypatch.setattr(link_cache, "_BOOT_ID", boot),
-        "probe": lambda: monkeypatch.setattr(link_cache, "PROBE_VERSION", 0),
+        "boot": lambda: monkeypatch.setattr(links, "_BOOT_ID", boot),
+        "probe": lambda: monkeypatch.setattr(links, "PROBE_VERSION", 0),
     }
     changes.get(what, lambda: None)()
     name = "honest" if what == "mechanisms" else "copies_only"
@@ -242,7 +242,7 @@ def test_a_process_probes_once_where_nothing_can_be_kept(
     (tmp_path / "file").touch()
     obstacles: dict[str, Callable[[], None]] = {
         "folder": lambda: monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file")),
-        "boot": lambda: monkeypatch.setattr(link_cache, "_boot", lambda: ""),
+        "boot": lambda: monkeypatch.setattr(links, "_boot", lambda: ""),
         "driver": lambda: monkeypatch.setenv("FAKE_SOFTWARE", ""),
     }
     obstacles.get(obstacle, lambda: None)()
@@ -288,7 +288,7 @@ def test_an_unknown_driver_or_boot_is_not_cached(
     monkeypatch.setenv("FAKE_SOFTWARE", "")
     report_of("honest")
     monkeypatch.delenv("FAKE_SOFTWARE")
-    monkeypatch.setattr(link_cache, "_boot", lambda: "")
+    monkeypatch.setattr(links, "_boot", lambda: "")
     report_of("honest")
     assert not cache.exists()
     assert len(probes()) == 2
@@ -367,7 +367,7 @@ def test_a_link_that_failed_in_use_is_probed_anew(
 ) -> None:
     """Its GPUs' pairs alone lose their verdicts, on disk or in this process."""
     if not is_kept:
-        monkeypatch.setattr(link_cache, "_boot", lambda: "")
+        monkeypatch.setattr(links, "_boot", lambda: "")
     report = report_of("one_way")
     driver = "tests.exec.links.fake_gpus:one_way"
     refute([1, 0], driver=driver)
@@ -391,18 +391,18 @@ def test_refuting_never_fails(gpus: list[int], cache: Path, monkeypatch: pytest.
 
 def test_two_processes_that_add_to_a_pair_lose_nothing(cache: Path) -> None:
     """Each adds its verdicts to what is in the file when it writes, and a pair that was refuted does not come back."""
-    pair = link_cache.pair_of(("GPU-b", "GPU-a"), 0, 1, "driver")
+    pair = links.pair_of(("GPU-b", "GPU-a"), 0, 1, "driver")
     assert pair is not None
-    links = [Link(*route, WORKS, "") for route in routes(2)]
+    found = [Link(*route, WORKS, "") for route in routes(2)]
     with ThreadPoolExecutor(8) as pool:
-        assert {*pool.map(lambda link: pair.add([link]), links)} == {""}
+        assert {*pool.map(lambda link: pair.add([link]), found)} == {""}
     assert {link.route for link in pair.load()} == {*routes(2)}
     pair.remove()
-    pair.add(links[:1])
-    assert pair.load() == links[:1]
+    pair.add(found[:1])
+    assert pair.load() == found[:1]
     with gpu_cache.locked("links"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_cache, "_LOCK_SECONDS", 0.05)
-        assert not pair.add(links)  # whoever has the lock, a stopped process for instance, blocks nobody for long
+        assert not pair.add(found)  # whoever has the lock, a stopped process for instance, blocks nobody for long
     assert len(pair.load()) == 8
     assert len(files(cache)) == 1
 
@@ -430,12 +430,12 @@ def test_a_boot_without_an_identity_is_known_by_its_time(
     has_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Containers may hide the identity of the boot, but not when it was; without either nothing is kept."""
-    monkeypatch.setattr(link_cache, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(links, "_BOOT_ID", tmp_path / "none")
     statistics = tmp_path / "stat"
-    monkeypatch.setattr(link_cache, "_STATISTICS", statistics)
+    monkeypatch.setattr(links, "_STATISTICS", statistics)
     if has_file:
         statistics.write_text("cpu  1 2 3\nctxt 7\nbtime 1764130000\nprocesses 9\n")
-    pair = link_cache.pair_of(("a", "b"), 0, 1, "driver")
+    pair = links.pair_of(("a", "b"), 0, 1, "driver")
     assert (pair is not None) == has_file
     if pair:
         assert pair.origin.edition.endswith("boot btime 1764130000")

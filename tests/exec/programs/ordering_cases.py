@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tpplan.exec.programs.call import Call
 from tpplan.exec.programs.fence import caller, fence, order, own
-from tpplan.exec.programs.ordering import check
+from tpplan.exec.programs.ordering import Call, check
 from tpplan.exec.programs.program import INPUT, OUTPUT, Buffer, Command, Copy, Event, Program, View
 
 

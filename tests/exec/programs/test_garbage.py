@@ -7,8 +7,8 @@ from random import Random
 import pytest
 import torch
 
+from tpplan.exec.backends.adversary import Garbage
 from tpplan.exec.memory.binding import BITS
-from tpplan.exec.programs.garbage import Garbage
 
 
 @pytest.mark.parametrize("dtype", BITS.values())

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from tests.exec.program_cases import CASES, Case, cases
 from tests.exec.programs.ordering_cases import MOVE, fenced, kept, kinds, of, program
 from tpplan.errors import InternalError
-from tpplan.exec.programs.call import Call
 from tpplan.exec.programs.fence import caller, order, own
 from tpplan.exec.programs.operation import Reduction
-from tpplan.exec.programs.ordering import GAP, OVERWRITTEN, RACE, UNWRITTEN, check, verify
+from tpplan.exec.programs.ordering import GAP, OVERWRITTEN, RACE, UNWRITTEN, Call, check, verify
 from tpplan.exec.programs.program import (
     EXCHANGE,
     HOST,

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from tests.exec.programs import exllamav2_programs as exllamav2
 from tests.exec.programs.ordering_cases import kinds
-from tpplan.exec.programs.call import Call
-from tpplan.exec.programs.ordering import RACE, check
+from tpplan.exec.programs.ordering import RACE, Call, check
 
 if TYPE_CHECKING:
     from tpplan.exec.programs.program import Program

@@ -6,9 +6,8 @@ import pytest
 
 from tests.exec.programs.ordering_cases import kinds, of, program
 from tpplan.errors import InternalError
-from tpplan.exec.programs.call import Call
 from tpplan.exec.programs.fence import own
-from tpplan.exec.programs.ordering import DEADLOCK, FLAGS, RACE, check, verify
+from tpplan.exec.programs.ordering import DEADLOCK, FLAGS, RACE, Call, check, verify
 from tpplan.exec.programs.program import (
     HOST,
     INPUT,

@@ -13,9 +13,8 @@ import pytest
 from attrs import evolve
 
 from tests.exec.program_cases import CASES, Case, case
-from tpplan.exec.programs.call import Call
 from tpplan.exec.programs.operation import Reduction, broadcast
-from tpplan.exec.programs.ordering import check
+from tpplan.exec.programs.ordering import Call, check
 from tpplan.exec.programs.program import (
     HOST,
     LOAD,

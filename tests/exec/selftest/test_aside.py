@@ -9,9 +9,9 @@ import pytest
 
 from tests.contexts import UNEVEN, little_room  # noqa: F401 (for every test here)
 from tests.exec.selftest_cases import compiler_of, flip, on
-from tpplan.exec.aside import Aside
 from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.backends.engine import Engine
+from tpplan.exec.handles import Aside
 from tpplan.exec.programs.program import OUTPUT
 from tpplan.exec.tools.selftest import run as selftest
 from tpplan.exec.tools.selftest.attempts import Attempts

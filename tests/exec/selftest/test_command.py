@@ -17,7 +17,7 @@ from tests.exec.selftest_cases import SCHEMA, compiler_of, flip
 from tpplan.core.missing import install_command
 from tpplan.errors import ExecutionError
 from tpplan.exec.backends.cpu import VirtualDevices
-from tpplan.exec.fallback import compiler
+from tpplan.exec.compiler import compiler
 from tpplan.exec.machine import transports
 from tpplan.exec.machine.link_report import LinkReport
 from tpplan.exec.programs.program import OUTPUT, Buffer, Program

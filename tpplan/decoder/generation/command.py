@@ -8,7 +8,7 @@ from tpplan.decoder.decoder import Decoder
 from tpplan.decoder.generation.generate import generate
 from tpplan.decoder.model.settings import check_model
 from tpplan.decoder.text.tokenizer import Stream
-from tpplan.exec.fallback import compiler
+from tpplan.exec.compiler import compiler
 from tpplan.reports.generate import GenerateReport
 from tpplan.weights import load_weights
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from tpplan.decoder.layer.passes import Pass
     from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.weights.device import Held
-    from tpplan.exec.aside import Aside
     from tpplan.exec.context import TPContext
+    from tpplan.exec.handles import Aside
 
 
 class Made(NamedTuple):

@@ -38,7 +38,7 @@ class Layout:
         groups: suffix of the group indices of the columns.
         transposed: whether rows of the matrix are columns of these tensors.
         packs_rows: whether a word packs the codes of several rows rather than columns.
-        order: order of the codes in a word, see :func:`tpplan.decoder.weights.bits.unpacked`.
+        order: order of the codes in a word, see :func:`tpplan.decoder.weights.convert.unpacked`.
         bits: numbers of bits that a code may have.
     """
 

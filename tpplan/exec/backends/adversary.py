@@ -22,7 +22,6 @@ from tpplan.errors import InternalError
 from tpplan.exec.backends.engine import Virtual
 from tpplan.exec.memory.binding import BITS, resolve, slot_number
 from tpplan.exec.programs.fence import caller
-from tpplan.exec.programs.garbage import Garbage
 from tpplan.exec.programs.program import HOST, SLOT, Await, Buffer, Copy, Record, Signal, Step, Sum, Wait, flat, reads
 
 if TYPE_CHECKING:
@@ -31,6 +30,33 @@ if TYPE_CHECKING:
 
     from tpplan.exec.memory.binding import Memory
     from tpplan.exec.programs.program import Event, Flag, Program, Queue, Stream
+
+
+#: Minimum bytes of noise that garbage is made of.
+_NOISE = 1 << 14
+
+
+class Garbage:
+    """Makes garbage from windows of the same noise, which is drawn again when it is too short."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._noise = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def unlike(self, right: Tensor) -> Tensor:
+        """Return random integers, each different from that in the dense tensor ``right``."""
+        count, size = right.numel(), right.element_size()
+        if 2 * count * size > self._noise.shape[0]:
+            drawn = bytearray(self._random.randbytes(max(2 * count * size, _NOISE)))
+            self._noise = torch.frombuffer(drawn, dtype=torch.uint8) | 1
+        noise = self._noise.view(right.dtype)
+        start = int(self._random.random() * (noise.shape[0] - count))
+        return right ^ noise.as_strided(right.shape, right.stride(), start)
+
+    def spoil(self, block: Tensor) -> None:
+        """Fill a dense tensor with garbage."""
+        block.copy_(self.unlike(block))
+
 
 #: Maximum ratio of the probabilities of two streams to be chosen, so that some fall far behind.
 _UNFAIR = 100_000

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.aside import Aside
+from tpplan.exec.handles import Aside
 from tpplan.exec.programs.lower import Route, lower, route
 from tpplan.exec.programs.operation import Operation, Reduction
 from tpplan.exec.programs.ordering import verify

@@ -10,12 +10,11 @@ from attrs import frozen
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.calls.operands import Group, check_facts, columns_of, matrix
-from tpplan.exec.overlap import are_apart, check_apart
+from tpplan.exec.checks import are_apart, check_apart, check_writable
 from tpplan.exec.programs import operation
 from tpplan.exec.programs.lower import Route
 from tpplan.exec.programs.operation import Moves, Reduction
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, RESIDUAL, Buffer, Program
-from tpplan.exec.tensors import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,8 +64,8 @@ class Call:
             The inputs followed by the outputs, and whether all are dense: contiguous, with their values as stored.
 
         Raises:
-            ExecutionError: see :meth:`Group.check`, :func:`~tpplan.exec.tensors.check_writable` and
-                :func:`~tpplan.exec.overlap.check_apart`.
+            ExecutionError: see :meth:`Group.check`, :func:`~tpplan.exec.checks.check_writable` and
+                :func:`~tpplan.exec.checks.check_apart`.
         """
         is_dense = True
         for group, tensors in zip(self.inputs, inputs, strict=True):

@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.tensors import check_copied, check_kind, check_stored, name_of
+from tpplan.exec.checks import check_copied, check_kind, check_stored, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,8 +24,7 @@ from tpplan.exec.cuda.issuing import ISSUING, Issuing
 from tpplan.exec.cuda.launch import Ready
 from tpplan.exec.cuda.launch_graph import LaunchGraphs
 from tpplan.exec.cuda.programmatic_launch import early
-from tpplan.exec.cuda.side_streams import StreamsAside, streams_aside
-from tpplan.exec.cuda.streams import Streams
+from tpplan.exec.cuda.streams import Streams, StreamsAside, streams_aside
 from tpplan.exec.cuda.sums import Sums
 from tpplan.exec.machine.links import refute
 from tpplan.exec.memory.binding import no_memory

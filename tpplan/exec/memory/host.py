@@ -9,9 +9,9 @@ import torch
 
 from tpplan.core.workspace import FRAME_FLAG_BYTES, FRAME_SLOT_BYTES, HOST_FLAG_BYTES, HOST_SLOT_BYTES, PAIR, align
 from tpplan.errors import ExecutionError
+from tpplan.exec.checks import name_of
 from tpplan.exec.memory.arena import Arena
 from tpplan.exec.programs.program import HOST
-from tpplan.exec.tensors import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

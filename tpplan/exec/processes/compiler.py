@@ -14,7 +14,7 @@ from attrs import field, frozen
 import tpplan
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.build import build, mismatches
-from tpplan.exec.checks import seconds
+from tpplan.exec.checks import name_of, seconds
 from tpplan.exec.group.meeting import Meeting
 from tpplan.exec.group.members import Claim, Gpu, differing, disagreements, owners, said_of, share
 from tpplan.exec.group.transport import GroupCarrier
@@ -22,7 +22,6 @@ from tpplan.exec.machine.look import Found, differences, listed, look_at, places
 from tpplan.exec.processes.distributed import Processes
 from tpplan.exec.processes.process_transport import Way, way_between
 from tpplan.exec.processes.shared import Sharing
-from tpplan.exec.tensors import name_of
 from tpplan.exec.toolchain.torch_shims import timeout_of
 from tpplan.files.codec import dumps
 from tpplan.files.jsontext import read_json, visible

@@ -10,11 +10,11 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec.backends.cpu import Pending, add
 from tpplan.exec.backends.engine import Virtual
+from tpplan.exec.checks import name_of
 from tpplan.exec.group.lost import PeerError, reason_of
 from tpplan.exec.group.transport import Parcel
 from tpplan.exec.memory.binding import no_memory, resolve
 from tpplan.exec.processes.rounds import rounds
-from tpplan.exec.tensors import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,38 +13,272 @@ For programs that one context runs one after the other, it checks:
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import Factory, define, frozen
 
 from tpplan.errors import InternalError
-from tpplan.exec.programs.call import Call
-from tpplan.exec.programs.fence import own
+from tpplan.exec.programs.fence import HOST_STREAM, caller, own
 from tpplan.exec.programs.program import (
+    CALLER,
     HOST,
     INPUT,
     OPERANDS,
     OUTPUT,
     RESIDUAL,
     Await,
+    Copy,
+    Event,
     Flag,
+    Program,
+    Record,
     Signal,
+    Stream,
     Sum,
     View,
+    Wait,
     flat,
+    reads,
     writes,
 )
 from tpplan.exec.programs.region import Memory, Region, gap, regions
-from tpplan.exec.programs.timeline import Node, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from tpplan.exec.programs.program import Buffer, Program, Stream
+    from tpplan.exec.programs.program import Buffer, Step
+
+
+class Access(NamedTuple):
+    """What a command or the caller accesses.
+
+    Attributes:
+        stream: the stream that does it; None for what the caller does on the host with a program's results.
+        what: the command, or a description of what the caller does.
+        reads: regions that it reads.
+        writes: regions that it writes.
+    """
+
+    stream: Stream | None
+    what: Step | Record | Wait | str
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+
+
+@frozen(eq=False)
+class Call:
+    """A call of a program, with operands that no other call uses.
+
+    What it accesses is found once, however many timelines it is part of.
+
+    Attributes:
+        program: the program to run.
+        in_place: whether each device's output may be its input or its residual.
+    """
+
+    program: Program
+    in_place: bool = False
+
+    @cached_property
+    def before(self) -> tuple[Access, ...]:
+        """The caller's accesses before the program, each from a new stream of its device."""
+        return tuple(
+            access
+            for device in self._devices
+            for access in self._caller("writes", device, OPERANDS, HOST_STREAM if device == HOST else caller(device))
+        )
+
+    @cached_property
+    def steps(self) -> tuple[Access, ...]:
+        """The accesses of the commands, in order of issue; views of slots are in the first one."""
+        return tuple(
+            Access(step.stream, step, self._regions(reads(step)), self._regions(writes(step)))
+            for step in flat(self.program)
+        )
+
+    @cached_property
+    def after(self) -> tuple[Access, ...]:
+        """The caller's accesses after the program."""
+        does = "reads and overwrites"
+        devices = [device for device in self._devices if device != HOST]
+        return (
+            *(access for device in devices for access in self._caller(does, device, OPERANDS, caller(device))),
+            *self._caller("overwrites", HOST, (INPUT, RESIDUAL), HOST_STREAM),
+            *self._caller(does, HOST, (OUTPUT,), None),
+        )
+
+    @cached_property
+    def _views(self) -> list[View]:
+        """The views of operands."""
+        steps = flat(self.program)
+        return [v for step in steps for v in (*reads(step), *writes(step)) if v.buffer.role in OPERANDS]
+
+    @cached_property
+    def _operands(self) -> dict[Buffer, int]:
+        """The columns of each operand."""
+        operands: dict[Buffer, int] = {}
+        for view in self._views:
+            operands[view.buffer] = max(view.stop, operands.get(view.buffer, 0))
+        return operands
+
+    @cached_property
+    def _parts(self) -> int:
+        """A number of parts of the operands' rows such that every view covers whole parts."""
+        return lcm(*{view.parts for view in self._views})
+
+    @property
+    def _devices(self) -> list[int]:
+        return sorted({buffer.device for buffer in self._operands})
+
+    def _caller(self, does: str, device: int, roles: tuple[str, ...], stream: Stream | None) -> Iterator[Access]:
+        """Yield an access of the caller to all operands of a device in these roles, if there are any."""
+        operands = sorted(b for b in self._operands if b.device == device and b.role in roles)
+        if operands:
+            wholes = self._regions(View(b, 0, self._operands[b]) for b in operands)
+            yield Access(stream, f"the caller {does} {', '.join(map(str, operands))}", (), wholes)
+
+    def _regions(self, views: Iterable[View]) -> tuple[Region, ...]:
+        """Return the regions of views, including those of possible aliases."""
+        found: list[Region] = []
+        for view in views:
+            found += regions(view, self._parts)
+            if self.in_place and view.buffer.role == OUTPUT:
+                aliases = (view.buffer._replace(role=role) for role in (INPUT, RESIDUAL))
+                may_be = (view._replace(buffer=alias) for alias in aliases if alias in self._operands)
+                found += (region._replace(view=view) for alias in may_be for region in regions(alias, self._parts))
+        return tuple(found)
+
+
+#: The key of the host's stream, which all programs share.
+_HOST = (HOST_STREAM, 0)
+
+
+class Node(NamedTuple):
+    """A node of the dependency graph.
+
+    Attributes:
+        program: index of its call in the sequence.
+        what: a command, or a description of what the caller does.
+        reads: regions that it reads.
+        writes: regions that it writes.
+        after: indices of nodes that are complete before this one starts; indirect dependencies may be left out.
+    """
+
+    program: int
+    what: Step | Record | Wait | str
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+    after: list[int]
+
+    def __str__(self) -> str:
+        return f'"{self.what}" of program {self.program + 1}'
+
+
+class Stuck(NamedTuple):
+    """A node that waits for ever.
+
+    Attributes:
+        node: an Await.
+        wanted: number of signals that it waits for.
+        raised: number of signals issued by the end of its program.
+    """
+
+    node: Node
+    wanted: int
+    raised: int
+
+
+@define
+class Timeline:
+    """The dependency graph of a sequence of programs on one context.
+
+    Attributes:
+        nodes: the nodes in order of issue.
+        stuck: the nodes that wait for ever.
+    """
+
+    nodes: list[Node] = Factory(list)
+    stuck: list[Stuck] = Factory(list)
+    _program: int = -1
+    _last: dict[tuple[Stream | None, int], int] = Factory(dict)
+    _recorded: dict[Event, int] = Factory(dict)
+    _raised: defaultdict[Flag, list[int]] = Factory(lambda: defaultdict(list))
+    _awaited: Counter[tuple[Flag, int]] = Factory(Counter)
+    _polling: list[tuple[int, Flag, int]] = Factory(list)
+
+    def run(self, call: Call) -> None:
+        """Add a program, with its caller's accesses before and after it."""
+        self._program += 1
+        for access in call.before:
+            self._add(access, [])
+        for access in call.steps:
+            self._issue(access)
+        results = [self._recorded[event] for event in call.program.results if event in self._recorded]
+        for access in call.after:
+            self._add(access, [] if access.stream else results)
+        self._raise()
+
+    def _issue(self, access: Access) -> None:
+        """Add a command."""
+        step, index = access.what, len(self.nodes)
+        after: list[int] = []
+        if isinstance(step, Record):
+            self._recorded[step.event] = index
+        elif isinstance(step, Wait):
+            if step.event in self._recorded:
+                after.append(self._recorded[step.event])
+        elif isinstance(step, Signal):
+            self._raised[step.flag].append(index)
+        elif isinstance(step, Await):
+            device = step.stream.device
+            self._awaited[step.flag, device] += 1
+            self._polling.append((index, step.flag, self._awaited[step.flag, device] - step.behind))
+        elif isinstance(step, Copy | Sum):
+            access = self._in_slots(access, step.stream.device)
+        self._add(access, after)
+
+    def _add(self, access: Access, after: list[int]) -> None:
+        """Add a node after its stream's last node and the host's; without a stream, no node follows it."""
+        stream, what, reads, writes = access
+        key = (stream, self._program if stream and stream.kind == CALLER else 0)
+        if _HOST in self._last:
+            after.append(self._last[_HOST])
+        if key != _HOST and key in self._last:
+            after.append(self._last[key])
+        if stream:
+            self._last[key] = len(self.nodes)
+        self.nodes.append(Node(self._program, what, reads, writes, after))
+
+    def _raise(self) -> None:
+        """Add the dependency of every Await of the program on its Signal, which may have been issued later."""
+        for index, flag, wanted in self._polling:
+            raised = self._raised[flag]
+            if wanted > len(raised):
+                self.stuck.append(Stuck(self.nodes[index], wanted, len(raised)))
+            elif wanted > 0:
+                self.nodes[index].after.append(raised[wanted - 1])
+        self._polling.clear()
+
+    def _in_slots(self, access: Access, device: int) -> Access:
+        """Return an access with its regions of queues in the slot of the message that a device handles next."""
+        if not any(region.view.buffer.queue for region in (*access.reads, *access.writes)):
+            return access
+        reads, writes = (
+            tuple(region._replace(memory=self._memory(region, device)) for region in found) for found in access[2:]
+        )
+        return Access(access.stream, access.what, reads, writes)
+
+    def _memory(self, region: Region, device: int) -> Memory:
+        queue = region.view.buffer.queue
+        if not queue:
+            return region.memory
+        passed = Flag("full", queue) if device == queue.sender else Flag("free", queue, device)
+        return queue, len(self._raised[passed]) % queue.slots
+
 
 #: Kinds of findings.
 RACE, DEADLOCK, FLAGS, UNWRITTEN, OVERWRITTEN, GAP = "race", "deadlock", "flags", "unwritten", "overwritten", "gap"

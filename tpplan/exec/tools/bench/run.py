@@ -5,29 +5,154 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import pairwise, permutations
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve
 from torch.cuda import nccl
 
+from tpplan.core.axes import Axis
+from tpplan.core.plan import DeviceMemory
 from tpplan.core.sizes import format_bytes
+from tpplan.core.workspace import workspace_bytes
 from tpplan.errors import ExecutionError, RequestError, TpplanError
+from tpplan.exec.compiler import compile as compile_plan
 from tpplan.exec.explain import IN_GRAPH
-from tpplan.exec.tools.bench import limits as bench_limits
+from tpplan.exec.programs.program import HOST
 from tpplan.exec.tools.bench.case import Cases
 from tpplan.exec.tools.bench.clock import Clock, Run
-from tpplan.exec.tools.bench.even import EVEN, SLICED, even_context
 from tpplan.exec.tools.bench.peers import OURS, contenders
-from tpplan.reports.bench import BenchReport, Measured, Timed
+from tpplan.reports.bench import BenchReport, Limit, Measured, Timed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
+    from tpplan.exec.tools.bench.case import Case
     from tpplan.exec.tools.bench.peers import Contender
-    from tpplan.reports.bench import Limit
+
+
+_COPY_BYTES = 2**26
+_COPIES = 16
+_TURNS = 3
+
+
+def measure(places: Mapping[int, torch.device]) -> tuple[Limit, ...]:
+    """Return the bandwidth between all pairs of CUDA devices and pinned host memory, in both directions.
+
+    Args:
+        places: torch devices in use, by device index in the plan. With virtual devices the result is empty.
+    """
+    if any(place.type != "cuda" for place in places.values()):
+        return ()
+    memory = {
+        HOST: torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True),
+        **{i: torch.empty(_COPY_BYTES, dtype=torch.uint8, device=place) for i, place in places.items()},
+    }
+    return tuple(
+        Limit(source=a, target=b, bytes_per_second=_rate(memory[a], memory[b])) for a, b in permutations(memory, 2)
+    )
+
+
+def _rate(source: torch.Tensor, target: torch.Tensor) -> int:
+    """Return the bandwidth of consecutive copies in bytes per second, from the fastest turn."""
+    place = source.device if source.is_cuda else target.device  # torch copies on the current stream of this device
+    stream = torch.cuda.current_stream(place)
+    best = float("inf")
+    for _ in range(_TURNS):
+        torch.cuda.synchronize(place)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record(stream)
+        for _ in range(_COPIES):
+            target.copy_(source, non_blocking=True)
+        end.record(stream)
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3)
+    return round(_COPIES * _COPY_BYTES / best)
+
+
+def least_ns(case: Case, limits: Sequence[Limit], places: Mapping[int, torch.device]) -> int | None:
+    """Return the time that the busiest device needs in ns, if it sends and receives only on its fastest link.
+
+    Data sent to several devices counts once, because the receivers can forward it. For a sum over n devices, each sends
+    and receives 2 (n - 1) / n of the bytes of the result. None if nothing is sent or no limit was measured.
+    """
+    if not limits:
+        return None
+    rates = {(limit.source, limit.target): limit.bytes_per_second for limit in limits}
+    index = {place: i for i, place in places.items()}
+    sent, received = (dict.fromkeys(places, 0) for _ in range(2))
+    if case.slack is not None:
+        share = 2 * (len(places) - 1) * case.outputs[0].nbytes // len(places)
+        sent, received = (dict.fromkeys(places, share) for _ in range(2))
+    else:
+        remote = [(target, source) for target, source in case.moves if target.device != source.device]
+        for target, source in remote:
+            if target.device in index:
+                received[index[target.device]] += source.nbytes
+        for source in {id(source): source for _, source in remote}.values():
+            sent[index[source.device]] += source.nbytes
+    others = places if case.captured else (HOST,)
+    seconds = [
+        amount / max(rates[(i, j) if amounts is sent else (j, i)] for j in others if j != i)
+        for amounts in (sent, received)
+        for i, amount in amounts.items()
+        if amount
+    ]
+    return round(max(seconds, default=0) * 10**9) or None
+
+
+#: Name of tpplan with even slices in the benchmark report.
+EVEN = "even"
+#: Operations whose time depends on the slices.
+SLICED = ("allgather", "scatter", "gather")
+
+
+def even_context(context: TPContext) -> TPContext | None:
+    """Return a context with even slices, on the same devices and transport; None if the slices are already even.
+
+    Raises:
+        ExecutionError: the devices have no room for both contexts.
+    """
+    plan, kind = even_plan(context.plan), context.devices[context.all_devices[0]].device.type
+    if plan is None:
+        return None
+    return compile_plan(plan, backend=kind, transport=context.explain().transport, scratch=False)
+
+
+def even_plan(plan: SplitPlan) -> SplitPlan | None:
+    """Return a plan that splits the residual stream evenly between the devices that hold a part of it.
+
+    Returns:
+        A plan to run beside the given one, with only the workspace in its ledger. None if the split is already even, up
+        to the size of a unit.
+    """
+    split = plan.split(Axis.RS)
+    widths = [stop - start for start, stop in pairwise(split.bounds)]
+    count = sum(width > 0 for width in widths)
+    units = -(-split.size // split.unit)
+    cuts = [min(split.size, units * i // count * split.unit) for i in range(count + 1)]
+    even = [stop - start for start, stop in pairwise(cuts)]
+    if sorted(even) == sorted(filter(None, widths)) or not all(even):
+        return None
+    held = [sum(width > 0 for width in widths[:i]) for i in range(len(split.bounds))]
+    bounds = tuple(cuts[i] for i in held)
+    splits = tuple(evolve(each, bounds=bounds) if each is split else each for each in plan.splits)
+    sizes = workspace_bytes(splits, plan.model.dtype, plan.request)
+    return evolve(
+        plan,
+        request=evolve(plan.request, strategy="balanced"),  # the ledger of "latency" would include the bytes read
+        splits=splits,
+        devices=tuple(
+            evolve(device, budget_bytes=size + 1, overhead_bytes=0)
+            for device, size in zip(plan.devices, sizes, strict=True)
+        ),
+        memory=tuple(DeviceMemory(i, 0, 0, size, 0, 1) for i, size in enumerate(sizes)),
+    )
+
 
 #: Default payloads in bytes.
 _USUAL = (8 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
@@ -74,7 +199,7 @@ def bench(
         limits: tuple[Limit, ...] = ()
         try:
             with busy("measuring the links"):
-                limits = bench_limits.measure({i: device.device for i, device in context.devices.items()})
+                limits = measure({i: device.device for i, device in context.devices.items()})
         except Exception as error:  # noqa: BLE001 (operations can be timed without limits)
             notes.append(f"no limits were measured: {_reason(error)}")
         even = None
@@ -209,7 +334,7 @@ class _Turns:
             for (by, graph), entry in self._entries.items()
         )
         places = {i: device.device for i, device in self._cases.context.devices.items()}
-        return told(least_ns=bench_limits.least_ns(case, self._limits, places), timed=tuple(timed))
+        return told(least_ns=least_ns(case, self._limits, places), timed=tuple(timed))
 
     def _prepare(self, who: str, make: Callable[[], Contender], context: TPContext, count: int) -> None:
         """Check an implementation and register its runs, or the error.
