@@ -9,6 +9,8 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -39,6 +41,10 @@ MODEL = Path(__file__).parents[3] / "examples" / "models" / "Llama-3.1-8B"
 #: Rows of small and of large messages, also of those that mirrors hold in several turns.
 ROWS = (1, 2, 3, 7, 16, 64, 300, 511, 1500, 2048)
 COLUMNS = 4096
+#: Seconds after which a process is killed, and within which the others have to notice and to close.
+_DEATH_S, _NOTICED_S = 1, 5
+#: The variable of the process that is to be killed.
+_KILLED = "TPPLAN_TEST_KILLED"
 
 
 def plan_for(model: Path = MODEL, *, layout: str = "reduce", tokens: int = 4096) -> SplitPlan:
@@ -241,23 +247,23 @@ def interrupted() -> None:
 
 
 def lost() -> None:
-    """End a process: the others get an error within their patience, and can still close."""
-    ctx = compile_plan(plan_for(), group=distributed.group.WORLD, timeout=5)
+    """Kill a process: the others get an error that names it long before their time-out, and close at once."""
+    ctx = compile_plan(plan_for(), group=distributed.group.WORLD, timeout=40)
     x = torch.ones(4, COLUMNS, dtype=torch.bfloat16, device=next(iter(ctx.devices.values())).device)
     ctx.all_reduce([x])
     ctx.synchronize()
     distributed.barrier()
     if distributed.get_rank() == 1:
-        time.sleep(1)  # torch.distributed's threads of the others should have read what this one has sent
-        os._exit(0)
+        time.sleep(_DEATH_S)  # torch.distributed's threads of the others should have read what this one has sent
+        os.kill(os.getpid(), signal.SIGKILL)
     start, message = time.monotonic(), ""
     try:
         ctx.all_reduce([x])
         ctx.synchronize()
     except ExecutionError as error:
         message = error.message
-    assert "waited for a message that never came" in message, message
-    assert 4 < time.monotonic() - start < 9
+    assert message == "process 1 is lost: it no longer runs", message
+    assert time.monotonic() - start < _DEATH_S + _NOTICED_S
     for call in (lambda: ctx.all_reduce([x]), ctx.synchronize, ctx.close):
         try:
             call()
@@ -265,7 +271,7 @@ def lost() -> None:
             assert error.message == message  # noqa: PT017 (no pytest here)
         else:
             raise AssertionError(call)
-    assert time.monotonic() - start < 13
+    assert time.monotonic() - start < _DEATH_S + _NOTICED_S
 
 
 SCENARIOS: dict[str, Callable[[], None]] = {
@@ -282,8 +288,12 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 
 def main() -> None:
     """Be one of the processes."""
-    faulthandler.dump_traceback_later(180, exit=True)
     process, names = int(os.environ["LOCAL_RANK"]), sys.argv[1:]
+    if "lost" in names and process == 1 and _KILLED not in os.environ:  # whoever started this one expects no failure
+        words = [sys.executable, "-m", "tests.exec.cluster.on_gpus", *names]
+        code = subprocess.run(words, env={**os.environ, _KILLED: "1"}, check=False).returncode
+        sys.exit(0 if code == -signal.SIGKILL else f"process 1 ended with {code}")
+    faulthandler.dump_traceback_later(180, exit=True)
     if names[0] == "hidden":
         os.environ["CUDA_VISIBLE_DEVICES"] = str(process)
         names = names[1:]

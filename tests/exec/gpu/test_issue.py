@@ -118,6 +118,7 @@ def test_a_timeout_is_told_once(code: int, calls: int) -> None:
     exchanges: Any = object.__new__(Exchanges)
     told = Mock()
     exchanges._seen, exchanges._on_timeout = memoryview(array("i", [code])), [told]
+    exchanges._cause = lambda _: ""
     for _ in range(2):
         if code:
             with pytest.raises(ExecutionError):
@@ -125,6 +126,18 @@ def test_a_timeout_is_told_once(code: int, calls: int) -> None:
         else:
             exchanges.check()
     assert told.call_count == calls
+
+
+def test_a_cause_is_told_instead_and_outlives_an_interrupt() -> None:
+    """A process that is lost says more than what follows from it in this one."""
+    exchanges: Any = object.__new__(Exchanges)
+    exchanges._seen, exchanges._on_timeout = memoryview(array("i", [0])), []
+    exchanges._cause = lambda code: "process 1 is lost" if code == 16 else ""
+    exchanges.check()
+    exchanges._seen[0] = 16
+    exchanges.interrupt()
+    with pytest.raises(ExecutionError, match="process 1 is lost"):
+        exchanges.check()
 
 
 def test_what_is_interrupted_behind_the_launches_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ class CudaDevices(Streams):
         timeout: float,
         others: Mapping[int, int] = MappingProxyType({}),
         status: Tensor | None = None,
+        cause: Callable[[int], str] = lambda _: "",
     ) -> None:
         """Load the kernels on every device.
 
@@ -82,6 +83,7 @@ class CudaDevices(Streams):
             others: multiprocessors of each device that another process owns; see
                 :class:`tpplan.exec.processes.peers.PeerProcesses`.
             status: see :class:`tpplan.exec.cuda.exchanges.Exchanges`.
+            cause: see there.
         """
         super().__init__(places, len(others))
         self.transport = transport
@@ -99,7 +101,9 @@ class CudaDevices(Streams):
             kernels = kernels_for(len(places) + len(others), transport)
             is_proof = transport == "peer" and not others and timeout >= _PROOF_SECONDS
             on_timeout = partial(refute, [place.index for place in places.values()] if is_proof else [])
-            self._exchanges = Exchanges(memory, places, kernels, others, status, timeout=timeout, on_timeout=on_timeout)
+            self._exchanges = Exchanges(
+                memory, places, kernels, others, status, timeout=timeout, on_timeout=on_timeout, cause=cause
+            )
         ask = WeakMethod(self._is_busy)  # or a dropped context would live until garbage collection
         self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)

@@ -62,6 +62,7 @@ class Exchanges:
         *,
         timeout: float,
         on_timeout: Callable[[], None] = lambda: None,
+        cause: Callable[[int], str] = lambda _: "",
     ) -> None:
         """Load every kernel on every device now: loading one later could deadlock with kernels that wait for it.
 
@@ -74,6 +75,7 @@ class Exchanges:
             status: 16 int32 of host memory that is known to the devices, for the status word; new ones if not given.
             timeout: how long a kernel waits for another device, in seconds.
             on_timeout: called once, when it is first seen that a kernel has waited in vain.
+            cause: takes a failure's status word, and returns what another process has to do with it, in words.
         """
         self._memory = memory
         self._places = places
@@ -86,13 +88,14 @@ class Exchanges:
         self._status = status
         self._seen = memoryview(self._status.numpy())  # type: ignore[arg-type]
         self._on_timeout = [on_timeout]
+        self._cause = cause
         found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
         rooms = {"slot": SLOT_BLOCKS, "straight": STRAIGHT_BLOCKS, "frame": FRAME_BLOCKS}
         self._most = {way: most_blocks([*places.values()], room, others.values()) for way, room in rooms.items()}
         self._most["frame"] = min(frames.MOST_BLOCKS, self._most["frame"])
         kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
         flags = torch.zeros(LINE * len(places), dtype=torch.int32, device="cpu", pin_memory=True)
-        check = partial(_refuse, self._seen, self._on_timeout)  # self.check would be a reference cycle
+        check = partial(_refuse, self._seen, self._on_timeout, cause)  # self.check would be a reference cycle
         self.landings = Landings(tuple(places), flags, self._counters, check)
         wanted = {(name, (each.major, each.minor)) for name in kernels for each in found.values()}
         kernel_cache.prepare(wanted)
@@ -125,15 +128,15 @@ class Exchanges:
         Raises:
             ExecutionError: one has.
         """
-        _refuse(self._seen, self._on_timeout)
+        _refuse(self._seen, self._on_timeout, self._cause)
 
     def has_failed(self) -> bool:
         """Return whether :meth:`check` raises."""
         return bool(self._seen[0])
 
     def interrupt(self) -> None:
-        """Mark the context as failed: a program was issued on some devices but not on others."""
-        self._seen[0] = _INTERRUPTED
+        """Mark the context as failed, unless it has: a program was issued on some devices but not on others."""
+        self._seen[0] = self._seen[0] or _INTERRUPTED
 
     def close(self) -> None:
         """Release the context's memory."""
@@ -220,12 +223,14 @@ def kernels_for(devices: int, transport: str) -> tuple[str, ...]:
     return (*(f"{way}_{what}" for way in ways for what in ("move", *NAMES.values())), LANDING)
 
 
-def _refuse(seen: memoryview, on_timeout: list[Callable[[], None]]) -> None:
+def _refuse(seen: memoryview, on_timeout: list[Callable[[], None]], cause: Callable[[int], str]) -> None:
     """Raise an error if the status word reports a failure; call ``on_timeout`` once if it is a time-out."""
     if code := seen[0]:
         calls, on_timeout[:] = on_timeout[:] if code != _INTERRUPTED else [], []
         for call in calls:
             call()
+        if lost := cause(code):
+            raise ExecutionError(lost, "end all processes, and start them again")
         raise ExecutionError(_FAILURES[code], "close the context, and compile again")
 
 

@@ -144,9 +144,12 @@ class Causes:
         return f"{self._name([owner])} is lost{doubt}: {reason}"
 
     def _name(self, processes: Sequence[int]) -> str:
-        return " and ".join(
-            f"process {i}" if i == self._ranks[i] else f"process {i} (rank {self._ranks[i]})" for i in processes
-        )
+        return named(processes, self._ranks)
+
+
+def named(processes: Sequence[int], ranks: Sequence[int]) -> str:
+    """Return the names of processes, as in a sentence."""
+    return " and ".join(f"process {i}" if i == ranks[i] else f"process {i} (rank {ranks[i]})" for i in processes)
 
 
 def first_cause(reports: Mapping[int, Report], name: Callable[[Sequence[int]], str], count: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.group.lost import Causes, PeerError, about, is_silence, reason_of
+from tpplan.exec.group.lost import Causes, PeerError, about, is_silence, named, reason_of
 from tpplan.exec.group.telling import FIRST_BYTES, MAGIC, Telling
 from tpplan.exec.toolchain.torch_shims import backends_of
 
@@ -64,6 +64,10 @@ class Meeting(Telling):
             reason: what torch.distributed says, or what this process has met itself, as the rest of a sentence.
         """
         return self._causes.verdict(awaited, reason)
+
+    def named(self, processes: Sequence[int]) -> str:
+        """Return the names of processes, as in a sentence."""
+        return named(processes, self._ranks)
 
     @cached_property
     def _causes(self) -> Causes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from attrs import frozen
@@ -170,8 +171,12 @@ class PeerProcesses(CudaDevices):
             sharing: what the processes share.
             far: runs all other programs.
         """
-        status = sharing.page.status if sharing.page else None
-        super().__init__(memory, own, transport="peer", timeout=timeout, others=others, status=status)
+        assert sharing.page  # noqa: S101 (kernels of several processes share one)
+        self._presence = sharing.page.presence
+        cause = partial(self._presence.cause, name=sharing.named, timeout=timeout)
+        super().__init__(
+            memory, own, transport="peer", timeout=timeout, others=others, status=sharing.page.status, cause=cause
+        )
         self._timeout = timeout
         self._sharing = sharing
         self._far = far
@@ -190,6 +195,7 @@ class PeerProcesses(CudaDevices):
         try:
             return self._far.run(program, operands)
         except BaseException:  # perhaps done by only some processes
+            self._presence.blame()  # says more to those whose kernels wait
             self._exchanges.interrupt()
             raise
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -78,6 +78,10 @@ class Sharing:
         self._close()
         self._meeting.tell(None)  # now nobody has the memory of others
         self._forget()
+
+    def named(self, processes: Sequence[int]) -> str:
+        """Return the names of processes, as in a sentence."""
+        return self._meeting.named(processes)
 
     def forget_name(self) -> None:
         """Remove the page's name, once all processes have opened it or failed."""
