@@ -52,6 +52,10 @@ lint: sync
 type: sync
     @mypy
 
+# Check that packages import downwards only, see docs/architecture.md
+arch: sync
+    @lint-imports --no-cache
+
 # Format, and repair what can be repaired
 fmt: sync
     @ruff check --fix .

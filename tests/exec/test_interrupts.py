@@ -271,7 +271,7 @@ def test_a_compile_interrupted_anywhere(blocks: Blocks) -> None:
 
     use()
     assert blocks.all_freed()
-    names = "compiler build context context_memory context_operations guard memory/device memory/host memory/arena"
+    names = "compiler build context memory/device memory/host memory/arena"
     files = [f"{CONTEXT}/{name}.py" for name in (*names.split(), "backends/cpu")]
     assert all(Path(file).is_file() for file in files)
     for counts, step in (

@@ -17,7 +17,7 @@ from tpplan.exllamav2 import BROADCAST_ID, BROADCAST_KV, BROADCAST_Q, BROADCAST_
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tpplan.exllamav2.handle import Handle
+    from tpplan.exllamav2.tensor_p import Handle
 
 EPSILON = 1e-5
 PAGE = 4

@@ -14,7 +14,7 @@ from tests.nvml_replay import Replay
 from tests.plan.probe_cases import amd_said
 from tpplan.errors import DeviceError, ExecutionError
 from tpplan.exllamav2 import TPContext, gpus
-from tpplan.hardware.probe import amd_gpus, nvml
+from tpplan.hardware.probe import amd, nvml
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,7 +136,7 @@ def test_amd_s_gpus(monkeypatch: pytest.MonkeyPatch, uuids: tuple[str, str]) -> 
     """A torch for ROCm shows AMD's GPUs, which are planned for by its numbers, with what is free on them."""
     _machine(monkeypatch, uuids)
     monkeypatch.setattr(torch.version, "hip", "6.3")
-    monkeypatch.setattr(amd_gpus, "probe", lambda *_: amd_said("amd_mi300x", {"HIP_VISIBLE_DEVICES": "0,1"}))
+    monkeypatch.setattr(amd, "probe", lambda *_: amd_said("amd_mi300x", {"HIP_VISIBLE_DEVICES": "0,1"}))
     tp = TPContext(small_model(), None)
     assert tp.kv_split == [(0, 0, 4), (1, 4, 8)]
     assert [device.name for device in tp.plan.devices] == ["MI300X"] * 2

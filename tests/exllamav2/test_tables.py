@@ -21,7 +21,7 @@ from tpplan.exllamav2 import (
     BROADCAST_VC,
     TPContext,
     compat,
-    device,
+    splits,
     tensor_p,
 )
 
@@ -62,8 +62,8 @@ FUNCTIONS = {
     compat.test_gpu_peer_copy: "device_a, device_b",
     compat.safe_move_tensor: "tensor, device, non_blocking=False",
     compat.gpu_peer_copy: "target, source",
-    device.get_device_stream: "index",
-    device.set_device_streams: "",
+    splits.get_device_stream: "index",
+    splits.set_device_streams: "",
 }
 
 
@@ -215,40 +215,40 @@ def test_results() -> None:
 
 def test_streams_of_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is an entry for each device number, and no address, as virtual devices have no streams."""
-    monkeypatch.setattr(device, "global_streams", {})
+    monkeypatch.setattr(splits, "global_streams", {})
     tp = finalized((1.0, 0.0, 1.0))
     assert tp.streams == [0, 0, 0]
-    assert device.get_device_stream(0) is None
-    device.set_device_streams()
+    assert splits.get_device_stream(0) is None
+    splits.set_device_streams()
 
 
 @pytest.mark.multi_gpu
 def test_streams_of_gpus() -> None:
     """``finalize`` takes the current streams, or makes some; ``set_device_streams`` makes them current, and no GPU."""
     own = [torch.cuda.Stream(i) for i in range(2)]  # type: ignore[no-untyped-call]
-    device.global_streams.clear()
-    device.global_streams[1] = own[1]
+    splits.global_streams.clear()
+    splits.global_streams[1] = own[1]
     with torch.cuda.stream(own[0]), torch.cuda.stream(own[1]):
         tp = TPContext(small_model(), [1.0, 1.0], backend="cuda")
         tp.finalize()
     assert tp.streams == [stream.cuda_stream for stream in own]
-    assert [device.get_device_stream(i) for i in range(3)] == [*own, None]
+    assert [splits.get_device_stream(i) for i in range(3)] == [*own, None]
     torch.cuda.set_device(0)
     before = [torch.cuda.current_stream(i) for i in range(2)]
-    device.set_device_streams()
+    splits.set_device_streams()
     assert [torch.cuda.current_stream(i) for i in range(2)] == own
     assert torch.cuda.current_device() == 0
     for stream in before:
         torch.cuda.set_stream(stream)
     torch.cuda.set_device(0)
     tp.unload()
-    device.global_streams.clear()
+    splits.global_streams.clear()
     tp.finalize()  # with the default streams, whose address would say that there is none
     assert tp.streams is not None
     assert all(tp.streams)
     assert [torch.cuda.current_stream(i) for i in range(2)] == before
     tp.unload()
-    device.global_streams.clear()
+    splits.global_streams.clear()
 
 
 def test_tested_peer_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from tests.exec.gpu.fake_driver import Runtime
 from tpplan.errors import ExecutionError
+from tpplan.weights import cuda as weights_cuda
 from tpplan.weights import staging
+from tpplan.weights.cuda import CudaSender
 from tpplan.weights.load import Reader
 from tpplan.weights.reads import Move, Read
-from tpplan.weights.staging import CudaSender, Sender
+from tpplan.weights.staging import Sender
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +78,7 @@ def moves(draw: st.DrawFn) -> Move:
 def test_a_device_gets_what_a_virtual_one_gets(move: Move) -> None:
     """Whole rows and columns of them, from and to anywhere, by one copy, and nothing beside them is written."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "runtime", fake := Runtime())
+        patch.setattr(weights_cuda, "runtime", fake := Runtime())
         buffer = torch.arange(1000).to(torch.uint8)
         mine, wanted = torch.zeros(2, 1000, dtype=torch.uint8)
         CudaSender(buffer, mine).send(move)
@@ -87,7 +89,7 @@ def test_a_device_gets_what_a_virtual_one_gets(move: Move) -> None:
 
 def test_who_was_sent_nothing_is_not_waited_for(streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each wait costs a call of the driver, and most reads are for few of the devices."""
-    monkeypatch.setattr(staging, "runtime", Runtime())
+    monkeypatch.setattr(weights_cuda, "runtime", Runtime())
     sender = CudaSender(torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8))
     sender.wait()
     assert streams[0].waits == 0
@@ -101,7 +103,7 @@ def test_who_was_sent_nothing_is_not_waited_for(streams: list[Stream], monkeypat
 def test_a_refused_copy_is_an_error(rows: int, streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the device and what the driver says; who waits then waits for what was sent before."""
     failure: Any = runtime.cudaError_t.cudaErrorIllegalAddress
-    monkeypatch.setattr(staging, "runtime", Runtime(failure))
+    monkeypatch.setattr(weights_cuda, "runtime", Runtime(failure))
     sender = CudaSender(torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8))
     with pytest.raises(ExecutionError, match=rf"a copy of {rows} x 4 bytes to cpu failed: cudaErrorIllegalAddress"):
         sender.send(Move(0, 0, 4, 0, 4, 4, rows))
@@ -111,7 +113,7 @@ def test_a_refused_copy_is_an_error(rows: int, streams: list[Stream], monkeypatc
 
 def test_a_device_that_fails_later_is_an_error(streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure that only shows when somebody waits is one of tpplan's, and does not pass when asked again."""
-    monkeypatch.setattr(staging, "runtime", Runtime())
+    monkeypatch.setattr(weights_cuda, "runtime", Runtime())
     sender = CudaSender(torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8))
     sender.send(Move(0, 0, 0, 0, 0, 8, 1))
     streams[0].fails = True
@@ -131,7 +133,7 @@ def reading(directory: Path, fake: Runtime) -> Iterator[Reader]:
     (directory / "bytes").write_bytes(bytes(8))
     blocks = {device: torch.zeros(8, dtype=torch.uint8) for device in range(2)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "runtime", fake)
+        patch.setattr(weights_cuda, "runtime", fake)
         patch.setattr(staging, "Sender", CudaSender)
         with Reader(directory, blocks) as reader:
             yield reader

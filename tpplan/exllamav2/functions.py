@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.exllamav2.handle import Handle
+    from tpplan.exllamav2.tensor_p import Handle
 
     Tensors = Sequence[Tensor]
     #: Addresses of the extension's quantised matrices, one on each device.

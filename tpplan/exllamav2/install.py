@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tpplan.errors import ExecutionError
 from tpplan.exllamav2 import compat, tensor_p
 from tpplan.exllamav2.functions import Functions
-from tpplan.exllamav2.handle import Handle
+from tpplan.exllamav2.tensor_p import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable

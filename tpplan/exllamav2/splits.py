@@ -3,37 +3,130 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import evolve
 
 from tpplan.core.axes import Axis, Slice
 from tpplan.core.plan import Cache, Request, SplitPlan
+from tpplan.core.workspace import ITEM_BYTES, align, areas
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.options import BACKENDS, TRANSPORTS_OR_AUTO, check_choice
 from tpplan.exllamav2.areas import Scratch
-from tpplan.exllamav2.device import global_streams, make_streams
 from tpplan.exllamav2.gpus import read_gpu_split
-from tpplan.exllamav2.model import MOST_ROWS, cache_kind, read_numbers, read_spec
+from tpplan.exllamav2.model import DTYPE, MOST_ROWS, cache_kind, read_numbers, read_spec
 from tpplan.exllamav2.pinned import BUFFERS, PinnedTemp
-from tpplan.exllamav2.scratch import rows_with_scratch
 from tpplan.planner.attempt import attempt
 from tpplan.planner.plan import plan
 from tpplan.planner.request import check_devices, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
     from tpplan.exec import Tuning
     from tpplan.exec.context import TPContext as Compiled
+    from tpplan.exllamav2.model import Numbers
 
     #: Device (its CUDA index), first element and one past the last.
     Part = tuple[int, int, int]
+
+
+_ITEM = ITEM_BYTES[DTYPE]
+
+#: What each layer slices for all rows at once: as wide as an axis on all of its devices, and as wide as their parts.
+#: Attention does so where its output matrix is cut by query heads, and where it is cut by residual columns.
+_LAYERS = (
+    ((Axis.Q, Axis.Q, Axis.Q), (Axis.Q, Axis.KV, Axis.KV, Axis.Q)),
+    ((Axis.RS, Axis.RS, Axis.Q), (Axis.Q, Axis.KV, Axis.KV, Axis.RS)),
+    ((Axis.RS, Axis.RS, Axis.ID), (Axis.ID, Axis.ID, Axis.RS)),
+)
+
+#: The layers' matrices: the axis of the inputs, whole, and the one of the outputs, cut.
+_MATRICES = (
+    (Axis.RS, Axis.Q),
+    (Axis.RS, Axis.KV),
+    (Axis.Q, Axis.Q),
+    (Axis.Q, Axis.RS),
+    (Axis.RS, Axis.ID),
+    (Axis.ID, Axis.RS),
+)
+
+
+def rows_with_scratch(plan: SplitPlan, numbers: Numbers, reserved: int | None) -> int:
+    """Return the least ``max_rows``, from the config's rows on, whose scratch has room on every device for any layer.
+
+    The ledger counts the scratch of tpplan's own executor, by rows; more rows make room for more.
+
+    Args:
+        plan: with the splits that count, whatever its ``max_rows``.
+        numbers: of the model's config.
+        reserved: bytes beside the slices on each device in use; None for what the widest matrix of a layer takes that
+            is dequantised there.
+    """
+    needs = [_need(plan, numbers, device, reserved) for device in range(len(plan.devices))]
+
+    def suffices(rows: int) -> bool:
+        found = areas(plan.splits, DTYPE, evolve(plan.request, max_rows=rows))
+        return all(area.scratch_bytes >= need for area, need in zip(found, needs, strict=True))
+
+    beyond = numbers.rows + max(needs) // (numbers.hidden * _ITEM) + 1  # every row has one of the residual stream
+    return numbers.rows + bisect_left(range(numbers.rows, beyond), True, key=suffices)  # noqa: FBT003
+
+
+def _need(plan: SplitPlan, numbers: Numbers, device: int, reserved: int | None) -> int:
+    """Return the bytes of the hungriest layer on a device."""
+    heads = {Axis.Q: numbers.head_dim, Axis.KV: numbers.head_dim}
+    whole, part = {}, {}
+    for axis in (Axis.KV, Axis.ID, Axis.RS, Axis.Q):
+        bounds, width = plan.bounds(axis), heads.get(axis, 1)
+        whole[axis], part[axis] = bounds[-1] * width, (bounds[device + 1] - bounds[device]) * width
+    if reserved is None:
+        elements = max(whole[inputs] * part[outputs] for inputs, outputs in _MATRICES)
+        reserved = min(elements, numbers.dequantised) * _ITEM
+    layers = (
+        [*(whole[axis] for axis in full if part[axis]), *(part[axis] for axis in parts)] for full, parts in _LAYERS
+    )
+    slices = max(sum(align(numbers.rows * columns * _ITEM) for columns in layer) for layer in layers)
+    return align(reserved) + slices if any(part.values()) else 0
+
+
+__all__ = ["get_device_stream", "global_streams", "set_device_streams"]
+
+#: The stream of each GPU that has one, by its CUDA index.
+global_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def get_device_stream(index: int) -> torch.cuda.Stream | None:
+    """Return the stream of a GPU, None if it has none."""
+    return global_streams.get(index)
+
+
+def set_device_streams() -> None:
+    """Make the stream of each GPU its current one; the current device stays."""
+    if global_streams:
+        with torch.cuda.device(torch.cuda.current_device()):
+            for stream in global_streams.values():
+                torch.cuda.set_stream(stream)
+
+
+def make_streams(places: Iterable[torch.device]) -> None:
+    """Give each GPU that has no stream its current one, or instead of the default stream a new one.
+
+    The default stream's address is 0, as of a device without a stream.
+    """
+    for place in places:
+        if place.type == "cuda" and place.index not in global_streams:
+            current = torch.cuda.current_stream(place)
+            is_default = current == torch.cuda.default_stream(place)
+            global_streams[place.index] = torch.cuda.Stream(place, priority=-1) if is_default else current  # type: ignore[no-untyped-call]
+
 
 #: The axes by the original's numbers.
 AXES = (Axis.KV, Axis.ID, Axis.VC, Axis.RS, Axis.Q)

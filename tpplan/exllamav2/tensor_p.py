@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 
+from tpplan.errors import ExecutionError
 from tpplan.exllamav2.areas import model_context
-from tpplan.exllamav2.handle import Handle
 from tpplan.exllamav2.rope import read_rope
 from tpplan.exllamav2.splits import Splits, axis_of
 
@@ -54,10 +55,10 @@ class TPContext(Splits):
         device: the first device in use.
         all_devs: the devices in use, ascending.
         num_devices: one more than the last device in use.
-        streams: by device number the address of the stream in :mod:`tpplan.exllamav2.device`, 0 for a device that is
+        streams: by device number the address of the stream in :mod:`tpplan.exllamav2.splits`, 0 for a device that is
             virtual or not in use; None unless finalized.
-        ext_tp_context: while finalized a :class:`tpplan.exllamav2.handle.Handle`, whose ``tp_context`` is this context,
-            else None.
+        ext_tp_context: while finalized a :class:`tpplan.exllamav2.tensor_p.Handle`, whose ``tp_context`` is this
+            context, else None.
         sin: by device the sine table, an empty tensor on ``meta`` where there is none; None before
             :meth:`get_sin_cos`.
         cos: likewise the cosine table.
@@ -356,3 +357,30 @@ class TPContext(Splits):
         self._ready(buffer)
         assert self._pinned is not None  # noqa: S101
         return self._pinned
+
+
+class Handle:
+    """Names a TPContext to Python functions that take the place of ExLlamaV2's C++ functions.
+
+    It is no number, and none can be made of it: C++ functions that expect an address refuse it with a TypeError that
+    names it. It does not keep the context alive, which holds it.
+    """
+
+    def __init__(self, tp_context: TPContext) -> None:
+        """Name a context."""
+        self._tp_context = ref(tp_context)
+
+    def __repr__(self) -> str:
+        return f"<Handle, which is no address, of {self._tp_context()!r}>"
+
+    @property
+    def tp_context(self) -> TPContext:
+        """The context; its operations raise an error where it has been unloaded meanwhile.
+
+        Raises:
+            ExecutionError: the context no longer exists.
+        """
+        context = self._tp_context()
+        if context is None:
+            raise ExecutionError("the TPContext of this handle no longer exists", "keep the TPContext while it is used")
+        return context

@@ -79,7 +79,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Opened]:
     ipc = SimpleNamespace(Handle=Handle, Opened=SimpleNamespace(on=on))
     page = SimpleNamespace(Page=SimpleNamespace(create=create, open=lambda *_: Page()))
     monkeypatch.setitem(sys.modules, "tpplan.exec.processes.ipc", ipc)
-    monkeypatch.setitem(sys.modules, "tpplan.exec.processes.host_page", page)
+    monkeypatch.setitem(sys.modules, "tpplan.exec.processes.shared", page)
     monkeypatch.setattr(Page, "missing", 0)
     monkeypatch.setattr(Page, "closed", 0)
     monkeypatch.setattr(shared, "_HELD", set())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tpplan.exec.toolchain.workers import work_off
+from tpplan.exec.toolchain.kernel_cache import work_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +77,7 @@ def _is_gone(process: int) -> bool:
 def _elsewhere(log: Path, tasks: list[str]) -> subprocess.Popen[str]:
     """Start another process that has two do the tasks."""
     script = (
-        "import signal\nfrom tpplan.exec.toolchain.workers import work_off\n"
+        "import signal\nfrom tpplan.exec.toolchain.kernel_cache import work_off\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs begin without one
         f"work_off({tasks}, {['-c', WORKER, str(log)]}, 2)"
     )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cuda.bindings import runtime
-
 from tpplan.errors import ExecutionError
 from tpplan.exec.memory.binding import finder, resolve
+from tpplan.exec.toolchain.bindings import runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

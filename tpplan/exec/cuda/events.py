@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from attrs import define, frozen
-from cuda.bindings import runtime
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.handles import wait_within
+from tpplan.exec.toolchain.bindings import runtime
 from tpplan.exec.toolchain.torch_shims import current_device, switch_device
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack, contextmanager, suppress
 from threading import RLock
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from attrs import define
@@ -15,10 +15,9 @@ from tpplan.exec.cuda.issuing import ISSUING
 from tpplan.exec.toolchain.torch_shims import make_current
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
-    from tpplan.exec.cuda.backend import CudaDevices
 
 #: Resources of deleted graphs, freed before and after the next capture; and the graphs being captured. They are not
 #: freed at once: torch aborts the process if a graph's memory is freed during any capture, even in another thread, and
@@ -50,6 +49,33 @@ class _Room:
         return cls(streams, [_new_pool(place) for place in places[1:]])
 
 
+class Capturing(Protocol):
+    """What a graph needs of the backend whose work it captures.
+
+    Attributes:
+        transport: ``peer``, ``host`` or ``events``.
+        captures: whether a graph is being captured.
+    """
+
+    transport: str
+    captures: bool
+
+    def forget(self) -> None:
+        """Forget issued work, all of which is complete."""
+
+    def kernels(self) -> tuple[object, ...]:
+        """Return the kernels loaded so far, which graphs must keep alive."""
+
+    def check(self) -> None:
+        """Check that the context may issue kernels that exchange data."""
+
+    def turn_to_current(self) -> None:
+        """Wait for work that was issued to other streams than the current ones."""
+
+    def streams(self) -> Iterable[torch.cuda.Stream]:
+        """Return the streams that work may have been issued to, beside the current ones."""
+
+
 class Graph:
     """A CUDA graph of the work that a ``with`` block issues on all devices.
 
@@ -58,7 +84,7 @@ class Graph:
     have run once before: nothing can be compiled, loaded or looked up during a capture.
     """
 
-    def __init__(self, backend: CudaDevices, places: Mapping[int, torch.device], room: _Room | None = None) -> None:
+    def __init__(self, backend: Capturing, places: Mapping[int, torch.device], room: _Room | None = None) -> None:
         """Prepare to capture on these devices.
 
         Args:

@@ -9,13 +9,12 @@ import ctypes
 import time
 from typing import TYPE_CHECKING, Any
 
-from cuda.bindings import driver
-
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda.launch import Ready
 from tpplan.exec.handles import wait_within
 from tpplan.exec.memory.binding import finder, no_memory
 from tpplan.exec.programs.program import HOST, Copy, Exchange, writes
+from tpplan.exec.toolchain.bindings import driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

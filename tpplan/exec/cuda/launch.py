@@ -8,12 +8,12 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
-from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.memory.binding import pitch
 from tpplan.exec.programs.program import Buffer, Stream
 from tpplan.exec.protocol.words import BLOCKS, MOST_WORDS, OPERANDS, ROWS
+from tpplan.exec.toolchain.bindings import driver
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from cuda.bindings import driver
-
 from tpplan.exec.cuda.launch import Ready, refused
+from tpplan.exec.toolchain.bindings import driver
 from tpplan.exec.toolchain.torch_shims import current_device, switch_device
 
 if TYPE_CHECKING:

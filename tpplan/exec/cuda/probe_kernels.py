@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from cuda.core import LaunchConfig, launch
-from cuda.core import Stream as LaunchStream
 
 from tpplan.exec.cuda.exchanges import Exchanges
 from tpplan.exec.machine.link_report import Mechanism
@@ -59,9 +57,8 @@ def _copy(moves: Sequence[Move], *, by_source: bool) -> Started:
         kernel = kernel_cache.load(COPIER, torch.cuda.get_device_capability(device))  # of one source: a copy
         size = source.numel()
         rest = [source.data_ptr(), size] + [0] * (2 * MOST_SOURCES - 2)
-        config = LaunchConfig(grid=_BLOCKS, block=_THREADS)
-        handle = LaunchStream.from_handle(stream.cuda_stream)
-        launch(handle, config, kernel, target.data_ptr(), size, 1, size, 1, 1, *rest)
+        words = [target.data_ptr(), size, 1, size, 1, 1, *rest]
+        kernel_cache.start(kernel, stream.cuda_stream, _BLOCKS, _THREADS, words)
         started.append((stream, kernel))  # which lives as long as it runs
 
     return Started([stream for stream, _ in started], started.clear)

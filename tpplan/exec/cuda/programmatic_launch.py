@@ -14,9 +14,8 @@ from functools import cache
 from threading import local
 from typing import TYPE_CHECKING, Any
 
-from cuda.bindings import driver
-
 from tpplan.exec.cuda.launch import refused
+from tpplan.exec.toolchain.bindings import driver
 from tpplan.exec.toolchain.kernel_cache import OVERLAPS
 
 if TYPE_CHECKING:

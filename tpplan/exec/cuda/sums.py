@@ -6,11 +6,11 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 import torch
-from cuda.bindings import driver
 
 from tpplan.exec.cuda.launch import Ready
 from tpplan.exec.memory.binding import finder
 from tpplan.exec.toolchain import kernel_cache
+from tpplan.exec.toolchain.bindings import driver
 from tpplan.exec.toolchain.kernel_cache import MOST_SOURCES
 
 if TYPE_CHECKING:

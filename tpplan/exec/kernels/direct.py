@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.exchange import counter, expired, fail
 from tpplan.exec.kernels.kernel import Kernel, device_function
@@ -21,6 +18,7 @@ from tpplan.exec.kernels.ptx import word
 from tpplan.exec.kernels.sums import none, only
 from tpplan.exec.protocol.direct import AWAIT, COPY, SEQUENCES, SIGNAL, STEPS, VECTOR_BYTES
 from tpplan.exec.protocol.words import FIRST_OPERAND, MOST_SEQUENCES, PIECE, ROWS
+from tpplan.exec.toolchain.language import cuda, types
 
 _WORD = types.uint64
 _HALF = types.uint32

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import device_function
 from tpplan.exec.kernels.ptx import word
 from tpplan.exec.protocol.words import COUNTER_BYTES, COUNTERS, DEADLINE, FAILURES, STATUS
+from tpplan.exec.toolchain.language import cuda, types
 
 _WORD = types.uint64
 _HALF = types.uint32

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.exchange import counter, expired, fail
 from tpplan.exec.kernels.kernel import Kernel, device_function
@@ -48,6 +45,7 @@ from tpplan.exec.protocol.frames import (
     WIDTH,
 )
 from tpplan.exec.protocol.words import ALONE, MOST_QUEUES, OUT, OWN, PIECE, RESIDUAL, ROWS, X
+from tpplan.exec.toolchain.language import cuda, types
 
 _WORD = types.uint64
 _HALF = types.uint32

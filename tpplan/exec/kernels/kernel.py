@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import frozen
-from numba import cuda
-from numba.cuda import types
+
+from tpplan.exec.toolchain.language import cuda, types
 
 _WORD = types.uint64
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.exchange import counter, expired, fail
 from tpplan.exec.kernels.kernel import device_function
@@ -26,6 +23,7 @@ from tpplan.exec.protocol.slots import (
     STRIDE,
 )
 from tpplan.exec.protocol.words import ALONE, COUNTER_BYTES
+from tpplan.exec.toolchain.language import cuda, types
 
 _WORD = types.uint64
 _HALF = types.uint32

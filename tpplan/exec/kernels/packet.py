@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.messages import answered, begin, peek, receive, region
@@ -30,6 +27,7 @@ from tpplan.exec.protocol.slots import (
     WIDTH,
 )
 from tpplan.exec.protocol.words import MOST_QUEUES, OUT, OWN, RESIDUAL, RESIDUE, ROWS, X
+from tpplan.exec.toolchain.language import cuda, types
 
 _WORD = types.uint64
 _HALF = types.uint32

@@ -5,13 +5,11 @@ Needs numba-cuda, but no GPU: a kernel that uses them compiles anywhere.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import ir
-from numba.cuda import types
-from numba.cuda.extending import intrinsic
+from tpplan.exec.protocol.words import GRID_DEPENDENCY, PARAMETER
+from tpplan.exec.toolchain.language import intrinsic, ir, types
 
 #: Writes an instruction for LLVM, given its builder and the arguments, and returns the results.
 Emitter = Callable[[Any, Sequence[Any]], list[Any]]
@@ -180,8 +178,7 @@ fence = _instruction("fence.acq_rel.sys;", "", "", memory=True)
 near_fence = _instruction("fence.acq_rel.gpu;", "", "", memory=True)
 #: Of threads of one device that take turns: which one this is, from 0 to the last; the one after that is 0 again.
 next_turn = _instruction("atom.global.inc.u32 $0, [$1], $2;", "u32", "u64 u32", memory=True)
-#: The kernel's parameter, which :mod:`tpplan.exec.toolchain.kernel_cache` makes an array of this name.
-PARAMETER = "tpplan_words"
+#: Returns a word of the kernel's parameter by its index.
 _TEXT = f"{{ .reg .b64 a, b; shl.b64 b, $1, 3; mov.b64 a, {PARAMETER}; add.s64 a, a, b; ld.param.b64 $0, [a]; }}"
 word = _instruction(_TEXT, "u64", "u64")
 #: At the start of a loop: not to be unrolled, for most go through it once or twice.
@@ -268,17 +265,11 @@ def shared_address(typingctx: Any, array: Any) -> Any:  # noqa: ARG001
     return types.uint64(array), codegen
 
 
-#: Of launches that overlap, see :mod:`tpplan.exec.cuda.programmatic_launch`; older GPUs have none, and kernels for
-#: them leave these out.
-_OVERLAP = "griddepcontrol"
 #: Waits until all work before is done and seen: comes before everything that others write or read.
-after_earlier = _instruction(f"{_OVERLAP}.wait;", "", "", memory=True)
+after_earlier = _instruction(f"{GRID_DEPENDENCY}.wait;", "", "", memory=True)
 #: Lets the next kernel begin, as soon as all blocks have.
-let_next_begin = _instruction(f"{_OVERLAP}.launch_dependents;", "", "", memory=True)
+let_next_begin = _instruction(f"{GRID_DEPENDENCY}.launch_dependents;", "", "", memory=True)
 #: Both.
-after_earlier_with_next = _instruction(f"{_OVERLAP}.wait; {_OVERLAP}.launch_dependents;", "", "", memory=True)
-
-
-def without_overlap(text: str) -> str:
-    """Return PTX without these."""
-    return re.sub(rf"{_OVERLAP}\.\w+;", "", text)
+after_earlier_with_next = _instruction(
+    f"{GRID_DEPENDENCY}.wait; {GRID_DEPENDENCY}.launch_dependents;", "", "", memory=True
+)

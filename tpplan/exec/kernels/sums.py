@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.toolchain.kernel_cache import MOST_SOURCES
+from tpplan.exec.toolchain.language import cuda, types
 
 _WORD = types.uint64
 

@@ -56,7 +56,7 @@ def _node_of(place: torch.device) -> int:
 
 def _address_of(ordinal: int) -> str:
     """Return the PCI address of a GPU as the system writes it, such as ``0000:3b:00.0``; empty if it is unknown."""
-    from cuda.bindings import runtime  # noqa: PLC0415 (not on every machine)
+    from tpplan.exec.toolchain.bindings import runtime  # noqa: PLC0415 (not on every machine)
 
     _, address = runtime.cudaDeviceGetPCIBusId(32, ordinal)
     return address.partition(b"\0")[0].decode().lower() if isinstance(address, bytes) else ""

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from attrs import frozen
-from cuda.bindings import driver, runtime
 from torch import Tensor
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.toolchain.bindings import driver, runtime
 
 _SUCCESS = runtime.cudaError_t.cudaSuccess
 #: Bytes of the driver's handles. Not every version of the bindings tells them, but all tell where they are.

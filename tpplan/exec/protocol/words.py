@@ -27,5 +27,11 @@ OWN, RESIDUE = MOST_QUEUES, MOST_QUEUES + 1
 #: Numbers of counters that no device waits for: of failures, and 1 as long as the context has its GPUs to itself.
 FAILURES, ALONE = 0, 1
 
+#: The name of the parameter in PTX, where it is an array.
+PARAMETER = "tpplan_words"
+#: PTX's instruction of launches that overlap, see :mod:`tpplan.exec.cuda.programmatic_launch`. Older GPUs have none,
+#: and kernels for them leave it out.
+GRID_DEPENDENCY = "griddepcontrol"
+
 #: Maximum words of the parameter, and maximum sequences: enough for eight devices.
 MOST_WORDS, MOST_SEQUENCES = 384, 48

@@ -9,23 +9,89 @@ import hashlib
 import logging
 import os
 import re
+import subprocess
 import sys
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tpplan.core.missing import install_command
 from tpplan.errors import InternalError, TpplanError
-from tpplan.exec.toolchain.workers import work_off
+from tpplan.exec.protocol.words import GRID_DEPENDENCY, MOST_WORDS, PARAMETER
 from tpplan.files.text import cache_folder, save_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+def work_off(tasks: Iterable[str], command: Sequence[str], most: int) -> None:
+    """Run tasks in child processes until each is done, or was given up because a process died of it.
+
+    A process reads tasks from its standard input, a line each, answers each with a line, and ends with its input. A
+    process that is free gets the next task. A task that a process died of is not repeated; a new process does the rest.
+
+    Args:
+        tasks: tasks without line breaks.
+        command: arguments of Python, which finds the same modules as this process.
+        most: maximum number of processes. If fewer can be started, these do all tasks; without any, none is done.
+    """
+    left, processes, lock = deque(tasks), list[subprocess.Popen[bytes]](), Lock()
+    # the same modules as here, and -P: none from the working directory that are not known here
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    arguments, pipe, quiet = [sys.executable, "-P", *command], subprocess.PIPE, subprocess.DEVNULL
+
+    def start() -> subprocess.Popen[bytes] | None:
+        with lock:
+            if not left:
+                return None
+            try:
+                process = subprocess.Popen(  # noqa: S603 - ourselves
+                    arguments, bufsize=0, stdin=pipe, stdout=pipe, stderr=quiet, env=environ
+                )
+            except OSError:
+                return None
+            processes.append(process)
+            return process
+
+    def take() -> str | None:
+        with lock:
+            return left.popleft() if left else None
+
+    def work() -> None:
+        while process := start():
+            with process:  # which closes its input and waits for its end
+                while (task := take()) and _does(process, task):
+                    pass
+
+    with ThreadPoolExecutor(most) as pool:
+        try:
+            for each in [pool.submit(work) for _ in range(min(most, len(left)))]:
+                each.result()
+        finally:  # of an interrupt too, behind which none is started
+            with lock:
+                left.clear()
+            for process in processes:
+                process.kill()
+
+
+def _does(process: subprocess.Popen[bytes], task: str) -> bool:
+    """Give a process a task, and return whether it lived to answer."""
+    assert process.stdin  # noqa: S101 - of mypy
+    assert process.stdout  # noqa: S101
+    try:
+        process.stdin.write(f"{task}\n".encode())
+    except OSError:  # it has died already
+        return False
+    return bool(process.stdout.readline())
+
 
 #: Maximum number of matrices that one launch sums: a part of each of eight devices, and a residual.
 MOST_SOURCES = 9
@@ -131,6 +197,21 @@ def load(name: str, capability: tuple[int, int]) -> Any:
     return ObjectCode.from_cubin(machine_code(name, capability)).get_kernel(name)
 
 
+def start(kernel: Any, stream: int, blocks: int, threads: int, words: Iterable[int]) -> None:
+    """Launch a kernel on a stream.
+
+    Args:
+        kernel: as :func:`load` returns it; it must live as long as it runs.
+        stream: the stream's handle.
+        blocks: number of blocks.
+        threads: threads of each block.
+        words: the kernel's parameters.
+    """
+    from cuda.core import LaunchConfig, Stream, launch  # noqa: PLC0415 (needs a driver)
+
+    launch(Stream.from_handle(stream), LaunchConfig(grid=blocks, block=threads), kernel, *words)
+
+
 def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
     """Compile the kernels that are not on disk yet, in as many processes as there are CPUs.
 
@@ -180,10 +261,7 @@ def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
 
 def ptx(name: str, capability: tuple[int, int]) -> str:
     """Return a kernel's PTX; its entry has the kernel's name."""
-    from numba import cuda  # noqa: PLC0415 (takes a second; not needed for kernels on disk)
-
-    from tpplan.exec.kernels.ptx import PARAMETER, without_overlap  # noqa: PLC0415
-    from tpplan.exec.protocol.words import MOST_WORDS  # noqa: PLC0415
+    from tpplan.exec.toolchain.language import cuda  # noqa: PLC0415 (takes a second; not needed for kernels on disk)
 
     kernel = getattr(import_module(_module(name)), name.upper())
     with _without_gpu(capability):
@@ -191,7 +269,7 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]
     text = str(text.replace(mangled, name))
     if capability < OVERLAPS:
-        text = without_overlap(text)
+        text = re.sub(rf"{GRID_DEPENDENCY}\.\w+;", "", text)
     if kernel.arguments > 1:
         return text
     declared = f".param .u64 {name}_param_0"  # one word, instead of an array for which numba has no type

@@ -18,13 +18,11 @@ import re
 from functools import cache
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.decoder.fast.kernels import cache_tiles, tiles
 from tpplan.decoder.fast.kernels.attention_parts import QUERIES, is_last, parts_of
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.toolchain.language import cuda, types
 
 #: Places of a tile.
 TILE = 16

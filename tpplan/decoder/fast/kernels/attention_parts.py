@@ -11,11 +11,10 @@ from functools import cache
 from typing import Any
 
 from attrs import frozen
-from numba import cuda
-from numba.cuda import types
 
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.toolchain.language import cuda, types
 
 #: Query heads of a block.
 QUERIES = 8

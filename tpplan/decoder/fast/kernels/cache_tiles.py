@@ -14,12 +14,11 @@ from functools import cache
 from typing import Any
 
 from attrs import frozen
-from numba.cuda import types
-from numba.cuda.extending import intrinsic
 
 from tpplan.decoder.fast.kernels import tiles
 from tpplan.exec.kernels.kernel import device_function
 from tpplan.exec.kernels.ptx import Emitter, emitter
+from tpplan.exec.toolchain.language import intrinsic, types
 
 _WORD = types.uint64
 #: Registers of 8 bytes, which share a scale.

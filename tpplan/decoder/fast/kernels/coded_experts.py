@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.cuda import types
-
 from tpplan.decoder.fast.kernels.dot_products import ask
 from tpplan.decoder.fast.kernels.expert_scales import SCALES_OF, scales_at, times, wide_product
 from tpplan.decoder.fast.kernels.lane_products import BITS_OF_BASES, CODES, products_of, scale_of
 from tpplan.decoder.fast.kernels.pair_products import BLOCK_WARPS, FORMATS, Format, pair_products
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.toolchain.language import types
 
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 

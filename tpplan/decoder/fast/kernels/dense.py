@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.decoder.fast.kernels.scale_kinds import F16, F32
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.toolchain.language import cuda, types
 
 #: Rows of a thread.
 _ROWS = 4

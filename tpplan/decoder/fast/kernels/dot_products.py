@@ -5,11 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.toolchain.language import cuda, types
 
 _WORD, _FLOAT, _EVERY = types.uint64, types.float32, 0xFFFFFFFF
 

@@ -20,12 +20,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.cuda import types
-
 from tpplan.decoder.fast.kernels.lane_products import BASES, BITS_OF_BASES
 from tpplan.decoder.fast.kernels.scale_kinds import F32
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.toolchain.language import types
 
 #: Bits behind the point of a fraction.
 _POINT = 31

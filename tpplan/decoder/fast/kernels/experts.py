@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-from numba.cuda import libdevice, types
-
 from tpplan.decoder.fast.kernels.dot_products import ask, over_warp
 from tpplan.decoder.fast.kernels.lane_products import of_halves, products_of
 from tpplan.decoder.fast.kernels.pair_products import BLOCK_WARPS, FORMATS, Format, pair_products
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.toolchain.language import cuda, libdevice, types
 
 #: Experts whose scores a warp takes at a time: each lane those of four.
 _FEW = 128

@@ -8,11 +8,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba.cuda import libdevice, types
-
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.channel import first_element, sum_of_parts
 from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.toolchain.language import libdevice, types
 
 #: What becomes of a sum: it is stored, or its activation is multiplied by another.
 ADD, SILU, GELU, GELU_TANH, SWIGLU_OAI = range(5)

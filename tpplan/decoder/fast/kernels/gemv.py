@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.decoder.fast.kernels import dot_products
 from tpplan.decoder.fast.kernels.dot_products import ask, ask_now, collected, eight_of, products_of
 from tpplan.decoder.fast.kernels.finishing import ADD, add_up_of, finish_of
@@ -21,6 +18,7 @@ from tpplan.exec.kernels.channel import end_sum, send_part, wait_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
 from tpplan.exec.protocol.channel import CALLERS
+from tpplan.exec.toolchain.language import cuda, types
 
 #: Bytes of rows that a kernel with a norm keeps in shared memory, at most.
 MOST_BYTES = 2**15

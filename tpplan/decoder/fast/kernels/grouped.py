@@ -14,9 +14,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.decoder.fast.kernels import packed_codes, tiles
 from tpplan.decoder.fast.kernels.finishing import ADD, SWIGLU_OAI, activation, limited_plus_one
 from tpplan.decoder.fast.kernels.grouped_limits import BLOCKS, OWN, STAGES, TABLE, TILE_BYTES, WARPS
@@ -27,6 +24,7 @@ from tpplan.decoder.fast.kernels.wide_products import products_of
 from tpplan.decoder.fast.kernels.wide_sums import PER_EIGHT, turned
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, copied_function, device_function
+from tpplan.exec.toolchain.language import cuda, types
 
 if TYPE_CHECKING:
     from tpplan.decoder.fast.kernels.packed_codes import Codes

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from llvmlite import ir
-from numba import cuda
-from numba.cuda import types
-from numba.cuda.extending import intrinsic
-
 from tpplan.decoder.fast.kernels.wide_limits import LANES, OF_LANES, VECTOR
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import copied_function
+from tpplan.exec.toolchain.language import cuda, intrinsic, ir, types
 
 if TYPE_CHECKING:
     from tpplan.decoder.fast.kernels.packed_codes import Codes

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
-from numba.cuda import types
 
 from tpplan.decoder.fast.kernels.expert_scales import SCALES_OF, scales_at, times
 from tpplan.decoder.fast.kernels.lane_products import scale_of
 from tpplan.decoder.fast.kernels.wide_limits import VECTOR
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import copied_function
+from tpplan.exec.toolchain.language import types
 
 if TYPE_CHECKING:
     from tpplan.decoder.fast.kernels.packed_codes import Codes

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.decoder.fast.kernels.grouped_limits import GROUPING_THREADS, MOST_EXPERTS, TILE_BYTES
 from tpplan.decoder.fast.kernels.pair_products import FORMATS, Format
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.toolchain.language import cuda, types
 
 _WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 _FLOAT_BYTES, _HALF = 4, 32

@@ -19,12 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import frozen
-from llvmlite import ir
-from numba.cuda import types
-from numba.cuda.extending import intrinsic
 
 from tpplan.decoder.fast.kernels.scale_kinds import BF16, F16
 from tpplan.exec.kernels import ptx
+from tpplan.exec.toolchain.language import intrinsic, ir, types
 
 #: Matrix rows; words of each; columns of 16 bytes of a row; bits of 16 bytes.
 ROWS, _WORDS, _EIGHT, _BITS = 4, 4, 8, 128

@@ -18,9 +18,6 @@ warps have found is added up in a fixed order.
 
 from __future__ import annotations
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.decoder.fast.kernels import tiles
 from tpplan.decoder.fast.kernels.finishing import ADD, add_up_of
 from tpplan.decoder.fast.kernels.packed_codes import BF16_4, BF16_8, BF16_E4M3, F16_4, F16_8, F16_E4M3, Codes
@@ -33,6 +30,7 @@ from tpplan.exec.kernels.channel import end_sum, wait_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
 from tpplan.exec.protocol.channel import CALLERS
+from tpplan.exec.toolchain.language import cuda, types
 
 #: Warps of a block, at most.
 MOST_WARPS = 8

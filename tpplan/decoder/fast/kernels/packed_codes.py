@@ -26,9 +26,9 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import frozen
-from llvmlite import ir
 
 from tpplan.exec.kernels import ptx
+from tpplan.exec.toolchain.language import ir
 
 #: Bytes of codes that a lane has of a matrix row in a step, and lanes that share the row.
 _VECTOR, _LANES = 16, 4

@@ -6,10 +6,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
-from numba.cuda import types
 
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.toolchain.language import types
 
 if TYPE_CHECKING:
     from tpplan.decoder.fast.kernels.packed_codes import Codes

@@ -27,10 +27,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from llvmlite import ir
-from numba.cuda.extending import intrinsic
-
 from tpplan.decoder.fast.kernels.tiles import all_of
+from tpplan.exec.toolchain.language import intrinsic, ir
 
 if TYPE_CHECKING:
     from tpplan.decoder.fast.kernels.packed_codes import Codes

@@ -24,15 +24,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
-from llvmlite import ir
-from numba.cuda import types
-from numba.cuda.extending import intrinsic
 
 from tpplan.decoder.fast.kernels.finishing import ADD
 from tpplan.decoder.fast.kernels.scale_kinds import BF16, F16, F32
 from tpplan.decoder.fast.kernels.tile_sums import TILE
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import copied_function
+from tpplan.exec.toolchain.language import intrinsic, ir, types
 
 if TYPE_CHECKING:
     from tpplan.decoder.fast.kernels.packed_codes import Codes

@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from attrs import frozen
-from numba import cuda
-from numba.cuda import types
 
 from tpplan.decoder.fast.kernels.dot_products import over_eight, spread, zeros
 from tpplan.decoder.fast.kernels.finishing import ADD, finish_of
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.toolchain.language import cuda, types
 
 #: Experts that a row can choose.
 MOST_CHOSEN = 32

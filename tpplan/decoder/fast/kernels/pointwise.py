@@ -10,12 +10,10 @@ import math
 from functools import cache
 from typing import Any
 
-from numba import cuda
-from numba.cuda import libdevice, types
-
 from tpplan.decoder.fast.kernels.finishing import gelu, gelu_tanh, limited_plus_one, limited_silu, silu
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.toolchain.language import cuda, libdevice, types
 
 _WORD, _FLOAT, _NUMBER = types.uint64, types.float32, types.int64
 _WARP, _EVERY = 32, 0xFFFFFFFF

@@ -5,12 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import cuda
-from numba.cuda import libdevice, types
-
 from tpplan.decoder.fast.kernels.dot_products import dot, mapped, over_warp, zeros
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.toolchain.language import cuda, libdevice, types
 
 #: Warps of a block, at most.
 MOST_WARPS = 16

@@ -12,10 +12,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import cuda
-from numba.cuda import types
-from numba.cuda.extending import intrinsic
-
 from tpplan.decoder.fast.kernels import tiles
 from tpplan.decoder.fast.kernels.finishing import ADD, add_up_of
 from tpplan.decoder.fast.kernels.tile_sums import TILE, rows_of, tile_sums
@@ -24,6 +20,7 @@ from tpplan.exec.kernels.channel import end_sum, wait_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
 from tpplan.exec.protocol.channel import CALLERS
+from tpplan.exec.toolchain.language import cuda, intrinsic, types
 
 #: Warps of a block, at most.
 MOST_WARPS = 16

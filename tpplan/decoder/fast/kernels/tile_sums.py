@@ -10,13 +10,12 @@ from functools import cache
 from typing import Any
 
 from attrs import frozen
-from numba import cuda
-from numba.cuda import types
 
 from tpplan.decoder.fast.kernels import tiles
 from tpplan.decoder.fast.kernels.finishing import ADD, finish_of
 from tpplan.exec.kernels.channel import send_part
 from tpplan.exec.kernels.kernel import device_function
+from tpplan.exec.toolchain.language import cuda, types
 
 #: Matrix rows of a tile: the left side of an instruction; of a gate half of them are what is gated.
 TILE = 16

@@ -10,11 +10,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from llvmlite import ir
-from numba.cuda import types
-from numba.cuda.extending import intrinsic
-
 from tpplan.exec.kernels.ptx import Emitter, emit_highs, emit_lows, emitter
+from tpplan.exec.toolchain.language import intrinsic, ir, types
 
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
 _TYPES = {types.uint32: _INT, types.float32: _FLOAT}

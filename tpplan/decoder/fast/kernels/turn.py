@@ -11,13 +11,11 @@ import re
 from functools import cache
 from typing import Any
 
-from numba import cuda
-from numba.cuda import libdevice, types
-
 from tpplan.decoder.fast.kernels.cache_tiles import SHARING
 from tpplan.decoder.fast.kernels.pointwise import over_lanes, scaled_by, squares_of, weights_by
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
+from tpplan.exec.toolchain.language import cuda, libdevice, types
 
 #: Vectors of a block: two for each of its threads.
 VECTORS = 512

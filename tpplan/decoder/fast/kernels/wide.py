@@ -15,9 +15,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from numba import cuda
-from numba.cuda import types
-
 from tpplan.decoder.fast.kernels import packed_codes, tiles
 from tpplan.decoder.fast.kernels.finishing import ADD, activation
 from tpplan.decoder.fast.kernels.wide_limits import CODES, FEWEST, LANES, OF_WARP, SCALES, STRIP, VECTOR, WARPS
@@ -27,6 +24,7 @@ from tpplan.decoder.fast.kernels.wide_scales import scaling_of
 from tpplan.decoder.fast.kernels.wide_sums import PER_EIGHT, begun, leave, stored, turned, with_last, with_left
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, copied_function
+from tpplan.exec.toolchain.language import cuda, types
 
 if TYPE_CHECKING:
     from tpplan.decoder.fast.kernels.packed_codes import Codes

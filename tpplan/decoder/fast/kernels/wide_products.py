@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from llvmlite import ir
-from numba.cuda.extending import intrinsic
-
 from tpplan.decoder.fast.kernels.tiles import all_of
 from tpplan.decoder.fast.kernels.wide_limits import OF_LANES
 from tpplan.decoder.fast.kernels.wide_sums import PER_EIGHT
 from tpplan.exec.kernels import ptx
+from tpplan.exec.toolchain.language import intrinsic, ir
 
 if TYPE_CHECKING:
     from tpplan.decoder.fast.kernels.packed_codes import Codes

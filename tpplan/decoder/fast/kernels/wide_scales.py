@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
-from numba.cuda import types
 
 from tpplan.decoder.fast.kernels.packed_scales import mark_of_block, mark_of_row
 from tpplan.decoder.fast.kernels.scale_kinds import BF16, F32
 from tpplan.decoder.fast.kernels.wide_limits import SCALES
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import copied_function
+from tpplan.exec.toolchain.language import types
 
 if TYPE_CHECKING:
     from tpplan.decoder.fast.kernels.packed_codes import Codes

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba.cuda import types
-from numba.cuda.extending import intrinsic
-
 from tpplan.decoder.fast.kernels.tiles import all_of
 from tpplan.exec.kernels import ptx
+from tpplan.exec.toolchain.language import intrinsic, ir, types
 
 #: Sums of every eight rows, and rows that lie between those of a lane.
 PER_EIGHT, _EIGHT = 8, 8

@@ -35,10 +35,9 @@ class Launcher:
         Raises:
             ExecutionError: the driver refuses the kernel.
         """
-        from cuda.bindings import driver  # noqa: PLC0415 (not installed everywhere)
-
         from tpplan.exec.cuda import programmatic_launch  # noqa: PLC0415 (needs it)
         from tpplan.exec.cuda.launch import refused  # noqa: PLC0415
+        from tpplan.exec.toolchain.bindings import driver  # noqa: PLC0415 (not installed everywhere)
 
         capability = torch.cuda.get_device_capability(place)
         self._name, self._place, self._is_array = name, place, is_array

@@ -91,7 +91,7 @@ def _wait_for(case: Case) -> None:
 
 def _exllamav2(case: Case) -> Contender:
     """Gather as ExLlamaV2 does: each device writes its columns of pinned memory. Here the host also waits for them."""
-    from cuda.bindings import runtime  # noqa: PLC0415 (needs a driver)
+    from tpplan.exec.toolchain.bindings import runtime  # noqa: PLC0415 (needs a driver)
 
     kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
