@@ -24,7 +24,7 @@ from tpplan.exllamav2 import (
     test_gpu_peer_copy,
     uninstall,
 )
-from tpplan.exllamav2.functions import _activate
+from tpplan.exllamav2.extension import _activate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,7 +7,7 @@ and likewise ``exllamav2.compat``. What differs, and why, is in docs/exllamav2.m
 from __future__ import annotations
 
 from tpplan.exllamav2.compat import gpu_peer_copy, pairwise, safe_move_tensor, test_gpu_peer_copy
-from tpplan.exllamav2.install import install, uninstall
+from tpplan.exllamav2.extension import install, uninstall
 from tpplan.exllamav2.tensor_p import BROADCAST_ID, BROADCAST_KV, BROADCAST_Q, BROADCAST_RS, BROADCAST_VC, TPContext
 
 __all__ = [
