@@ -51,10 +51,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 def test_wheel_contains_the_package_and_nothing_else(wheel: Path) -> None:
-    """Every source file and the typing marker are in the wheel; tests, schemas and benchmarks are not."""
+    """Every source file, the typing marker and the schemas are in the wheel; tests and benchmarks are not."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tpplan").rglob("*.py")}
-    assert names == sources | {"tpplan/py.typed"}
+    schemas = {f"tpplan/schemas/{p.name}" for p in (ROOT / "schemas").glob("*.json")}
+    assert names == sources | schemas | {"tpplan/py.typed"}
 
 
 def test_wheel_needs_four_packages(wheel: Path) -> None:
