@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
 
 import tpplan
+from tests.later import transformers
 from tpplan.axes import Axis, bounds_of
 from tpplan.decoder import Decoder, generate
 from tpplan.decoder.prompts import Prompt
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
     from tpplan.costs import Demand
     from tpplan.plan import SplitPlan
-
-logging.set_verbosity_error()
 
 VOCAB, LENGTH, BATCH, MAX_ROWS, NEW = 203, 96, 2, 6, 64
 
@@ -190,8 +187,8 @@ def model_of(model_type: str) -> Model:
 
 def random_model(model_type: str, config: dict[str, Any]) -> Any:
     """Return a model of transformers with random weights, of torch's generator."""
-    config = AutoConfig.for_model(model_type, **config)
-    return with_random_weights(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    config = transformers.AutoConfig.for_model(model_type, **config)
+    return with_random_weights(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
 
 def with_random_weights(model: Any) -> Any:
@@ -294,7 +291,9 @@ def check_sixteen_bits(
         devices: of the plan.
         backend: to run on.
     """
-    loaded = AutoModelForCausalLM.from_pretrained(model.directory, dtype=dtype, attn_implementation="eager")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model.directory, dtype=dtype, attn_implementation="eager"
+    )
     loaded.to(dtype).save_pretrained(directory)  # norms of gpt_oss too, which transformers has in 32 bits
     check_losses(model, loaded, plan_of(directory, devices, request_of(layout), {}, seed=3), directory, backend)
 

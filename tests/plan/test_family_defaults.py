@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionLayer
 
+from tests.examples import examples
 from tests.family_configs import INNER, VISION, WITHIN
 from tests.family_models import INCOMPLETE_DEFAULTS, SAME, hub_config, meta_model, named, saved_tensors, spec_of
+from tests.later import transformers
 from tpplan import families
 from tpplan.errors import ModelError
 from tpplan.families.wrappers import WRAPPERS
@@ -74,11 +74,13 @@ def small(model_type: str, inner: str) -> dict[str, Any]:
 
 def facts_of_transformers(config: Any) -> dict[str, Any]:
     """Return the shapes of tensors, the windows of layers and the context of transformers' model."""
-    layers = enumerate(DynamicCache(config=config).layers)
+    layers = enumerate(transformers.DynamicCache(config=config).layers)
     return {
         "tensors": {name: tuple(tensor.shape) for name, tensor in saved_tensors(meta_model(config)).items()},
         "windows": {
-            i: getattr(layer, "sliding_window", 0) for i, layer in layers if not isinstance(layer, LinearAttentionLayer)
+            i: getattr(layer, "sliding_window", 0)
+            for i, layer in layers
+            if not isinstance(layer, transformers.cache_utils.LinearAttentionLayer)
         },
         "context": getattr(config.get_text_config(), "max_position_embeddings", None),
     }
@@ -150,7 +152,7 @@ def test_a_key_left_out_or_null_is_as_in_the_class_of_transformers(model_type: s
     assert not {change: wrong for change, raw in changes.items() if (wrong := compare(raw, known))}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(KNOWN), st.data())
 def test_keys_left_out_together_are_as_in_the_class_of_transformers(
     model: tuple[str, str], data: st.DataObject

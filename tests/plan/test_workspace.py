@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests import strategies
 from tests.cut_plans import cut_plans
+from tests.examples import examples
 from tests.planning_cases import spec
 from tpplan.axes import Axis
 from tpplan.memory import demands
@@ -18,7 +19,7 @@ from tpplan.workspace import Areas, Pinned, align, areas, pinned_bytes, slot_byt
 MIB = 2**20
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(cut_plans(5, 64, 2049))
 def test_the_ledger_has_what_the_executor_will_allocate(plan: SplitPlan) -> None:
     """From the plan's splits alone, the bytes are those that planning put into the ledger."""
