@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 
 from tpplan.exec.gpu import kernel_cache
+from tpplan.files import save_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 compiler = pytest.importorskip("numba.cuda.compiler", reason="needs numba-cuda: pip install '.[cu13]'")
 LINKER = pytest.importorskip("cuda.bindings.nvjitlink", reason="needs nvJitLink: pip install '.[cu13]'")
@@ -22,8 +25,31 @@ NEWEST = (12, 0) if LINKER.version() >= (12, 8) else (9, 0)  # that the linker h
 CAPABILITIES = tuple(each for each in ((8, 0), (9, 0), (12, 0)) if each <= NEWEST)
 
 
+#: Of whatever makes what is kept on disk: compiling takes minutes in all, of which the next run needs none.
+_OWN = sha256(Path(__file__).read_bytes() + sys.version.encode()).hexdigest()[:16]
+_KEPT = Path(__file__).parents[1] / ".pytest_cache" / "kernels"
+
+
 def ptx(name: str, capability: tuple[int, int]) -> str:
-    """Return a kernel's PTX; what numba makes of its source is the same for all generations, and made once."""
+    """Return a kernel's PTX, from disk if its sources and the compilers are as they were."""
+    architecture, sources = "".join(map(str, capability)), kernel_cache.digest(kernel_cache._module(name))
+    return _kept(f"{name}-{architecture}-{sources}-{_OWN}.ptx", lambda: made_ptx(name, capability))
+
+
+def _kept(name: str, make: Callable[[], str]) -> str:
+    """Return the text of a file, which is made if there is none."""
+    path = _KEPT / name
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        text = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_bytes(text.encode(), path)
+    return text
+
+
+def made_ptx(name: str, capability: tuple[int, int]) -> str:
+    """Compile a kernel; what numba makes of its source is the same for all generations, and made once."""
     with _uncounted(), patch.object(compiler, "_compile_pyfunc_with_fixup", _made_once):
         return kernel_cache.ptx(name, capability)
 
@@ -102,9 +128,14 @@ def _reached(i: int, following: list[list[int]]) -> set[int]:
 
 def assembled(text: str, capability: tuple[int, int]) -> str:
     """Return what the assembler says of a kernel that it can make machine code of."""
-    code, log = kernel_cache.assemble(text, capability)
-    assert code[:4] == b"\x7fELF"
-    return log
+
+    def make() -> str:
+        code, log = kernel_cache.assemble(text, capability)
+        assert code[:4] == b"\x7fELF"
+        return log
+
+    sources = sha256(repr((text, capability, LINKER.version(), _OWN)).encode()).hexdigest()[:32]
+    return _kept(f"{sources}.log", make)
 
 
 def check_code(text: str, capability: tuple[int, int]) -> str:

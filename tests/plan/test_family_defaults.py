@@ -41,6 +41,10 @@ SMALL = {
 #: Of the language model they say nothing.
 ASIDE = {"model_type", "architectures", "vision_config", "text_config", "transformers_version", "dtype", "id2label"}
 
+#: Of them the model without weights is the same, so it is not built again.
+SAME_MODEL = {"_name_or_path", "chunk_size_feed_forward", "is_encoder_decoder", "label2id", "output_attentions"}
+SAME_MODEL |= {"output_hidden_states", "return_dict", "bos_token_id", "eos_token_id", "attention_dropout"}
+
 #: Why tpplan does not plan for some configs that transformers builds a model of: most cannot run.
 UNFIT = re.compile(r" is null$|not a multiple|more than the \d+ experts| entries for |is \d+, but hidden_size")
 #: Sizes that no config of a whole model lacks; those of the language model in another one are left out if usual.
@@ -115,7 +119,11 @@ def compare(raw: dict[str, Any], known: dict[str, dict[str, Any]]) -> str:
 
 
 def _key(config: Any) -> str:
-    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+    raw = config.to_dict()
+    for part in (raw, text_of(raw)):
+        for key in SAME_MODEL & part.keys():
+            del part[key]
+    return json.dumps(raw, sort_keys=True, default=str)
 
 
 def _differing(ours: Any, theirs: Any) -> str:
