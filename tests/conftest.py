@@ -24,7 +24,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 #: compile kernels, run their sources lane by lane, start processes, or leave out each step of a program in turn.
 SLOW = {
     *("bench", "benchmarks", "cluster", "decoder", "exllamav2", "fuzz", "kernels", "links", "project", "selftest"),
-    *("test_beside", "test_families", "test_family_defaults", "test_family_parts", "test_linear_attention"),
+    *("test_beside", "test_families", "test_family_cuts", "test_family_defaults", "test_family_facts"),
+    *("test_family_parts", "test_linear_attention", "test_number_of_experts_is_compared"),
     *("test_fill", "test_load", "test_reader", "test_styles", "test_tables"),
     *("test_infeasible", "test_optimum"),
     *("test_bounds", "test_gathered", "test_interrupts", "test_ordering_mutations", "test_streams"),

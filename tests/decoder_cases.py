@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -13,6 +14,7 @@ import torch
 from attrs import frozen
 
 import tpplan
+from tests.kept import digest_of, kept
 from tests.later import transformers
 from tpplan.axes import Axis, bounds_of
 from tpplan.decoder import Decoder, generate
@@ -209,13 +211,33 @@ def answered(model: Any, directory: Path, new: int) -> Model:
         new: tokens that follow each prompt.
     """
     prompts = torch.randint(0, VOCAB, (5,)).tolist(), torch.randint(0, VOCAB, (13,)).tolist()
+    parts = [(name, tensor.dtype, tensor.numpy().tobytes()) for name, tensor in model.state_dict().items()]
+    versions = torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability()
+    known = digest_of(
+        parts,
+        model.config.to_json_string(use_diff=False),
+        model.config._attn_implementation,
+        prompts,
+        new,
+        versions,
+        Path(__file__).read_bytes(),
+    )
+    found = kept(known, lambda: _answers(model, prompts, new))
+    logits, tokens = torch.load(BytesIO(found))
+    return Model(directory, prompts, logits, tuple(tokens))
+
+
+def _answers(model: Any, prompts: Sequence[list[int]], new: int) -> bytes:
+    """Return the logits of what follows each prompt, and the likeliest tokens, as torch saves them."""
     logits, tokens = [], []
     with torch.no_grad():
         for prompt in prompts:
             logits.append(model(torch.tensor([prompt])).logits[0, -1])
             whole = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, use_cache=True)
             tokens.append(whole[0, len(prompt) :].tolist())
-    return Model(directory, prompts, torch.stack(logits), tuple(tokens))
+    saved = BytesIO()
+    torch.save((torch.stack(logits), tokens), saved)
+    return saved.getvalue()
 
 
 def request_of(

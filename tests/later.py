@@ -21,7 +21,7 @@ class _Later:
         return module
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # pytest asks everything in a file of tests whether it is one
+        if name.startswith("_") and name != "__version__":  # pytest asks all in a file whether it is a test
             raise AttributeError(name)
         return getattr(self._module, name)
 

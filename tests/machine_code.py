@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 
+from tests.kept import digest_of, kept
 from tpplan.exec.gpu import kernel_cache
-from tpplan.files import save_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 compiler = pytest.importorskip("numba.cuda.compiler", reason="needs numba-cuda: pip install '.[cu13]'")
 LINKER = pytest.importorskip("cuda.bindings.nvjitlink", reason="needs nvJitLink: pip install '.[cu13]'")
@@ -25,27 +24,15 @@ NEWEST = (12, 0) if LINKER.version() >= (12, 8) else (9, 0)  # that the linker h
 CAPABILITIES = tuple(each for each in ((8, 0), (9, 0), (12, 0)) if each <= NEWEST)
 
 
-#: Of whatever makes what is kept on disk: compiling takes minutes in all, of which the next run needs none.
-_OWN = sha256(Path(__file__).read_bytes() + sys.version.encode()).hexdigest()[:16]
-_KEPT = Path(__file__).parents[1] / ".pytest_cache" / "kernels"
+#: Of what compiles here: it takes minutes in all, of which the next run needs none.
+_OWN = digest_of(Path(__file__).read_bytes(), sys.version)
 
 
 def ptx(name: str, capability: tuple[int, int]) -> str:
     """Return a kernel's PTX, from disk if its sources and the compilers are as they were."""
-    architecture, sources = "".join(map(str, capability)), kernel_cache.digest(kernel_cache._module(name))
-    return _kept(f"{name}-{architecture}-{sources}-{_OWN}.ptx", lambda: made_ptx(name, capability))
-
-
-def _kept(name: str, make: Callable[[], str]) -> str:
-    """Return the text of a file, which is made if there is none."""
-    path = _KEPT / name
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        text = make()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_bytes(text.encode(), path)
-    return text
+    sources = kernel_cache.digest(kernel_cache._module(name))
+    name_on_disk = digest_of("ptx", name, capability, sources, _OWN)
+    return kept(name_on_disk, lambda: made_ptx(name, capability).encode()).decode()
 
 
 def made_ptx(name: str, capability: tuple[int, int]) -> str:
@@ -129,13 +116,12 @@ def _reached(i: int, following: list[list[int]]) -> set[int]:
 def assembled(text: str, capability: tuple[int, int]) -> str:
     """Return what the assembler says of a kernel that it can make machine code of."""
 
-    def make() -> str:
+    def make() -> bytes:
         code, log = kernel_cache.assemble(text, capability)
         assert code[:4] == b"\x7fELF"
-        return log
+        return log.encode()
 
-    sources = sha256(repr((text, capability, LINKER.version(), _OWN)).encode()).hexdigest()[:32]
-    return _kept(f"{sources}.log", make)
+    return kept(digest_of("log", text, capability, LINKER.version(), _OWN), make).decode()
 
 
 def check_code(text: str, capability: tuple[int, int]) -> str:
