@@ -5,21 +5,34 @@ from __future__ import annotations
 import gc
 import json
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+_HERE = Path(__file__).parent
 _SLOW_IS_FINE = (HealthCheck.too_slow,)  # one slow core must not turn a green run red
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads on top of pytest's workers only get in each other's way
 
 settings.register_profile("dev", deadline=None, suppress_health_check=_SLOW_IS_FINE)
 settings.register_profile("ci", deadline=None, suppress_health_check=_SLOW_IS_FINE, derandomize=True)
+settings.register_profile("quick", deadline=None, suppress_health_check=_SLOW_IS_FINE, max_examples=10)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+#: Folders, files and functions of tests that take most of the time: they compare with transformers or an exact solver,
+#: compile kernels, run their sources lane by lane, start processes, or leave out each step of a program in turn.
+SLOW = {
+    *("bench", "benchmarks", "cluster", "decoder", "exllamav2", "fuzz", "kernels", "links", "project", "selftest"),
+    *("test_beside", "test_families", "test_family_cuts", "test_family_defaults", "test_family_facts"),
+    *("test_family_parts", "test_linear_attention", "test_number_of_experts_is_compared"),
+    *("test_fill", "test_load", "test_reader", "test_styles", "test_tables"),
+    *("test_infeasible", "test_optimum"),
+    *("test_bounds", "test_gathered", "test_interrupts", "test_ordering_mutations", "test_streams"),
+    "test_every_pair_of_programs_is_safe_on_one_context",
+    "test_every_program_is_right_under_random_schedules",
+    "test_scheduler_and_checker_agree_on_every_step_that_is_left_out",
+}
 
 
 def _gpu_count() -> int:
@@ -28,8 +41,12 @@ def _gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that are marked ``gpu`` or ``multi_gpu`` where there are too few GPUs."""
+    """Mark tests as slow, and skip those marked ``gpu`` or ``multi_gpu`` where there are too few GPUs."""
+    for item in items:
+        if SLOW & {*item.path.parts[len(_HERE.parts) :], item.path.stem, getattr(item, "originalname", item.name)}:
+            item.add_marker("slow")
     needs = {item: 2 if item.get_closest_marker("multi_gpu") else 1 for item in items if _wants_gpu(item)}
     have = _gpu_count() if needs else 0
     for item, count in needs.items():

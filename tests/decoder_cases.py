@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
 
 import tpplan
+from tests.kept import digest_of, kept
+from tests.later import transformers
 from tpplan.core.axes import Axis, bounds_of
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, Request
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
     from tpplan.core.plan import SplitPlan
     from tpplan.planner.costs import Demand
-
-logging.set_verbosity_error()
 
 VOCAB, LENGTH, BATCH, MAX_ROWS, NEW = 203, 96, 2, 6, 64
 
@@ -190,8 +189,8 @@ def model_of(model_type: str) -> Model:
 
 def random_model(model_type: str, config: dict[str, Any]) -> Any:
     """Return a model of transformers with random weights, of torch's generator."""
-    config = AutoConfig.for_model(model_type, **config)
-    return with_random_weights(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    config = transformers.AutoConfig.for_model(model_type, **config)
+    return with_random_weights(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
 
 def with_random_weights(model: Any) -> Any:
@@ -212,13 +211,33 @@ def answered(model: Any, directory: Path, new: int) -> Model:
         new: tokens that follow each prompt.
     """
     prompts = torch.randint(0, VOCAB, (5,)).tolist(), torch.randint(0, VOCAB, (13,)).tolist()
+    parts = [(name, tensor.dtype, tensor.numpy().tobytes()) for name, tensor in model.state_dict().items()]
+    versions = torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability()
+    known = digest_of(
+        parts,
+        model.config.to_json_string(use_diff=False),
+        model.config._attn_implementation,
+        prompts,
+        new,
+        versions,
+        Path(__file__).read_bytes(),
+    )
+    found = kept(known, lambda: _answers(model, prompts, new))
+    logits, tokens = torch.load(BytesIO(found))
+    return Model(directory, prompts, logits, tuple(tokens))
+
+
+def _answers(model: Any, prompts: Sequence[list[int]], new: int) -> bytes:
+    """Return the logits of what follows each prompt, and the likeliest tokens, as torch saves them."""
     logits, tokens = [], []
     with torch.no_grad():
         for prompt in prompts:
             logits.append(model(torch.tensor([prompt])).logits[0, -1])
             whole = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, use_cache=True)
             tokens.append(whole[0, len(prompt) :].tolist())
-    return Model(directory, prompts, torch.stack(logits), tuple(tokens))
+    saved = BytesIO()
+    torch.save((torch.stack(logits), tokens), saved)
+    return saved.getvalue()
 
 
 def request_of(
@@ -294,7 +313,9 @@ def check_sixteen_bits(
         devices: of the plan.
         backend: to run on.
     """
-    loaded = AutoModelForCausalLM.from_pretrained(model.directory, dtype=dtype, attn_implementation="eager")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model.directory, dtype=dtype, attn_implementation="eager"
+    )
     loaded.to(dtype).save_pretrained(directory)  # norms of gpt_oss too, which transformers has in 32 bits
     check_losses(model, loaded, plan_of(directory, devices, request_of(layout), {}, seed=3), directory, backend)
 

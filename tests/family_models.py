@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import logging
 
+from tests.later import transformers
 from tpplan.core.axes import Axis
 from tpplan.models import families
 from tpplan.models.config import Config, read_config
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from tpplan.core.model import Block, ModelSpec, Parameter
-
-logging.set_verbosity_error()
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "models"
 
@@ -64,26 +60,28 @@ def spec_of(data: dict[str, Any], name: str = "model") -> ModelSpec:
 
 def hub_config(data: dict[str, Any]) -> Any:
     """Return transformers' config of the same data."""
-    return AutoConfig.for_model(**data | {"model_type": SAME.get(data["model_type"], data["model_type"])})
+    return transformers.AutoConfig.for_model(**data | {"model_type": SAME.get(data["model_type"], data["model_type"])})
 
 
 def build(config: Any, **options: Any) -> Any:
     """Build transformers' model of a config, with what reads images if the config has that."""
-    auto = AutoModelForImageTextToText if config.model_type in WRAPPERS else AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForImageTextToText if config.model_type in WRAPPERS else transformers.AutoModelForCausalLM
+    )
     return auto.from_config(config, **options)
 
 
-def meta_model(config: Any) -> PreTrainedModel:
+def meta_model(config: Any) -> Any:
     """Build the model without its weights."""
     with torch.device("meta"):
         return build(config)
 
 
-def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return the text model's tensors as ``save_pretrained`` writes them: hub names, experts apart, tied ones once."""
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     state = {name: tensor for name, tensor in model.state_dict().items() if name in own}
-    tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+    tensors: dict[str, torch.Tensor] = transformers.core_model_loading.revert_weight_conversion(model, state)
     wrapper = WRAPPERS.get(model.config.model_type)
     if wrapper is None:
         return tensors
@@ -95,7 +93,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {renamed(name, wrapper.renamed).replace(blocks, layers): tensor for name, tensor in text.items()}
 
 
-def save_model(model: PreTrainedModel, directory: Path, shard: str | int) -> None:
+def save_model(model: Any, directory: Path, shard: str | int) -> None:
     """Save a model as the hub has it, in files of at most this size."""
     if model.config.model_type not in UNLIKE_HUB:
         model.save_pretrained(directory, max_shard_size=shard)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 
+from tests.kept import digest_of, kept
 from tpplan.exec.toolchain import kernel_cache
 
 if TYPE_CHECKING:
@@ -22,8 +24,19 @@ NEWEST = (12, 0) if LINKER.version() >= (12, 8) else (9, 0)  # that the linker h
 CAPABILITIES = tuple(each for each in ((8, 0), (9, 0), (12, 0)) if each <= NEWEST)
 
 
+#: Of what compiles here: it takes minutes in all, of which the next run needs none.
+_OWN = digest_of(Path(__file__).read_bytes(), sys.version)
+
+
 def ptx(name: str, capability: tuple[int, int]) -> str:
-    """Return a kernel's PTX; what numba makes of its source is the same for all generations, and made once."""
+    """Return a kernel's PTX, from disk if its sources and the compilers are as they were."""
+    sources = kernel_cache.digest(kernel_cache._module(name))
+    name_on_disk = digest_of("ptx", name, capability, sources, _OWN)
+    return kept(name_on_disk, lambda: made_ptx(name, capability).encode()).decode()
+
+
+def made_ptx(name: str, capability: tuple[int, int]) -> str:
+    """Compile a kernel; what numba makes of its source is the same for all generations, and made once."""
     with _uncounted(), patch.object(compiler, "_compile_pyfunc_with_fixup", _made_once):
         return kernel_cache.ptx(name, capability)
 
@@ -102,9 +115,13 @@ def _reached(i: int, following: list[list[int]]) -> set[int]:
 
 def assembled(text: str, capability: tuple[int, int]) -> str:
     """Return what the assembler says of a kernel that it can make machine code of."""
-    code, log = kernel_cache.assemble(text, capability)
-    assert code[:4] == b"\x7fELF"
-    return log
+
+    def make() -> bytes:
+        code, log = kernel_cache.assemble(text, capability)
+        assert code[:4] == b"\x7fELF"
+        return log.encode()
+
+    return kept(digest_of("log", text, capability, LINKER.version(), _OWN), make).decode()
 
 
 def check_code(text: str, capability: tuple[int, int]) -> str:

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 import tpplan
-from benchmarks import bench_decode, decode_memory, decode_run, random_checkpoint, transformers_run
+from benchmarks import bench_decode, decode_memory, decode_run, random_checkpoint
 from benchmarks.decode_memory import Buckets
 from benchmarks.decode_order import CUTS, Order
 from benchmarks.decode_rows import Part, Row, cells, compared
@@ -131,6 +131,8 @@ def test_a_part_that_fails_leaves_the_others(order: Order, monkeypatch: pytest.M
 
 def test_transformers_makes_the_same_tokens(order: Order) -> None:
     """It measures the same parts from the same prompts, so that figures can be compared."""
+    from benchmarks import transformers_run  # noqa: PLC0415 - transformers takes seconds
+
     rows: list[Row] = []
     transformers_run.measure(evolve(order, gpus=1), 0, rows.append)
     found = {row.what: row for row in rows}

@@ -57,11 +57,16 @@ def _limit() -> None:
 
 def _filled(start: str, piece: str, end: str, most: int = LIMIT) -> bytes:
     """Return a text of as many different pieces as fit; ``#`` in a piece is its number."""
-    pieces: list[str] = []
-    length = len(start) + len(end)
-    while length + len(piece) + 9 < most:
-        pieces.append(piece.replace("#", f"{len(pieces):x}"))
-        length += len(pieces[-1]) + 1
+    count, length, marks = 0, len(start) + len(end), piece.count("#")
+    for digits in range(1, 9):
+        each = len(piece) + 1 + marks * (digits - 1)
+        room = max(0, -(-(most - length - len(piece) - 9) // each))
+        found = min(room, 16**digits - count)
+        count, length = count + found, length + found * each
+        if found == room:
+            break
+    parts = piece.split("#")
+    pieces = (f"{i:x}".join(parts) for i in range(count)) if marks else [piece] * count
     return (start + ",".join(pieces) + end).encode()
 
 

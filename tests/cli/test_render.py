@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.codec_cases import FIXTURE, PLAN
+from tests.examples import examples
 from tests.render_cases import data, plain
 from tests.strategies import plans
 from tpplan.core.axes import bounds_of
@@ -154,7 +155,7 @@ def test_diff() -> None:
     assert "device 0 RTX 5090 gains 1.00 GiB of weights" in text
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(plans(), plans())
 def test_columns(a: SplitPlan, b: SplitPlan) -> None:
     """Nothing off a terminal is wider than a pull request shows, and no line ends in blanks."""
@@ -164,7 +165,7 @@ def test_columns(a: SplitPlan, b: SplitPlan) -> None:
             assert text == text.rstrip()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(plans())
 def test_everything_is_shown(plan: SplitPlan) -> None:
     """Every slice of every split is on the screen, and every device by name."""

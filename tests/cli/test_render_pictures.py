@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.codec_cases import FIXTURE, PLAN
+from tests.examples import examples
 from tests.render_cases import data
 from tests.strategies import plans
 from tpplan.planfile import codec
@@ -37,7 +38,7 @@ def _svg(plan: SplitPlan) -> ET.Element:
     return ET.fromstring(picture(data(plan)))  # noqa: S314 (our own)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plans())
 def test_svg_is_whole(plan: SplitPlan) -> None:
     """The picture is well-formed, the same every time, and draws each slice where it is and as wide as it is."""

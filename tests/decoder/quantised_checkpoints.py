@@ -14,12 +14,11 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.checkpoints import saved_values
 from tests.decoder.quantised_formats import Awq, Float8, Format, Gptq, IntPacked, Mixed
 from tests.decoder_cases import CONFIGS, SIZES, Model, answered, random_model
+from tests.later import transformers
 
 #: Tokens that follow each prompt.
 NEW: Final = 4
@@ -185,7 +184,7 @@ def quantised(family: str, form: str, layers: int = 2) -> tuple[Model, Path]:
         The model, and the directory of its twin.
     """
     directory, twin = stored(family, form, layers)
-    model = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(1)
     return answered(model, directory, NEW), twin
 
@@ -208,7 +207,9 @@ def mxfp4() -> tuple[Model, Path]:
         tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(122, 127, (experts, outputs, inputs // 32), dtype=torch.uint8)
         packed = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
-        values[name] = convert_moe_packed_tensors(*packed, dtype=torch.float32).contiguous()
+        values[name] = transformers.integrations.mxfp4.convert_moe_packed_tensors(
+            *packed, dtype=torch.float32
+        ).contiguous()
     model.load_state_dict(values, strict=False)
     model.save_pretrained(twin)
     config = json.loads((twin / "config.json").read_text(encoding="utf-8"))

@@ -19,12 +19,11 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
-from transformers.utils import chat_template_utils
 
 from tests.command import Done, command
 from tests.decoder.chat_cases import CHATML, PLACES, SPECIAL, TEMPLATES, write_template, write_tokenizer
 from tests.decoder_cases import VOCAB, model_of, plan_of, request_of
+from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.missing import install_command
 from tpplan.decoder.text import chat, templates
@@ -71,7 +70,7 @@ SYSTEM, USER = " You are brief.\n", "  Who keeps the light? <|im_end|>\n"
 def _same_day(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make it the same day for both sides."""
     clock = Mock(now=lambda: datetime(2026, 2, 3))  # noqa: DTZ001 (as transformers)
-    for module in (chat, chat_template_utils):
+    for module in (chat, transformers.utils.chat_template_utils):
         monkeypatch.setattr(module, "datetime", clock)
 
 
@@ -87,7 +86,7 @@ def _both(name: str, place: str) -> tuple[ChatTemplate, Tokenizer, Any]:
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
         write_template(Path(folder), TEMPLATES[name], place)
-        theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         return ChatTemplate.read(folder), Tokenizer(folder), theirs
 
 
@@ -142,7 +141,7 @@ def test_special_tokens_of_older_checkpoints(older: dict[str, Any], changes: dic
     text = "".join(f"{name}: {{{{ {name} | default('none') }}}}\n" for name in names)
     write_template(tmp_path, text, "text", **changes)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(older), encoding="utf-8")
-    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert ChatTemplate.read(tmp_path).render("Hi") == theirs.apply_chat_template(_said("Hi", ""), tokenize=False)
 
 
@@ -183,7 +182,7 @@ def test_special_tokens_by_name(
                 key: {"content": told["content"]} if isinstance(told, dict) else told for key, told in older[0].items()
             }
             (Path(folder) / "special_tokens_map.json").write_text(json.dumps(plain | older[1]), encoding="utf-8")
-        theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         assert ChatTemplate.read(folder).render("Hi") == theirs.apply_chat_template(_said("Hi", ""), tokenize=False)
 
 
@@ -287,7 +286,7 @@ def _document(directory: Path, *arguments: object, stdin: bytes = b"") -> dict[s
 @pytest.mark.parametrize("system", ["", SYSTEM])
 def test_the_model_is_given_a_chat(system: str, checkpoint: Path) -> None:
     """The tokens of the prompt are transformers', of standard input too; without --chat it is taken as it is."""
-    theirs = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(checkpoint)
     asked = ("--max-new-tokens", 1, "--chat", *(("--system", system) if system else ()))
     told = theirs.apply_chat_template(_said("Who keeps it?", system), add_generation_prompt=True)["input_ids"]
     assert _document(checkpoint, "--prompt", "Who keeps it?", *asked)["prompt_tokens"] == told

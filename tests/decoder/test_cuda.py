@@ -11,12 +11,12 @@ import torch
 from attrs import evolve
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM
 
 from tests.decoder.test_memory import made
 from tests.decoder_cases import CONFIGS, LENGTH, check, check_sixteen_bits, model_of, plan_of, request_of
 from tests.flash_cases import check_texts
 from tests.graph_cases import mixtures
+from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling, generate
@@ -154,7 +154,7 @@ def test_a_step_attends_without_copies(length: int, width: int) -> None:
 def test_new_lengths_are_not_planned(tmp_path: Path) -> None:
     """In 16 bits, cuDNN, which makes a plan for every shape, takes no prompt but those that fill a pass."""
     model = model_of("qwen3")
-    AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16).save_pretrained(tmp_path)
     plan = plan_of(tmp_path, 1, request_of(), {}, seed=4)
     with compile_plan(plan, backend="cuda", scratch=False) as context:
         decoder = Decoder(context, tmp_path, load_weights(plan, tmp_path, context), graphs=False)
@@ -224,7 +224,9 @@ def check_passes(
 
 def saved(model_type: str, dtype: torch.dtype, directory: Path) -> Path:
     """Return a family's model in 16 bits."""
-    AutoModelForCausalLM.from_pretrained(model_of(model_type).directory, dtype=dtype).save_pretrained(directory)
+    transformers.AutoModelForCausalLM.from_pretrained(model_of(model_type).directory, dtype=dtype).save_pretrained(
+        directory
+    )
     return directory
 
 

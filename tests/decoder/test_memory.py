@@ -8,13 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import tpplan
 from tests.decoder.activations import activations
 from tests.decoder.quantised_checkpoints import stored
 from tests.decoder_cases import CONFIGS, FURTHER, OWN_STEPS, plan_of
 from tests.flash_cases import flash_calls
+from tests.later import transformers
 from tests.weight_plans import fine_units
 from tpplan.core.axes import bounds_of
 from tpplan.core.plan import Cache, Request
@@ -65,8 +65,8 @@ def made(model_type: str, directory: Path, **more: Any) -> Path:
     torch.manual_seed(1)
     special = (CONFIGS | FURTHER)[model_type]
     smaller = {key: value for key, value in _SMALLER.items() if special.get(key)}
-    config = AutoConfig.for_model(**{**_SIZES, "model_type": model_type, **special, **smaller, **more})
-    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
+    config = transformers.AutoConfig.for_model(**{**_SIZES, "model_type": model_type, **special, **smaller, **more})
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
     return directory
 
 

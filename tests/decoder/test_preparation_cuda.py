@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from attrs import evolve
-from transformers import AutoModelForCausalLM
 
 from tests.decoder_cases import LENGTH, model_of, plan_of, request_of
+from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling, generate, prepare
@@ -30,7 +30,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 def test_nothing_is_captured_after_that(tmp_path: Path) -> None:
     """GPUs have graphs of passes of prompts unless they are told not to; texts are those that others lead to."""
     model = model_of("llama")
-    AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16).save_pretrained(tmp_path)
     plan = plan_of(tmp_path, min(GPUS, 4), evolve(request_of(), max_rows=16), {}, seed=4)
     sampling = Sampling(temperature=0.8, seed=3)
     prompts, few = [Prompt([7] * 20, 0), Prompt([9] * 12, 1)], [model.prompts[0], model.prompts[0][:3]]
@@ -53,7 +53,7 @@ def test_nothing_is_captured_after_that(tmp_path: Path) -> None:
 def test_what_cannot_be_captured_is_read_as_it_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A capture that fails half-way leaves a decoder that reads on, and steps as graphs."""
     model = model_of("llama")
-    AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16).save_pretrained(tmp_path)
     plan = plan_of(tmp_path, min(GPUS, 4), evolve(request_of(), max_rows=16), {}, seed=4)
     prompts = [Prompt([7] * 20, 0), Prompt([9] * 12, 1)]
     with compile_plan(plan, backend="cuda", scratch=False) as context:

@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 import tpplan
 from tests.checkpoints import LLAMA, llama_layers, llama_outside, saved_values, write_checkpoint
 from tests.decoder.quantised_checkpoints import FAMILIES, FORMATS, MIXED, NEW, halve, mxfp4, quantised
 from tests.decoder_cases import MAX_ROWS, check, check_losses, plan_of, read_and_stepped, request_of
+from tests.examples import examples
 from tests.format_cases import CASES, awq
+from tests.later import transformers
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import KV_MODES, LAYOUTS
@@ -96,7 +97,7 @@ def test_experts_of_mxfp4(layout: str, transport: str, bounds: tuple[int, ...]) 
     check(model, plan, transport, NEW)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     family=st.sampled_from(list(FAMILIES)),
     form=st.sampled_from([form for form in FORMATS if not FORMATS[form].head]),
@@ -122,7 +123,7 @@ def test_sixteen_bits_lose_what_they_lose_in_transformers(
     """Codes become 16 bits as transformers has their values, and all else is computed in these, too."""
     model, twin = quantised(family, form)
     halve(model.directory, tmp_path, dtype)
-    loaded = AutoModelForCausalLM.from_pretrained(twin, dtype=dtype, attn_implementation="eager")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(twin, dtype=dtype, attn_implementation="eager")
     check_losses(model, loaded, _plan(tmp_path, 2, "reduce", seed=3), tmp_path, "cpu")
 
 

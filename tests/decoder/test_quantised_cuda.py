@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.decoder.quantised_checkpoints import FAMILIES, FORMATS, NEW, halve, mxfp4, quantised
 from tests.decoder.test_cuda import GPUS, check_kernels, check_passes
 from tests.decoder_cases import check, check_losses, plan_of, request_of
+from tests.later import transformers
 from tests.weight_plans import fine_units
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def test_sixteen_bits(family: str, form: str, dtype: torch.dtype, tmp_path: Path
     """What kernels make of codes is about as near to 32 bits as transformers gets with the values in 16 bits."""
     model, twin = quantised(family, form)
     halve(model.directory, tmp_path, dtype)
-    loaded = AutoModelForCausalLM.from_pretrained(twin, dtype=dtype, attn_implementation="eager")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(twin, dtype=dtype, attn_implementation="eager")
     check_losses(model, loaded, plan_of(tmp_path, min(GPUS, 2), request_of(), {}, seed=3), tmp_path, "cuda")
 
 
@@ -75,7 +75,7 @@ def test_mxfp4(layout: str, tmp_path: Path) -> None:
     plan = plan_of(model.directory, devices, request_of(layout), {}, seed=4)
     check(model, plan, "auto", NEW, backend="cuda")
     halve(model.directory, tmp_path, torch.bfloat16)
-    loaded = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.bfloat16, attn_implementation="eager")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(twin, dtype=torch.bfloat16, attn_implementation="eager")
     check_losses(model, loaded, plan_of(tmp_path, devices, request_of(layout), {}, seed=3), tmp_path, "cuda")
 
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.decoder_cases import CONFIGS, FURTHER, SIZES, answered, check, plan_of, request_of, with_random_weights
 from tests.family_configs import VISION
+from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder.model.settings import AROUND
 
@@ -52,10 +52,10 @@ def test_the_text_part_as_transformers(model_type: str, tmp_path: Path) -> None:
     text = {"model_type": inner, **SIZES, **(CONFIGS | FURTHER | PARTS)[inner]}
     is_tied = model_type == "gemma3"
     torch.manual_seed(len(model_type))
-    config = AutoConfig.for_model(
+    config = transformers.AutoConfig.for_model(
         model_type, text_config=text, vision_config=VISION[model_type], tie_word_embeddings=is_tied, dtype="float32"
     )
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     with_random_weights(model).save_pretrained(tmp_path)
     found = answered(model, tmp_path, 8)
     for devices, layout in ((1, "reduce"), (3, "gather")):

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.examples import examples
 from tests.exec.arena_cases import DTYPES, arena, offset, raw
 from tpplan.core.workspace import align
 from tpplan.errors import ExecutionError
@@ -90,5 +91,5 @@ class ArenaMachine(RuleBasedStateMachine):
             assert (raw(tensor) == self.patterns[id(tensor)]).all()
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20)
+ArenaMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=20)
 TestArenaMachine = ArenaMachine.TestCase

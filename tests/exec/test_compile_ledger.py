@@ -13,6 +13,7 @@ from hypothesis.strategies import sampled_from
 
 import tpplan
 from tests.cut_plans import cut_plans
+from tests.examples import examples
 from tests.exec.reference import same
 from tpplan import exec as tpx
 from tpplan.core.axes import Axis
@@ -49,7 +50,7 @@ def test_examples_take_the_bytes_of_their_ledgers(path: Path) -> None:
     assert_ledger(tpplan.load(path), "peer")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(cut_plans(64), sampled_from(TRANSPORTS))
 def test_any_plan_takes_the_bytes_of_its_ledger(plan: SplitPlan, transport: str) -> None:
     """Of any family, however it is cut, layers alike or not, with idle devices or without, on every transport."""

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.contexts import BACKENDS, MAX_ROWS, PLANS, REPLICATED, UNEVEN, context, little_room, plans, widest
+from tests.examples import examples
 from tests.exec.caller import total
 from tests.exec.reference import ADDABLE, ADDING, DTYPES, FORMS, LEADS, OPERATIONS, Exam, same, values
 from tpplan.core.axes import Axis, parse_layers
@@ -57,7 +58,7 @@ def test_every_form_of_input_in_every_dtype(form: str, operation: str) -> None:
                 getattr(exam, operation)()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_any_operation_of_any_plan(data: st.DataObject) -> None:
     """Whatever the plan, an operation on any of its axes does what plain torch does, by every transport."""

@@ -12,6 +12,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from torch import Tensor
 
 from tests.contexts import PLANS, context, little_room
+from tests.examples import examples
 from tests.exec.caller import total
 from tests.exec.context_caller import ContextCaller, Value
 from tests.exec.reference import same, values
@@ -256,4 +257,4 @@ class ContextMachine(ContextCaller):
 
 
 TestContext = ContextMachine.TestCase
-TestContext.settings = settings(max_examples=60, stateful_step_count=25)
+TestContext.settings = settings(max_examples=examples(60), stateful_step_count=25)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.exec.caller import DTYPES, LAYOUTS, Caller, Script, bits, memory, noise, scripts, total, widths
 from tests.exec.program_cases import CASES
 from tpplan.errors import ExecutionError, InternalError
@@ -47,7 +48,7 @@ def plain(random: Random) -> VirtualDevices:
     return VirtualDevices(mine)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(scripts())
 def test_operations_in_a_row_give_what_torch_gives(script: Script) -> None:
     """All outputs are right to the byte, in any dtype and layout, fed from operation to operation, and in place."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.exllamav2.client import EPSILON, FLOWS, Client, reference
 from tests.exllamav2.models import HALF
+from tests.later import transformers
 from tpplan.errors import ExecutionError
 from tpplan.exllamav2 import BROADCAST_RS
 
@@ -45,7 +45,7 @@ def test_transformers_agrees() -> None:
     """The logits are those of transformers' llama with the same weights, within float16."""
     client = Client((1.5, 1.0, 1.25), has_contexts=False)
     c, w = client.config, client.weights
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
         vocab_size=c.vocab_size,
@@ -58,7 +58,7 @@ def test_transformers_agrees() -> None:
         rms_norm_eps=EPSILON,
         tie_word_embeddings=False,
     )
-    model = LlamaForCausalLM(config).eval()
+    model = transformers.LlamaForCausalLM(config).eval()
     state = {"model.embed_tokens.weight": w["embedding"], "model.norm.weight": w["norm"], "lm_head.weight": w["head"].T}
     names = {"q": "self_attn.q", "k": "self_attn.k", "v": "self_attn.v", "o": "self_attn.o"}
     names |= {name: f"mlp.{name}" for name in ("gate", "up", "down")}

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.exllamav2.models import (
     HALF,
     finalized,
@@ -79,7 +80,7 @@ def test_layers(gpu_split: tuple[float, ...], keys: dict[str, Any], rows: int) -
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_any_split_any_order(data: st.DataObject) -> None:
     """Whatever the budgets, heads and rows, and whichever operations follow each other, every byte is right."""
     budgets = data.draw(st.lists(st.sampled_from((0.0, 1.25, 1.5, 2.0, 3.5)), min_size=1, max_size=5).filter(any))

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from attrs import frozen
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import hstack, lil_array
 
+from tests.later import optimize, sparse
 from tests.planning_cases import MIB
 from tpplan.core.axes import minimum_units
 from tpplan.planner.costs import Cost
@@ -78,7 +77,7 @@ class Program:
             rows.append(({k: v / MIB for k, v in used.items()}, -np.inf, device.budget_bytes / MIB))
             speed = device.bandwidth_bytes_per_second / _PER_SECOND if by_reads else device.budget_bytes
             rows.append(({last: -1, **{k: v / speed for k, v in load.items()}}, -np.inf, 0))
-        constraints = lil_array((len(rows), last + 1))
+        constraints = sparse.lil_array((len(rows), last + 1))
         for r, (entries, _, _) in enumerate(rows):
             for column, value in entries.items():
                 constraints[r, column] = value
@@ -105,14 +104,14 @@ class Program:
     def least_lacking(self) -> float:
         """Return the fewest bytes that a cut exceeds the budgets by, summed over the devices."""
         rooms = np.flatnonzero(self.budgets)
-        lacking = lil_array((self.constraints.shape[0], len(rooms)))
+        lacking = sparse.lil_array((self.constraints.shape[0], len(rooms)))
         for column, row in enumerate(rooms):
             lacking[row, column] = -1
         size = len(self.upper)
-        answer = milp(
+        answer = optimize.milp(
             np.append(np.zeros(size), np.ones(len(rooms))),
-            constraints=LinearConstraint(hstack([self.constraints, lacking]), self.least, self.most),
-            bounds=Bounds(np.zeros(size + len(rooms)), np.append(self.upper, [np.inf] * len(rooms))),
+            constraints=optimize.LinearConstraint(sparse.hstack([self.constraints, lacking]), self.least, self.most),
+            bounds=optimize.Bounds(np.zeros(size + len(rooms)), np.append(self.upper, [np.inf] * len(rooms))),
             integrality=np.concatenate([np.ones(size - 1), np.zeros(len(rooms) + 1)]),
             options={"time_limit": 60},
         )
@@ -123,10 +122,10 @@ class Program:
         """Return whether HiGHS finds a solution whose measure is no larger than this one."""
         upper = np.append(self.upper[:-1], measure)
         last = len(upper) - 1
-        answer = milp(
+        answer = optimize.milp(
             np.append(np.zeros(last), 1),  # with an aim it is faster
-            constraints=LinearConstraint(self.constraints, self.least, self.most),
-            bounds=Bounds(np.zeros(last + 1), upper),
+            constraints=optimize.LinearConstraint(self.constraints, self.least, self.most),
+            bounds=optimize.Bounds(np.zeros(last + 1), upper),
             integrality=np.append(np.ones(last), 0),
             options={"time_limit": 60},
         )

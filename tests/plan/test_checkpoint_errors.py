@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tests.examples import examples
 from tests.plan.header_cases import INDEX, entry, write, write_index
 from tpplan.errors import ModelError
 from tpplan.models import checkpoint
@@ -206,7 +207,7 @@ FILES = st.one_of(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(content=FILES, index=st.none() | JSON | st.dictionaries(st.text(max_size=6), st.just("model.safetensors")))
 def test_no_bytes_raise_anything_but_model_error(tmp_path: Path, content: bytes, index: Any) -> None:
     """Whatever the files hold, they are either read, with every byte accounted for, or refused."""
@@ -234,7 +235,7 @@ def _outcome(directory: Path, text: bytes, data: bytes) -> object:
     return {name: tensor._replace(start=tensor.start - 8 - len(text)) for name, tensor in headers.tensors.items()}
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(header=st.dictionaries(st.text(max_size=6) | st.just("__metadata__"), ENTRY, max_size=4), fill=st.booleans())
 def test_every_form_of_a_header_means_the_same(tmp_path: Path, header: dict[str, Any], fill: bool) -> None:
     """Blanks, escapes and the order of keys in JSON change neither what is read nor what is refused."""
@@ -271,7 +272,7 @@ def test_how_many_tensors_a_checkpoint_may_have(tmp_path: Path, monkeypatch: pyt
         read_headers(tmp_path)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(position=st.integers(0, 10_000), value=st.integers(0, 255), cut=st.booleans())
 def test_damaged_file_raises_nothing_but_model_error(tmp_path: Path, position: int, value: int, cut: bool) -> None:
     """One changed byte, or a cut, of a real file never gives a traceback, nor tensors that do not fill the file."""

@@ -10,6 +10,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.plan.test_verify import ID, KV, RS, UNSLICED, VALID, edited, moved
 from tests.render_cases import plain
 from tests.strategies import plans
@@ -41,7 +42,7 @@ def without_first(plan: SplitPlan) -> SplitPlan:
     return attrs.evolve(plan, devices=plan.devices[1:], splits=splits, memory=memory)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plans(), plans())
 def test_false_means_equal(a: SplitPlan, b: SplitPlan) -> None:
     """A diff is false exactly if the plans are equal, and then says so and lists nothing."""
@@ -52,7 +53,7 @@ def test_false_means_equal(a: SplitPlan, b: SplitPlan) -> None:
     assert bool(diff(a, b)) == (a != b)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plans(), plans())
 def test_nothing_is_lost(a: SplitPlan, b: SplitPlan) -> None:
     """Every device of both plans is paired once, and what is gained and lost accounts for both plans entirely."""
@@ -74,7 +75,7 @@ def test_nothing_is_lost(a: SplitPlan, b: SplitPlan) -> None:
         assert all(share.delta_elements == share.after_elements - share.before_elements for share in split.shares)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plans(), plans())
 def test_backwards(a: SplitPlan, b: SplitPlan) -> None:
     """The diff the other way round has the same reasons, and the opposite totals."""
@@ -258,7 +259,7 @@ def test_summary_names_the_largest() -> None:
     assert diff(VALID, four).summary.endswith(", and 1 more")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plans(), plans())
 def test_json(a: SplitPlan, b: SplitPlan) -> None:
     """A diff is written as JSON without nulls, the same every time."""

@@ -11,9 +11,8 @@ import pytest
 from attrs import evolve
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionLayer
 
+from tests.examples import examples
 from tests.family_configs import FAMILY_KEYS, INNER, VISION, configs
 from tests.family_models import (
     INCOMPLETE_DEFAULTS,
@@ -28,6 +27,7 @@ from tests.family_models import (
     saved_tensors,
     spec_of,
 )
+from tests.later import transformers
 from tpplan.models import families
 from tpplan.models.families.parts import PARTS
 from tpplan.models.reader import read_checkpoint
@@ -50,7 +50,7 @@ def test_default_config_gives_the_tensors_of_transformers(model_type: str) -> No
 
 
 @pytest.mark.parametrize("model_type", KNOWN)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(data=st.data())
 def test_small_configs_give_the_tensors_and_windows_of_transformers(model_type: str, data: st.DataObject) -> None:
     """Any documented form of a family gives transformers' tensors and sliding windows, keys left out or not."""
@@ -59,18 +59,18 @@ def test_small_configs_give_the_tensors_and_windows_of_transformers(model_type: 
     spec = spec_of(raw)
     assert_same_tensors(spec, saved_tensors(meta_model(config)))
     assert_consistent(spec)
-    layers = DynamicCache(config=config).layers
+    layers = transformers.DynamicCache(config=config).layers
     windows = {layer: block.attention.window for block in spec.blocks for layer in block.layers if block.attention}
     assert windows == {
         i: getattr(layer, "sliding_window", 0)
         for i, layer in enumerate(layers)
-        if not isinstance(layer, LinearAttentionLayer)
+        if not isinstance(layer, transformers.cache_utils.LinearAttentionLayer)
     }
     assert evolve(spec_of(config.to_dict()), not_planned=spec.not_planned) == spec
 
 
 @pytest.mark.parametrize("model_type", sorted(UNLIKE_HUB))
-@settings(max_examples=2, phases=[Phase.generate])
+@settings(max_examples=examples(2), phases=[Phase.generate])
 @given(data=st.data())
 def test_what_transformers_saves_is_read(model_type: str, data: st.DataObject) -> None:
     """Every byte that ``save_pretrained`` writes in a form of its own is counted, or told as not planned."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.family_configs import configs
 from tests.family_models import MISTRAL, assert_consistent, spec_of
 from tpplan.core.axes import MAX_LAYERS
@@ -147,7 +148,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_mutated_configs_give_a_spec_or_a_clear_error(data: st.DataObject) -> None:
     """Whatever is done to a config, the answer is a consistent spec or a ModelError with a hint."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from tests.family_models import SAME, assert_consistent, hub_config, named, saved_tensors, spec_of
+from tests.later import transformers
 from tpplan.core.axes import Axis
 from tpplan.models import families
 
@@ -196,13 +196,13 @@ def test_elements_of_an_axis_can_change_places(form: str, tmp_path: Path) -> Non
     config = hub_config({"model_type": form.partition(",")[0], **FORMS[form]})
     spec = spec_of(config.to_dict())
     assert_consistent(spec)
-    model = AutoModelForCausalLM.from_config(config, **EAGER).double().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, **EAGER).double().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     vocab = torch.randperm(VOCAB)
     config.save_pretrained(tmp_path)
     save_file(reorder_all(spec, saved_tensors(model), vocab, form), tmp_path / "model.safetensors", {"format": "pt"})
-    other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **EAGER).eval()
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **EAGER).eval()
     tokens = torch.randint(VOCAB, (2, 7))
     with torch.no_grad():
         expected, found = model(tokens).logits, other(vocab.argsort()[tokens]).logits

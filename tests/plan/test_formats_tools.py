@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import write_checkpoint
+from tests.examples import examples
 from tests.format_cases import gptq_config, stored
 from tpplan.errors import ModelError
 from tpplan.models.reader import read_model
@@ -894,7 +895,7 @@ def changed(value: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
     return rest if draw(st.integers(0, 5)) == 0 else rest | {key: changed(value[key], draw)}
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_any_description_is_followed_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever a tool's description says in place of what tools say, the result is a model or an error of tpplan's."""

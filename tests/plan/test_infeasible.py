@@ -11,6 +11,7 @@ from attrs import evolve
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.plan.integer_program import Program
 from tests.planning_cases import MIB, Case, case, shape, spec
 from tpplan.core.axes import Axis
@@ -90,7 +91,7 @@ def assert_adds_up(error: InfeasibleError, devices: tuple[Device, ...]) -> None:
     assert any(s.missing_bytes for s in error.shortfalls)
 
 
-@settings(max_examples=25, phases=(Phase.explicit, Phase.reuse, Phase.generate))  # seeds do not shrink
+@settings(max_examples=examples(25), phases=(Phase.explicit, Phase.reuse, Phase.generate))  # seeds do not shrink
 @given(
     st.integers(0, 10**6),
     st.sampled_from(LAYOUTS),

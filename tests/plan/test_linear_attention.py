@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from attrs import evolve
-from transformers import AutoModelForCausalLM
 
 import tpplan
 from tests.family_models import hub_config, spec_of
+from tests.later import transformers
 from tpplan.core.axes import Axis
 from tpplan.core.device import Device
 from tpplan.core.plan import CACHE_KINDS, Cache, Request
@@ -83,7 +83,7 @@ def planned(batch: int = 1, **keys: Any) -> SplitPlan:
 def test_the_state_is_what_transformers_keeps(model_type: str, dtype: str, tokens: int) -> None:
     """After a prompt of any length, and after another token; layers with attention keep what a token takes."""
     config = hub_config({"model_type": model_type, **SMALL, **(_EXPERTS if model_type == "qwen3_next" else {})})
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     spec = spec_of({**config.to_dict(), "torch_dtype": dtype})
     item = {"bfloat16": 1, "float32": 2}[dtype]  # times the 16 bits of the cache fp16
     with torch.no_grad():

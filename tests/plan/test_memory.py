@@ -13,6 +13,7 @@ from attrs import frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.family_configs import configs
 from tests.plan.memory_models import BITS, MODELS, model
 from tests.strategies import bounds
@@ -147,7 +148,7 @@ def state_of(task: Task, device: int) -> int:
     return total * task.request.batch
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(tasks())
 def test_the_ledger_is_what_slicing_every_tensor_gives(task: Task) -> None:
     """Weights, cache and overhead of each device, for every model, layout, KV mode and cache kind, to the byte."""
@@ -205,7 +206,7 @@ def test_one_device_holds_the_whole_model_once(name: str, layout: str, kv: str) 
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(data=st.data())
 def test_one_device_holds_the_whole_of_any_family(model_type: str, data: st.DataObject) -> None:
     """The same for small random configs of every family."""

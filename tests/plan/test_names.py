@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tpplan.models.formats.names import Automaton, Names
 
 MODULES = [
@@ -48,7 +49,7 @@ _REPEATS = st.sampled_from(["", "", "", "?", "*", "+", "{2}", "{0,1}", "{1,}", "
 EXPRESSIONS = st.lists(st.tuples(_ATOMS, _REPEATS).map("".join), min_size=1, max_size=6).map("".join)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.lists(EXPRESSIONS, min_size=1, max_size=3), st.sampled_from(MODULES))
 @example([r".*mlp\.(gate|up|gate_up|down)_proj.*"], "model.layers.0.mlp.gate_proj")
 def test_expressions_match_what_python_matches(expressions: list[str], module: str) -> None:

@@ -9,6 +9,7 @@ from attrs import evolve
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.plan.integer_program import Program, measure
 from tests.planning_cases import Case, case, shape
 from tpplan.core.axes import Axis, slices_of
@@ -114,7 +115,7 @@ def test_all_get_attention_where_that_costs_next_to_nothing(gpus: str, holders: 
     )
 
 
-@settings(max_examples=15, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(15), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(st.sampled_from(SHAPES), st.integers(0, 10**6), st.data())
 def test_more_memory_never_makes_a_fuller_card(name: str, seed: int, data: st.DataObject) -> None:
     """With more memory on a device, or a device more, the fullest one is no fuller, to within 0.1 %."""

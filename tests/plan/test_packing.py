@@ -14,6 +14,7 @@ from attrs import evolve, frozen
 from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tpplan.planner.improve import Improver, _Best, numbers
 from tpplan.planner.items import SHIFT, Bin, Item, Placement
 from tpplan.planner.place import Effort, _Solver, solve
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 NEAR = Fraction(1001, 1000)
 #: Larger instances take long to solve, and for ever to shrink.
-few = settings(max_examples=25, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+few = settings(max_examples=examples(25), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 
 
 @frozen
@@ -142,7 +143,7 @@ def as_fixed_point(t: Fraction) -> int:
     return -(-(t.numerator << SHIFT) // t.denominator)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(instances())
 def test_a_placement_is_found_if_there_is_one_and_is_the_fastest(task: Instance) -> None:
     """None exactly where trying everything finds nothing; else valid, within the rooms, within 0.1 % of the best."""
@@ -154,7 +155,7 @@ def test_a_placement_is_found_if_there_is_one_and_is_the_fastest(task: Instance)
         assert best <= time(task, found) <= best * NEAR
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(instances(), st.none() | st.fractions(0, 30))
 # Of two ways to the same number of coarse units left, the one that wastes less room for the fine ones must win.
 @example(
@@ -192,7 +193,7 @@ def test_hardly_any_slack_is_enough(seed: int) -> None:
     assert time(task, solved) <= NEAR
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(instances())
 def test_what_is_called_impossible_is_impossible(task: Instance) -> None:
     """The necessary condition accepts every instance that has a placement, also at the very time of the best one."""

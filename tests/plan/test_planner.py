@@ -11,6 +11,7 @@ from attrs import evolve
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.plan.memory_models import model as example
 from tests.planning_cases import MIB, Case, case, spec
 from tpplan.core.axes import Axis, unit_count
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 SEEDS = st.integers(0, 10**6)
 #: Planning takes a second where things are tight, and seeds do not shrink.
-few = settings(max_examples=10, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+few = settings(max_examples=examples(10), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 
 
 def planned(task: Case, devices: tuple[Device, ...] = (), **changes: Any) -> SplitPlan | None:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, tensor_bytes, write_checkpoint
+from tests.examples import examples
 from tests.family_configs import configs
 from tests.family_models import SAME
 from tests.plan.reader_cases import plain, save, small
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("model_type", sorted({*families.supported()} - SAME.keys()))
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(
+    max_examples=examples(3),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
 @given(data=st.data())
 def test_saved_model_is_the_model_of_its_config(tmp_path: Path, model_type: str, data: st.DataObject) -> None:
     """For every family, a checkpoint and its config give the same model, and all bytes of the files are told."""

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, tensor_bytes, write_checkpoint
+from tests.examples import examples
 from tests.plan.reader_cases import plain, save, small
 from tpplan.errors import ModelError, TpplanError
 from tpplan.models.reader import read_model
@@ -120,7 +121,7 @@ def test_number_of_experts_is_compared(tmp_path: Path) -> None:
             read_model(tmp_path / "m")
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_no_pair_of_config_and_header_raises_anything_but_tpplan_errors(tmp_path: Path, data: st.DataObject) -> None:
     """Tensors of any name, dtype and shape beside any small config are read to the byte, or refused."""

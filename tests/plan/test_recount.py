@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.edited_plans import EDITS
+from tests.examples import examples
 from tests.planning_cases import spec, tiny_model
 from tests.strategies import bounds
 from tpplan.core.axes import Axis
@@ -41,7 +42,7 @@ def cut_models(draw: st.DrawFn) -> tuple[ModelSpec, SplitPlan]:
     return model, Attempt(model, devices, request, wanted, cuts, ledger(cuts, wanted, devices, request)).plan()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(cut_models())
 def test_any_cuts_with_their_ledger_are_right(case: tuple[ModelSpec, SplitPlan]) -> None:
     """Of any family, layout and cut: what the ledger counts for the cuts is what is counted again."""
@@ -64,7 +65,7 @@ def _edits(value: Any) -> list[Any]:
 _FREE = {"name", "strategy", "context", "beyond", "full_window", "kv", "not_planned", "assumed", "axis", "bounds"}
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data(), cut_models())
 def test_no_single_value_may_be_wrong(data: st.DataObject, case: tuple[ModelSpec, SplitPlan]) -> None:
     """An edit that breaks no rule is found, whichever value of the model, the request, the splits or memory it is."""

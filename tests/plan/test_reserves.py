@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tpplan
+from tests.examples import examples
 from tests.planning_cases import case, spec
 from tpplan.cli.arguments import parse_reserve
 from tpplan.core.device import Device
@@ -106,7 +107,7 @@ def test_a_reserve_takes_the_room_that_it_says() -> None:
         assert (made.memory[0].reserved_bytes, made.memory[0].free_bytes) == (77 * MIB, 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(LAYOUTS), st.data())
 def test_every_device_keeps_its_own_reserve(seed: int, layout: str, data: st.DataObject) -> None:
     """A device's own, else that of all, whether or not the model is on it; planning again gives the same plan."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests import strategies
 from tests.cut_plans import cut_plans
+from tests.examples import examples
 from tests.planning_cases import spec
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache, Request, Split, SplitPlan
@@ -18,7 +19,7 @@ from tpplan.planner.ledger import demands
 MIB = 2**20
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(cut_plans(5, 64, 2049))
 def test_the_ledger_has_what_the_executor_will_allocate(plan: SplitPlan) -> None:
     """From the plan's splits alone, the bytes are those that planning put into the ledger."""

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 
 from schemas import generate
 from tests.codec_cases import PLAN, TEXT
+from tests.examples import examples
 from tests.strategies import plans
 from tpplan.errors import PlanError
 from tpplan.files.codec import dumps
@@ -54,7 +55,7 @@ def test_well_formed(name: str) -> None:
             assert all("description" in key or "const" in key for key in part["properties"].values())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plans(), plans())
 def test_documents_conform(a: SplitPlan, b: SplitPlan) -> None:
     """Every plan and every diff that is written conforms to its schema."""

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import tpplan
 from tests.checkpoints import fill_random, save_random, saved_values
+from tests.examples import examples
 from tests.family_configs import VISION, configs
 from tests.family_models import renamed
 from tests.format_cases import CASES, make
@@ -64,7 +65,7 @@ def staged(late: bool) -> AbstractContextManager[object]:
 
 
 @pytest.mark.parametrize("model_type", families.supported())
-@settings(max_examples=4)
+@settings(max_examples=examples(4))
 @given(data=st.data())
 def test_parts_together_are_the_checkpoint(model_type: str, data: st.DataObject) -> None:
     """Every family, any plan, one file or several, read at once or in parts: all devices have their slices."""
@@ -130,7 +131,7 @@ def test_quantised_tensors_arrive_as_they_are_stored(tmp_path: Path, case: str) 
     fill_random(directory)
     model, saved = tpplan.read_model(directory), saved_values(directory)
 
-    @settings(max_examples=4)
+    @settings(max_examples=examples(4))
     @given(plan=plans_of(model))
     def check(plan: tpplan.SplitPlan) -> None:
         assert_loaded(plan, model, loaded(plan, directory), saved)

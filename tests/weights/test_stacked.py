@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import tpplan
 from tests.checkpoints import Tensors, fill_random, saved_values, write_checkpoint
+from tests.examples import examples
 from tests.family_models import named, renamed, spec_of
 from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded, plans_of
 from tpplan.models import families
@@ -109,7 +110,7 @@ def test_gate_and_up_are_cut_alike(directory: Path) -> None:
     assert (found[f"{EXPERTS}down_proj", 0].dim, found[f"{EXPERTS}down_proj", 0].ranges) == (2, ((0, 4),))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data())
 def test_parts_together_are_the_checkpoint(directory: Path, data: st.DataObject) -> None:
     """By any plan, all devices have their slices, and nothing of what no plan needs."""

@@ -14,6 +14,7 @@ from attrs import evolve
 from hypothesis import given, settings
 
 from tests.contexts import ALONE, UNEVEN, budgeted, little_room, plans  # noqa: F401 (for every test here)
+from tests.examples import examples
 from tests.exec.bench.cases import OPERATIONS, short_turns  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
@@ -179,7 +180,7 @@ def test_an_even_cut_has_none_beside_it() -> None:
 
 
 @given(plans())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_the_even_plan(plan: SplitPlan) -> None:
     """Who holds columns of the residual stream holds as many units of it as others, or one more; all else is as was."""
     even = even_plan(plan)

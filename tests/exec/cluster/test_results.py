@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.contexts import MAX_ROWS, PLANS, REPLICATED, UNEVEN, context, little_room, plan_of, plans
+from tests.examples import examples
 from tests.exec.cluster.asked import Asked, calls, cuts
 from tests.exec.cluster.threads import Together, shares, used
 from tests.exec.reference import ADDABLE, ADDING, DTYPES, FORMS, LEADS, OPERATIONS, same
@@ -40,7 +41,7 @@ def check(plan: SplitPlan, own: Sequence[Sequence[int]], asked: Sequence[Asked],
             assert all(same(x, truth[d]) for d, x in result.items()), each
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_any_calls_of_any_plan(data: st.DataObject) -> None:
     """Whoever owns which device, each process gets, to the bit, what its devices get in a single process."""

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.exec.caller import LAYOUTS, bits, expected, memory, noise, widths
 from tests.exec.program_cases import OPERATIONS, ROWS, Case, case, operations
 from tpplan.exec.backends.cpu import VirtualDevices, Work, add, sequence
@@ -180,7 +181,7 @@ def copied(operands: Mapping[Buffer, Tensor]) -> dict[Buffer, Tensor]:
     return {buffer: copies[id(x)] for buffer, x in operands.items()}
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(divided(), st.sampled_from(("", INPUT, RESIDUAL)), st.integers(0, 999))
 def test_all_parts_together_do_what_the_program_does(them: Divided, in_place: str, seed: int) -> None:
     """However fast each process is, and whatever it does first in a round, every tensor has the right bytes.

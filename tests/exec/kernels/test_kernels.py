@@ -151,8 +151,8 @@ def test_what_a_kernel_calls_is_the_same_for_all_generations() -> None:
     """Functions that were compiled with a kernel for one generation are used for others, and by tests all of it is."""
     script = "from tpplan.exec.toolchain.kernel_cache import ptx; print(ptx('sum_f32', (9, 0)))"
     alone = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout
-    machine_code.ptx("sum_f32", (8, 0))
-    for ptx in (machine_code.ptx, kernel_cache.ptx):
+    machine_code.made_ptx("sum_f32", (8, 0))
+    for ptx in (machine_code.made_ptx, kernel_cache.ptx):
         assert _without_numbers(ptx("sum_f32", (9, 0))) == _without_numbers(alone)
 
 

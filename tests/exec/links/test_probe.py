@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.exec.links import fake_gpus
 from tests.exec.links.cases import (  # noqa: F401 (for every test here)
     BROKEN,
@@ -116,7 +117,7 @@ def test_a_private_mirror_passes_a_round_trip() -> None:
         st.sampled_from([fake_gpus.zeros, fake_gpus.lost, fake_gpus.stale, fake_gpus.private_mirror]),
     )
 )
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_any_mixture_of_lies_is_found(lies: dict[Route, Callable[[Move], None]]) -> None:
     """Whichever routes lie in whichever way, exactly they are broken."""
     with pytest.MonkeyPatch.context() as patch:

@@ -11,6 +11,7 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.exec.caller import Caller, Script, memory, scripts, widths
 from tests.exec.program_cases import CASES, Case
 from tpplan.errors import InternalError
@@ -76,7 +77,7 @@ MUTATED = (
 SCHEDULES, FEW = 300, 4
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(scripts())
 def test_operations_in_a_row_give_what_torch_gives(script: Script) -> None:
     """Under any schedule all outputs are right to the byte, though inputs are overwritten right after each call."""

@@ -7,6 +7,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.exec.program_cases import CASES, Case, cases
 from tests.exec.programs.ordering_cases import MOVE, fenced, kept, kinds, of, program
 from tpplan.errors import InternalError
@@ -49,7 +50,7 @@ def test_every_program_is_safe_any_number_of_times(name: str) -> None:
     assert check([one] * 4) == ()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(cases())
 def test_whatever_is_lowered_is_safe(case: Case) -> None:
     """Any operation, on any devices, by any transport."""
@@ -73,7 +74,7 @@ def test_every_pair_of_programs_is_safe_on_one_context(index: int) -> None:
         assert check([circle[0], second] * 2) == ()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(cases(), min_size=2, max_size=6))
 def test_any_sequence_of_programs_is_safe_on_one_context(sequence: list[Case]) -> None:
     """Of any operations, transports and sizes."""

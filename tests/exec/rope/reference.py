@@ -6,31 +6,19 @@ import importlib
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
-from transformers import AutoConfig
-from transformers.utils import logging
+
+from tests.later import transformers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from tests.exec.rope.cases import Json
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quiet() -> Iterator[None]:
-    """Keep transformers from commenting on factors that it finds unusual."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    yield
-    logging.set_verbosity(before)
-
-
 def modeling(config: Json) -> Any:
     """Return the configuration object of transformers and the module with the model's code."""
-    theirs = AutoConfig.for_model(**deepcopy(config))
+    theirs = transformers.AutoConfig.for_model(**deepcopy(config))
     return theirs, importlib.import_module(type(theirs).__module__.replace(".configuration_", ".modeling_"))
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.exec.rope.cases import LLAMA, LLAMA3, LONGROPE, ORIGINAL, WRONG, YARN, Json
 from tpplan.errors import ModelError
 from tpplan.exec.rope.tables import Rope
@@ -34,7 +35,7 @@ values = st.none() | st.booleans() | words | small | st.lists(small, max_size=3)
 objects = st.dictionaries(st.sampled_from(KEYS), values | st.dictionaries(st.sampled_from(KEYS), values, max_size=6))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     junk=objects,
     scaling=st.sampled_from([YARN, LLAMA3, LONGROPE, {"type": "dynamic", "factor": 2}]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.exec.rope.cases import MIXTURES, MODELS
-from tests.exec.rope.reference import modeling, quiet, reference, same  # noqa: F401 (for every test here)
+from tests.exec.rope.reference import modeling, reference, same
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.exec.rope.cases import EDGES, GEMMA3_FORMS, LLAMA, LONGROPE, MIXTURES, MODELS, ORIGINAL, Json
-from tests.exec.rope.reference import quiet, reference, same  # noqa: F401 (for every test here)
+from tests.exec.rope.reference import reference, same
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
 
@@ -151,7 +152,7 @@ def configs(draw: st.DrawFn, kind: str) -> tuple[Json, Json]:
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn", "longrope"])
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(data=st.data(), positions=st.integers(1, 4000))
 def test_any_parameters(kind: str, data: st.DataObject, positions: int) -> None:
     """Any parameters, parts and lengths give transformers' tables, in the old form of a config and in the new one."""

@@ -1,0 +1,31 @@
+"""What takes long to make and follows from its sources alone is kept on disk, for other workers and the next run."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpplan.files.text import save_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: To make everything again, delete it.
+_FOLDER = Path(__file__).parents[1] / ".pytest_cache" / "kept"
+
+
+def digest_of(*sources: object) -> str:
+    """Return a name for what follows from these: numbers, texts, bytes, and tuples of them."""
+    return sha256(repr(sources).encode()).hexdigest()[:32]
+
+
+def kept(name: str, make: Callable[[], bytes]) -> bytes:
+    """Return the bytes that have a name, which are made if they are not on disk."""
+    path = _FOLDER / name
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        data = make()
+    save_bytes(data, path)
+    return data
