@@ -33,11 +33,10 @@ test *args: sync
 quick *args: sync
     @{{ tests }} -m "not gpu and not multi_gpu and not slow" --hypothesis-profile quick "$@"
 
-# Run the tests in the folder that mirrors a source file's, or those of the plan half if none does
+# Run the tests in the folder that mirrors a source file's
 near file *args: sync
     @folder="${1#tests/}"; folder="tests/${folder#tpplan/}"; shift; \
     until [ -d "$folder" ]; do folder=$(dirname "$folder"); done; \
-    [ "$folder" != tests ] || folder="tests/plan tests/cli"; \
     {{ tests }} $folder "$@"
 
 # Run them with the coverage of what needs no GPU, which takes longer
@@ -46,7 +45,7 @@ cover *args: sync
 
 # Run the tests of the plan half, and fail if they cover less of it than they did
 cover-plan *args: sync
-    @{{ tests }} tests/plan tests/cli --cov --cov-config .ci/cover-plan.toml --cov-report term "$@"
+    @{{ tests }} tests/core tests/files tests/models tests/hardware tests/planfile tests/planner tests/reports tests/cli --cov --cov-config .ci/cover-plan.toml --cov-report term "$@"
 
 # Run the tests that need GPUs
 test-gpu *args: sync

@@ -23,7 +23,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 #: Folders, files and functions of tests that take most of the time: they compare with transformers or an exact solver,
 #: compile kernels, run their sources lane by lane, start processes, or leave out each step of a program in turn.
 SLOW = {
-    *("bench", "benchmarks", "cluster", "decoder", "exllamav2", "fuzz", "kernels", "links", "project", "selftest"),
+    *("bench", "benchmarks", "decoder", "exllamav2", "fuzz", "kernels", "machine", "processes", "project", "selftest"),
     *("test_beside", "test_families", "test_family_cuts", "test_family_defaults", "test_family_facts"),
     *("test_family_parts", "test_linear_attention", "test_number_of_experts_is_compared"),
     *("test_fill", "test_load", "test_reader", "test_styles", "test_tables"),

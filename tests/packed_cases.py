@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from tests.decoder.kernels.test_skinny import acted
+from tests.decoder.fast.test_skinny import acted
 from tests.gate_cases import rounded_gate
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised

@@ -16,7 +16,7 @@ import pytest
 from tests.cli_cases import LLAMA_8B, ROOT, folder, refused  # noqa: F401 (for every test here)
 from tests.codec_cases import TEXT
 from tests.command import command
-from tests.plan.test_verify import VALID, VIOLATIONS, edited
+from tests.planfile.test_verify import VALID, VIOLATIONS, edited
 from tpplan.files.codec import dumps
 from tpplan.files.text import nearest
 

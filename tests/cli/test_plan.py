@@ -14,7 +14,7 @@ import pytest
 from tests.checkpoints import LLAMA, llama_layers, llama_outside, write_checkpoint
 from tests.cli_cases import LLAMA_8B, LLAMA_70B, conforms, folder, refused, written_plans  # noqa: F401 (for every test)
 from tests.command import command
-from tests.plan.reader_cases import plain
+from tests.models.reader_cases import plain
 from tpplan.files.codec import dumps
 from tpplan.hardware.spec import parse_devices
 from tpplan.planfile import codec

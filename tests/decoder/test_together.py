@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import saved_values
 from tests.decoder_cases import VOCAB, model_of, plan_of, request_of
-from tests.exec.cluster.threads import Together, used
+from tests.exec.processes.threads import Together, used
 from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis

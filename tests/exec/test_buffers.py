@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.contexts import little_room
-from tests.exec.operand_cases import ROPE, RS, Call, assert_refused, fake, shrunk, untyped
+from tests.exec.calls.operand_cases import ROPE, RS, Call, assert_refused, fake, shrunk, untyped
 from tpplan.errors import ExecutionError, TpplanError
 
 __all__ = ["little_room"]  # a fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.contexts import UNEVEN, context, little_room  # noqa: F401 (for every test here)
-from tests.exec.operand_cases import ROPE, RS
+from tests.exec.calls.operand_cases import ROPE, RS
 from tests.exec.reference import same
 from tpplan.errors import ExecutionError
 

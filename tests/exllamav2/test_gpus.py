@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.exllamav2.models import small_model
+from tests.hardware.probe_cases import amd_said
 from tests.nvml_replay import Replay
-from tests.plan.probe_cases import amd_said
 from tpplan.errors import DeviceError, ExecutionError
 from tpplan.exllamav2 import TPContext, gpus
 from tpplan.hardware.probe import amd, nvml

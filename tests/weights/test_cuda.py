@@ -14,7 +14,7 @@ from cuda.bindings import runtime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.exec.gpu.fake_driver import Runtime
+from tests.exec.cuda.fake_driver import Runtime
 from tpplan.errors import ExecutionError
 from tpplan.weights import cuda as weights_cuda
 from tpplan.weights import staging

@@ -1,0 +1,1 @@
+"""The tests of what a plan is made of."""

@@ -1,0 +1,155 @@
+"""Kernels for the attention of a decoding step: their machine code, and what their source does lane by lane."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from attrs import evolve
+
+from tests import machine_code
+from tests.decoder.fast.overlap import check_overlap
+from tests.machine_code import CAPABILITIES
+from tpplan.decoder.fast.launches.attention import Attention, splits_of
+from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
+
+#: Maximum loads of a sink: where a block is alone, and where it is the last one, both of which compilers may repeat.
+SINKS = 4
+#: Bytes that a thread may have in memory.
+MOST_STACK = 48
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        *(("bf16_128", each) for each in CAPABILITIES),
+        ("f16_80", CAPABILITIES[0]),
+        ("bf16_256_capped", (9, 0)),
+        ("bf16_128_q8", CAPABILITIES[0]),
+        ("f16_96_q8", (9, 0)),
+        ("bf16_256_q8_capped", CAPABILITIES[-1]),
+        ("f16_128_fp8", CAPABILITIES[-1]),
+        ("bf16_256_fp8", CAPABILITIES[0]),
+        ("bf16_64_fp8", (9, 0)),
+    ],
+)
+def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, int]) -> None:
+    """Caches of 16 bits are read 16 bytes at a time, and multiplied as they are; those of 8 bits become float16.
+
+    All else is in 32 bits. Two blocks share a multiprocessor. What kernels for Hopper keep in registers may take a few
+    bytes elsewhere.
+    """
+    is_narrow = "q8" in name or "fp8" in name
+    kind = "f16" if is_narrow else name.partition("_")[0]
+    name, threads = f"attention_{name}", 128 if "256" in name else 256
+    text = machine_code.ptx(name, capability)
+    assert f".visible .entry {name}(" in text
+    check_overlap(name, text, capability)
+    assert "ld.global.L1::no_allocate.v4.u32" in text
+    assert ("ld.global.L1::no_allocate.v2.u32" in text) == is_narrow
+    assert (text.count("ld.global.u16") > SINKS) == ("q8" in name)
+    assert "ld.global.nc" not in text  # which may read before a kernel has written
+    multiply = "mma.sync.aligned.m16n8k16.row.col.f32."
+    assert text.count(f"{multiply}{kind}.{kind}.f32") == text.count("mma.sync") > 0
+    assert ".f64" not in text
+    assert ".local" not in text
+    log = machine_code.assembled(text, capability)
+    stack, registers = (re.search(each, log) for each in (r"(\d+) bytes stack frame", r"Used (\d+) registers"))
+    assert stack
+    assert int(stack[1]) <= (0 if capability == (9, 0) or is_narrow else MOST_STACK)
+    assert registers
+    assert 2 * int(registers[1]) * threads <= 2**16
+
+
+@pytest.mark.parametrize("name", ["ATTENTION", "ATTENTION_F32_128", "ATTENTION_BF16_128_CUT", "ATTENTION_BF16_Q8"])
+def test_there_are_no_others(name: str) -> None:
+    """Kernels are made by their names, but only those that there are."""
+    kernels = pytest.importorskip("tpplan.decoder.fast.kernels.attention")
+    with pytest.raises(AttributeError, match=name):
+        getattr(kernels, name)
+
+
+def test_each_is_made_once() -> None:
+    """Asked for again, for another generation of GPUs, it is the same kernel, whose functions are compiled already."""
+    kernels = pytest.importorskip("tpplan.decoder.fast.kernels.attention")
+    assert kernels.ATTENTION_BF16_128_Q8 is kernels.ATTENTION_BF16_128_Q8
+
+
+def test_other_devices_and_heads_are_left_to_torch() -> None:
+    """The CPU has no kernel, and no GPU has one for float32 or for heads that are no vectors."""
+    assert not Attention.takes(torch.device("cpu"), torch.bfloat16, 128)
+    gpu = torch.device("cuda", 0)
+    assert not Attention.takes(gpu, torch.float32, 128)
+    assert not Attention.takes(gpu, torch.float16, 100)
+    assert not Attention.takes(gpu, torch.float16, 264)
+    assert not Attention.takes(gpu, torch.float16, 128, "fp32")
+
+
+@pytest.mark.parametrize(("kind", "capability"), [("fp16", (9, 0)), ("q8", (8, 0)), ("fp8", (8, 0))])
+def test_gpus_that_have_kernels(kind: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide heads of 16 bits would spill on old ones."""
+    gpu = torch.device("cuda", 0)
+    for each in ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, each=each: each)
+        assert Attention.takes(gpu, torch.float16, 128, kind) == (each >= (8, 0))
+        assert Attention.takes(gpu, torch.float16, 256, kind) == (each >= capability)
+
+
+@pytest.mark.parametrize("length", [1, 100, 4096, 16384, 2**20])
+@pytest.mark.parametrize("count", [1, 2, 8, 72, 88, 130, 512, 5000])
+def test_blocks_that_share_a_token(count: int, length: int) -> None:
+    """They keep the device busy where there is work for them, and what they leave to the last one is bounded."""
+    found, tiles = splits_of(count, length, 132), -(-length // 16)
+    assert found >= 1
+    assert found == 1 or (found - 1) * 4 < tiles
+    assert found == 1 or found * count <= 198
+    if tiles >= 4 * 132:
+        assert found * count > 66
+
+
+#: Dtype, query heads and KV heads, positions, blocks that share a token, what elements are times what the cache has.
+_Case = tuple[torch.dtype, tuple[int, int], list[int], int, float]
+
+
+@pytest.mark.parametrize("sinks", [[-4.0, 1.0, 80.0], [-600.0, 600.0], []])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (torch.bfloat16, (4, 2), [20, 3], 1, 1.0),
+        (torch.float16, (9, 1), [60], 2, 1.0),  # in two blocks each, of which the second has one query
+        (torch.bfloat16, (2, 1), [79], 3, 256.0),  # as in fp8
+    ],
+)
+def test_lanes_agree(case: _Case, sinks: list[float]) -> None:
+    """What the source does lane by lane is attention, in which each query's sink takes part, if it has one, once."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.attention")
+    dtype, (queries, keys), positions, splits, unit = case
+    count, size, length, scale, warps = len(positions), 64, 80, 0.125, 2
+    torch.manual_seed(1)
+    q_RHK = torch.randn(count, queries, size).to(dtype)
+    kv_2RHLK = torch.randn(2, count, keys, length, size).div(unit).to(dtype)
+    positions_R, sinks_H = torch.tensor(positions), torch.tensor((sinks * queries)[:queries]).to(dtype)
+    blocks = keys * -(-queries // keys // 8)
+    partial, turns = torch.full((count * blocks * splits, 8, size + 2), math.nan), torch.zeros(8, dtype=torch.int32)
+    out_RH = torch.full((count, queries * size), 9).to(dtype)
+    reader = evolve(kernels.cache_tiles.plain_reader(size), unit=unit)
+    kernel = kernels.attention(f"attention_{DTYPES[dtype]}", size, reader, warps, ahead=True, capped=False)
+    words = [
+        q_RHK.data_ptr(), 2 * queries * size, *(x.data_ptr() for x in kv_2RHLK), 2 * keys * length * size, 0, 0,
+        positions_R.data_ptr(), sinks_H.data_ptr(), out_RH.data_ptr(), 2 * queries * size, partial.data_ptr(),
+        turns.data_ptr(), length, queries // keys, bits_of(scale / math.log(2)), 0, 1,
+    ]  # fmt: skip
+    tensors = [q_RHK, kv_2RHLK, positions_R, sinks_H, out_RH, partial, turns]
+    lanes.run(kernel, (splits, blocks, count), 32 * warps, words, tensors)
+    k_RHLK, v_RHLK = kv_2RHLK.double().mul(unit)
+    scores_RHGL = torch.unflatten(q_RHK.double(), 1, (keys, -1)) @ k_RHLK.mT * scale
+    hidden_RL = torch.arange(length) > positions_R[:, None]
+    scores_RHL = scores_RHGL.masked_fill(hidden_RL[:, None, None], -math.inf).flatten(1, 2)
+    if sinks:
+        scores_RHL = torch.cat((scores_RHL, sinks_H.double()[None, :, None].expand(count, -1, 1)), -1)
+    weights_RHGL = torch.unflatten(scores_RHL.softmax(-1)[..., :length], 1, (keys, -1))
+    expected_RH = (weights_RHGL @ v_RHLK).reshape(out_RH.shape)
+    torch.testing.assert_close(out_RH.double(), expected_RH, rtol=1.01 * torch.finfo(dtype).eps / 2, atol=1e-5)
+    assert not turns.any()

@@ -1,0 +1,73 @@
+"""Products of few rows and a matrix of codes on a real GPU, rounded where torch rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.decoder.fast.test_gemv_cuda import check
+from tests.packed_cases import gates_of, matrix_of
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.packed import MOST_JOINT, STEPS, Packed
+from tpplan.decoder.weights.row_kernels import GATES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
+#: Codes, rows and columns of a matrix, columns that share a scale, the scales' dtype; what is added to stored zeros, or
+#: the rows that share a scale too.
+CASES = [
+    ("4", 1536, 4096, 128, torch.bfloat16, None),
+    ("4", 4096, 3584, 128, torch.float16, 1),
+    ("4", 512, 128, 128, torch.float16, 0),
+    ("4", 333, 1408, 128, torch.float32, 1),
+    ("4", 1001, 2304, 256, torch.float16, 0),
+    ("4", 34, 14336, 14336, torch.float32, None),
+    ("4", 4104, 512, 512, torch.bfloat16, 1),
+    ("8", 1536, 4096, 128, torch.float16, 1),
+    ("8", 333, 1344, 64, torch.float32, 0),
+    ("8", 1001, 64, 64, torch.bfloat16, None),
+    ("8", 34, 14336, 14336, torch.float32, None),
+    ("e4m3", 1536, 4096, 128, torch.float32, 128),
+    ("e4m3", 333, 1344, 128, torch.bfloat16, 16),
+    ("e4m3", 1001, 2304, 2304, torch.float32, 1),
+    ("e4m3", 34, 14336, 14336, torch.float32, 34),
+    ("e4m3", 4104, 64, 64, torch.float16, 1),
+]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("case", CASES)
+def test_products(case: tuple[str, int, int, int, torch.dtype, int | None], rows: int, dtype: torch.dtype) -> None:
+    """Plain ones, with a bias, and added to what is there; rows may be parts of longer ones."""
+    kind, size, width, *_ = case
+    torch.manual_seed(size + rows)
+    matrix = matrix_of(*case, device="cuda")
+    x_RK = torch.randn(rows, width + 8, device="cuda").to(dtype)[:, :width]
+    bias_N = torch.randn(size, device="cuda").to(dtype)
+    run = Packed(torch.device("cuda", 0), dtype, [kind])
+    assert run.takes(x_RK, matrix)
+    assert run.adds_up(x_RK, matrix) == (rows <= MOST_JOINT)
+    exact = (x_RK.double() @ matrix.dense(0, size, torch.float32).double().mT).float()
+    found = run.linear(x_RK, matrix)
+    check(found, exact)
+    assert torch.equal(found, run.linear(x_RK, matrix))
+    check(run.linear(x_RK, matrix, bias_N), exact + bias_N)
+    to_RN = torch.randn(rows, size + 3, device="cuda").to(dtype)
+    before = to_RN.clone()
+    run.add(to_RN[:, 1:-2], x_RK, matrix)
+    check(to_RN[:, 1:-2], before[:, 1:-2] + exact)
+    assert torch.equal(to_RN[:, 0], before[:, 0])
+    assert torch.equal(to_RN[:, -2:], before[:, -2:])
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("rows", [1, 8, 13])
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(("size", "width"), [(7168, 4096), (6, 384), (1002, 2304)])
+def test_gates(  # noqa: PLR0917
+    size: int, width: int, kind: str, rows: int, name: str, dtype: torch.dtype
+) -> None:
+    """The products, the activations and what comes of both are rounded, as torch's are."""
+    kernels = Packed(torch.device("cuda", 0), dtype, [kind])
+    found, expected = gates_of(kernels, size, width, kind, rows, name, dtype)
+    assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
+    assert (found != expected).float().mean() < 0.25

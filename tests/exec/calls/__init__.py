@@ -1,0 +1,1 @@
+"""The tests of the arguments of operations."""

@@ -1,0 +1,1 @@
+"""The tests of the commands that try a plan out."""

@@ -1,0 +1,1 @@
+"""The tests of devices, and asking for them."""

@@ -1,0 +1,1 @@
+"""The tests of reading models: families, formats, checkpoints."""

@@ -1,0 +1,1 @@
+"""The tests of plan files and their rules."""
