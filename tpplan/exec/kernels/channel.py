@@ -24,10 +24,7 @@ from tpplan.exec.protocol.channel import (
     SLOT,
 )
 from tpplan.exec.protocol.words import ALONE, COUNTER_BYTES, COUNTERS
-from tpplan.exec.toolchain.language import cuda, types
-
-_WORD = types.uint64
-_HALF = types.uint32
+from tpplan.exec.toolchain.language import UINT32, UINT64, cuda, types
 
 
 @device_function
@@ -36,14 +33,14 @@ def begin_sum() -> Any:
 
     Comes behind ``after_earlier``, and in all threads before one calls :func:`end_sum`.
     """
-    number = ptx.poll_32(word(NUMBERS) + _WORD(4) * _WORD(cuda.blockIdx.x))
-    return number, ptx.poll_32(word(COUNTERS) + _WORD(ALONE * COUNTER_BYTES))
+    number = ptx.poll_32(word(NUMBERS) + UINT64(4) * UINT64(cuda.blockIdx.x))
+    return number, ptx.poll_32(word(COUNTERS) + UINT64(ALONE * COUNTER_BYTES))
 
 
 @device_function
 def _begin_alone() -> Any:
     ptx.after_earlier_with_next()
-    return _HALF(0), _HALF(0)
+    return UINT32(0), UINT32(0)
 
 
 @device_function
@@ -73,13 +70,13 @@ def end_sum(number: Any, alone: Any) -> None:
     """
     if alone:
         ptx.let_next_begin()
-    block = _WORD(cuda.blockIdx.x) + _WORD(cuda.threadIdx.x) * _WORD(cuda.gridDim.x)
-    following = _HALF(number + _HALF(1))
-    if following == _HALF(0):  # which is what memory has that nobody has written yet
-        following = _HALF(2)
-    while block < _WORD(MOST_BLOCKS):
-        ptx.store_32(word(NUMBERS) + _WORD(4) * block, following)
-        block += _WORD(cuda.blockDim.x) * _WORD(cuda.gridDim.x)
+    block = UINT64(cuda.blockIdx.x) + UINT64(cuda.threadIdx.x) * UINT64(cuda.gridDim.x)
+    following = UINT32(number + UINT32(1))
+    if following == UINT32(0):  # which is what memory has that nobody has written yet
+        following = UINT32(2)
+    while block < UINT64(MOST_BLOCKS):
+        ptx.store_32(word(NUMBERS) + UINT64(4) * block, following)
+        block += UINT64(cuda.blockDim.x) * UINT64(cuda.gridDim.x)
 
 
 @device_function
@@ -91,12 +88,12 @@ def send_part(element: Any, value: Any, number: Any) -> None:
         value: the part, a float32.
         number: of the sum.
     """
-    at = _WORD(number & _HALF(1)) * word(SET) + word(OWN) * word(SLOT) + element * _WORD(ELEMENT)
-    bits, k = ptx.bits_of(value), _HALF(0)
-    while k < _HALF(word(DEVICES)):
+    at = UINT64(number & UINT32(1)) * word(SET) + word(OWN) * word(SLOT) + element * UINT64(ELEMENT)
+    bits, k = ptx.bits_of(value), UINT32(0)
+    while k < UINT32(word(DEVICES)):
         ptx.roll()
-        ptx.post_64(word(_WORD(MEMORIES) + _WORD(k)) + at, bits, number)
-        k = _HALF(k + _HALF(1))
+        ptx.post_64(word(UINT64(MEMORIES) + UINT64(k)) + at, bits, number)
+        k = UINT32(k + UINT32(1))
 
 
 @device_function
@@ -105,18 +102,18 @@ def first_element() -> Any:
 
     The former is more than there are in blocks that add up none.
     """
-    adders, block = min(word(ADDERS), _WORD(cuda.gridDim.x)), _WORD(cuda.blockIdx.x)
-    first = block * _WORD(cuda.blockDim.x) + _WORD(cuda.threadIdx.x)
-    return (first if block < adders else ~_WORD(0)), adders * _WORD(cuda.blockDim.x)
+    adders, block = min(word(ADDERS), UINT64(cuda.gridDim.x)), UINT64(cuda.blockIdx.x)
+    first = block * UINT64(cuda.blockDim.x) + UINT64(cuda.threadIdx.x)
+    return (first if block < adders else ~UINT64(0)), adders * UINT64(cuda.blockDim.x)
 
 
 @device_function
 def _arrived(address: Any, bits: Any, found: Any, number: Any) -> Any:
     """Return a part as soon as it is there, given what its place had at first; garbage after the deadline."""
     if found != number:
-        start, polls = ptx.nanoseconds(), _HALF(0)
+        start, polls = ptx.nanoseconds(), UINT32(0)
         while found != number:
-            polls += _HALF(1)
+            polls += UINT32(1)
             if expired(polls, start):
                 fail(1)
                 break
@@ -130,25 +127,25 @@ def sum_of_parts(element: Any, number: Any) -> Any:
 
     Four are asked for at a time.
     """
-    at = word(_WORD(MEMORIES) + word(OWN)) + _WORD(number & _HALF(1)) * word(SET) + element * _WORD(ELEMENT)
+    at = word(UINT64(MEMORIES) + word(OWN)) + UINT64(number & UINT32(1)) * word(SET) + element * UINT64(ELEMENT)
     step, left = word(SLOT), word(DEVICES)
     total = types.float32(-0.0)  # which added to keeps the sign of a zero
-    while left > _WORD(0):
+    while left > UINT64(0):
         ptx.roll()
-        a1 = at + step if left > _WORD(1) else at
-        a2 = a1 + step if left > _WORD(2) else at
-        a3 = a2 + step if left > _WORD(3) else at
+        a1 = at + step if left > UINT64(1) else at
+        a2 = a1 + step if left > UINT64(2) else at
+        a3 = a2 + step if left > UINT64(3) else at
         b0, f0 = ptx.poll_64(at)
         b1, f1 = ptx.poll_64(a1)
         b2, f2 = ptx.poll_64(a2)
         b3, f3 = ptx.poll_64(a3)
         total += _arrived(at, b0, f0, number)
-        if left > _WORD(1):
+        if left > UINT64(1):
             total += _arrived(a1, b1, f1, number)
-        if left > _WORD(2):
+        if left > UINT64(2):
             total += _arrived(a2, b2, f2, number)
-        if left > _WORD(3):
+        if left > UINT64(3):
             total += _arrived(a3, b3, f3, number)
-        at += _WORD(4) * step
-        left = left - _WORD(4) if left > _WORD(4) else _WORD(0)
+        at += UINT64(4) * step
+        left = left - UINT64(4) if left > UINT64(4) else UINT64(0)
     return total

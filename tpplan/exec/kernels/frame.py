@@ -45,10 +45,8 @@ from tpplan.exec.protocol.frames import (
     WIDTH,
 )
 from tpplan.exec.protocol.words import ALONE, MOST_QUEUES, OUT, OWN, PIECE, RESIDUAL, ROWS, X
-from tpplan.exec.toolchain.language import cuda, types
+from tpplan.exec.toolchain.language import UINT32, UINT64, cuda, types
 
-_WORD = types.uint64
-_HALF = types.uint32
 #: Lanes of a warp: those of the first look after what is filled, those of the second after what is read.
 _WARP = 32
 #: So far ahead is the number of who waits no more.
@@ -58,40 +56,40 @@ _NO_MORE = 0x40000000
 @device_function
 def entry(queue: Any) -> Any:
     """Return where the words of a queue are."""
-    return _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * _WORD(queue)
+    return UINT64(FIRST_QUEUE) + UINT64(QUEUE_WORDS) * UINT64(queue)
 
 
 @device_function
 def watched() -> Any:
     """Return the queue that this thread looks after, and whether that is filled, or read; neither, if it has none."""
-    thread = _WORD(cuda.threadIdx.x)
-    queue = thread if thread < _WORD(_WARP) else word(FILLED) + thread - _WORD(_WARP)
-    return queue, thread < word(FILLED), thread >= _WORD(_WARP) and queue < word(QUEUES)
+    thread = UINT64(cuda.threadIdx.x)
+    queue = thread if thread < UINT64(_WARP) else word(FILLED) + thread - UINT64(_WARP)
+    return queue, thread < word(FILLED), thread >= UINT64(_WARP) and queue < word(QUEUES)
 
 
 @device_function
 def turn() -> Any:
     """Return the bytes that the threads of a block move at once."""
-    return _WORD(cuda.blockDim.x) * _WORD(VECTOR_BYTES)
+    return UINT64(cuda.blockDim.x) * UINT64(VECTOR_BYTES)
 
 
 @device_function
 def line(flags: Any) -> Any:
     """Return the address of the block's line of some flags."""
-    return flags + _WORD(LINE) * _WORD(cuda.blockIdx.x)
+    return flags + UINT64(LINE) * UINT64(cuda.blockIdx.x)
 
 
 @device_function
 def await_credit(mine: Any, freed: Any, number: Any, read: Any) -> Any:
     """Wait until the place of a frame was read, if it is this thread's, and return the latest that is known to be."""
-    count = _HALF(word(COUNT))
-    if mine and _is_behind(_HALF(read + count), number):
-        start, polls = ptx.nanoseconds(), _HALF(0)
-        while _is_behind(_HALF(read + count), number):
-            polls += _HALF(1)
+    count = UINT32(word(COUNT))
+    if mine and _is_behind(UINT32(read + count), number):
+        start, polls = ptx.nanoseconds(), UINT32(0)
+        while _is_behind(UINT32(read + count), number):
+            polls += UINT32(1)
             if expired(polls, start):
                 fail(2)
-                return _HALF(number + _HALF(_NO_MORE))
+                return UINT32(number + UINT32(_NO_MORE))
             read = ptx.poll_32(freed)
     return read
 
@@ -102,12 +100,12 @@ def await_frame(mine: Any, full: Any, number: Any, seen: Any) -> Any:
     if mine and _is_behind(seen, number):
         seen = ptx.acquire_32(full)
     if mine and _is_behind(seen, number):
-        start, polls = ptx.nanoseconds(), _HALF(0)
+        start, polls = ptx.nanoseconds(), UINT32(0)
         while _is_behind(seen, number):
-            polls += _HALF(1)
+            polls += UINT32(1)
             if expired(polls, start):
                 fail(1)
-                return _HALF(number + _HALF(_NO_MORE))
+                return UINT32(number + UINT32(_NO_MORE))
             seen = ptx.acquire_32(full)
     return seen
 
@@ -115,14 +113,14 @@ def await_frame(mine: Any, full: Any, number: Any, seen: Any) -> Any:
 @device_function
 def _is_behind(seen: Any, number: Any) -> Any:
     """Tell whether a number comes before another one; they wrap."""
-    return _HALF(seen - number) > _HALF(0x7FFFFFFF)
+    return UINT32(seen - number) > UINT32(0x7FFFFFFF)
 
 
 @device_function
 def place(queue: Any, number: Any) -> Any:
     """Return the address of the block's frame of some number."""
-    slot = _WORD(number & _HALF(word(COUNT) - _WORD(1))) * word(STRIDE)
-    return word(entry(queue) + _WORD(1)) + slot + _WORD(cuda.blockIdx.x) * turn() * _WORD(VECTORS)
+    slot = UINT64(number & UINT32(word(COUNT) - UINT64(1))) * word(STRIDE)
+    return word(entry(queue) + UINT64(1)) + slot + UINT64(cuda.blockIdx.x) * turn() * UINT64(VECTORS)
 
 
 @device_function
@@ -139,16 +137,16 @@ def begin(firsts: Any) -> Any:
     queue, fills, reads = watched()
     ptx.after_earlier()
     alone = ptx.poll_32(counter(ALONE))
-    words, block = entry(queue), _WORD(4) * _WORD(cuda.blockIdx.x)
-    last = seen = _HALF(0)
+    words, block = entry(queue), UINT64(4) * UINT64(cuda.blockIdx.x)
+    last = seen = UINT32(0)
     if fills or reads:
         last = ptx.poll_32(word(words) + block)
-        seen = ptx.poll_32(word(words + _WORD(4)) + block) if fills else last
-        firsts[queue] = last + _HALF(1)
+        seen = ptx.poll_32(word(words + UINT64(4)) + block) if fills else last
+        firsts[queue] = last + UINT32(1)
     if alone:  # see tpplan.exec.cuda.programmatic_launch
         ptx.let_next_begin()
     cuda.syncthreads()
-    return _HALF(last + _HALF(1)), seen
+    return UINT32(last + UINT32(1)), seen
 
 
 @device_function
@@ -172,11 +170,11 @@ def free(mine: Any, freed: Any, number: Any) -> None:
 def end(number: Any, seen: Any) -> None:
     """Note the numbers for the next exchange, in the threads that look after a queue."""
     queue, fills, reads = watched()
-    words, block = entry(queue), _WORD(4) * _WORD(cuda.blockIdx.x)
+    words, block = entry(queue), UINT64(4) * UINT64(cuda.blockIdx.x)
     if fills or reads:
-        ptx.store_32(word(words) + block, _HALF(number - _HALF(1)))
+        ptx.store_32(word(words) + block, UINT32(number - UINT32(1)))
     if fills:
-        ptx.store_32(word(words + _WORD(4)) + block, seen)
+        ptx.store_32(word(words + UINT64(4)) + block, seen)
 
 
 @device_function
@@ -203,7 +201,7 @@ def target_of(to: Any, message: Any, skip: Any, at: Any) -> Any:
 @device_function
 def load(address: Any, wanted: Any) -> Any:
     """Return a vector of a matrix; zeros if it is not wanted."""
-    zero = _HALF(0)
+    zero = UINT32(0)
     if wanted:
         return ptx.load_128(address)
     return zero, zero, zero, zero
@@ -212,7 +210,7 @@ def load(address: Any, wanted: Any) -> Any:
 @device_function
 def poll(address: Any, wanted: Any) -> Any:
     """Return a vector of a frame; zeros if it is not wanted."""
-    zero = _HALF(0)
+    zero = UINT32(0)
     if wanted:
         return ptx.poll_128(address)
     return zero, zero, zero, zero
@@ -235,8 +233,8 @@ def store(address: Any, vector: Any, wanted: Any) -> None:
 @device_function
 def offsets() -> Any:
     """Return where this thread's vectors begin in a frame."""
-    first, step = _WORD(cuda.threadIdx.x) * _WORD(VECTOR_BYTES), turn()
-    return first, first + step, first + _WORD(2) * step, first + _WORD(3) * step
+    first, step = UINT64(cuda.threadIdx.x) * UINT64(VECTOR_BYTES), turn()
+    return first, first + step, first + UINT64(2) * step, first + UINT64(3) * step
 
 
 @device_function
@@ -244,7 +242,7 @@ def _loaded(start: Any) -> Any:
     """Return the vectors of the message from ``start`` on with which this thread fills a frame."""
     i, j, k, m = offsets()
     column, width = word(COLUMN), word(WIDTH)
-    total = word(ROWS) * width if word(PIECE) == VECTOR_BYTES else _WORD(0)
+    total = word(ROWS) * width if word(PIECE) == VECTOR_BYTES else UINT64(0)
     a = load(address_of(X, column, width, start + i), start + i < total)
     b = load(address_of(X, column, width, start + j), start + j < total)
     c = load(address_of(X, column, width, start + k), start + k < total)
@@ -265,33 +263,33 @@ def _fill(frame: Any, start: Any, vectors: Any) -> None:
         post(frame + k, c, start + k < total)
         post(frame + m, d, start + m < total)
     else:
-        at = _WORD(cuda.threadIdx.x) * piece
-        while at < turn() * _WORD(VECTORS) and start + at < total:
+        at = UINT64(cuda.threadIdx.x) * piece
+        while at < turn() * UINT64(VECTORS) and start + at < total:
             store_piece(frame + at, load_piece(address_of(X, column, width, start + at), piece), piece)
-            at += _WORD(cuda.blockDim.x) * piece
+            at += UINT64(cuda.blockDim.x) * piece
 
 
 @device_function
 def _copy(start: Any) -> None:
     """Copy what the device has to its own output, as much of it as a frame holds."""
     column, width, to, piece = word(LOCAL_COLUMN), word(LOCAL_WIDTH), word(LOCAL_TO), word(PIECE)
-    at = _WORD(cuda.threadIdx.x) * piece
-    while at < turn() * _WORD(VECTORS) and start + at < word(ROWS) * width:
-        source, target = address_of(X, column, width, start + at), target_of(to, width, _WORD(0), start + at)
+    at = UINT64(cuda.threadIdx.x) * piece
+    while at < turn() * UINT64(VECTORS) and start + at < word(ROWS) * width:
+        source, target = address_of(X, column, width, start + at), target_of(to, width, UINT64(0), start + at)
         if piece == VECTOR_BYTES:
             store(target, ptx.load_128(source), True)  # noqa: FBT003
         else:
             store_piece(target, load_piece(source, piece), piece)
-        at += _WORD(cuda.blockDim.x) * piece
+        at += UINT64(cuda.blockDim.x) * piece
 
 
 @device_function
 def _move(firsts: Any, start: Any, turns: Any) -> None:
     """Take what is wanted of the frames of one number."""
     for r in range(word(MOVES)):
-        words, piece = word(MOVES_AT) + _WORD(MOVE_WORDS) * _WORD(r), word(PIECE)
-        queue, to, skip, width = word(words), word(words + _WORD(1)), word(words + _WORD(2)), word(words + _WORD(3))
-        message, frame = word(entry(queue) + _WORD(5)), place(queue, _HALF(firsts[queue] + turns))
+        words, piece = word(MOVES_AT) + UINT64(MOVE_WORDS) * UINT64(r), word(PIECE)
+        queue, to, skip, width = word(words), word(words + UINT64(1)), word(words + UINT64(2)), word(words + UINT64(3))
+        message, frame = word(entry(queue) + UINT64(5)), place(queue, UINT32(firsts[queue] + turns))
         if piece == VECTOR_BYTES:
             i, j, k, m = offsets()
             first, second = is_wanted(start + i, message, skip, width), is_wanted(start + j, message, skip, width)
@@ -303,11 +301,11 @@ def _move(firsts: Any, start: Any, turns: Any) -> None:
             store(target_of(to, message, skip, start + k), c, third)
             store(target_of(to, message, skip, start + m), d, fourth)
         else:
-            at = _WORD(cuda.threadIdx.x) * piece
-            while at < turn() * _WORD(VECTORS) and start + at < word(ROWS) * message:
+            at = UINT64(cuda.threadIdx.x) * piece
+            while at < turn() * UINT64(VECTORS) and start + at < word(ROWS) * message:
                 if is_wanted(start + at, message, skip, width):
                     store_piece(target_of(to, message, skip, start + at), load_piece(frame + at, piece), piece)
-                at += _WORD(cuda.blockDim.x) * piece
+                at += UINT64(cuda.blockDim.x) * piece
 
 
 def _sum(item: int, first: Any, second: Any, both: Any) -> Any:  # noqa: C901 (four functions)
@@ -334,32 +332,32 @@ def _sum(item: int, first: Any, second: Any, both: Any) -> Any:  # noqa: C901 (f
     @device_function
     def element(source: Any, firsts: Any, turns: Any, start: Any, at: Any) -> Any:
         if source >= OWN:
-            address = address_of(X if source == OWN else RESIDUAL, _WORD(0), word(WIDTH), start + at)
+            address = address_of(X if source == OWN else RESIDUAL, UINT64(0), word(WIDTH), start + at)
         else:
-            address = place(source, _HALF(firsts[source] + turns)) + at
-        return first(_HALF(load_piece(address, _WORD(item))))
+            address = place(source, UINT32(firsts[source] + turns)) + at
+        return first(UINT32(load_piece(address, UINT64(item))))
 
     @device_function
     def add(firsts: Any, start: Any, turns: Any) -> None:
         width, skip, share = word(WIDTH), word(SHARE_SKIP), word(SHARE_WIDTH)
         zero = types.float32(-0.0)  # which added to keeps the sign of a zero
         sends = word(SHARED) > 0
-        out = place(_WORD(0), _HALF(firsts[0] + turns + _HALF(1))) if sends else _WORD(0)
+        out = place(UINT64(0), UINT32(firsts[0] + turns + UINT32(1))) if sends else UINT64(0)
         if word(PIECE) == VECTOR_BYTES:
             i, j, k, m = offsets()
             one, two = is_wanted(start + i, width, skip, share), is_wanted(start + j, width, skip, share)
             three, four = is_wanted(start + k, width, skip, share), is_wanted(start + m, width, skip, share)
             s = t = u = v = (zero, zero, zero, zero, zero, zero, zero, zero)
             for r in range(word(SOURCES)):
-                source = word(word(SOURCES_AT) + _WORD(r))
+                source = word(word(SOURCES_AT) + UINT64(r))
                 if source >= OWN:
                     matrix = X if source == OWN else RESIDUAL
-                    a = load(address_of(matrix, _WORD(0), width, start + i), one)
-                    b = load(address_of(matrix, _WORD(0), width, start + j), two)
-                    c = load(address_of(matrix, _WORD(0), width, start + k), three)
-                    d = load(address_of(matrix, _WORD(0), width, start + m), four)
+                    a = load(address_of(matrix, UINT64(0), width, start + i), one)
+                    b = load(address_of(matrix, UINT64(0), width, start + j), two)
+                    c = load(address_of(matrix, UINT64(0), width, start + k), three)
+                    d = load(address_of(matrix, UINT64(0), width, start + m), four)
                 else:
-                    frame = place(source, _HALF(firsts[source] + turns))
+                    frame = place(source, UINT32(firsts[source] + turns))
                     a, b = poll(frame + i, one), poll(frame + j, two)
                     c, d = poll(frame + k, three), poll(frame + m, four)
                 s, t, u, v = plus(s, a), plus(t, b), plus(u, c), plus(v, d)
@@ -373,17 +371,17 @@ def _sum(item: int, first: Any, second: Any, both: Any) -> Any:  # noqa: C901 (f
             post(out + k, c, three and sends)
             post(out + m, d, four and sends)
         else:
-            at = _WORD(cuda.threadIdx.x) * _WORD(item)
-            while at < turn() * _WORD(VECTORS) and start + at < word(ROWS) * width:
+            at = UINT64(cuda.threadIdx.x) * UINT64(item)
+            while at < turn() * UINT64(VECTORS) and start + at < word(ROWS) * width:
                 if is_wanted(start + at, width, skip, share):
                     total = zero
                     for r in range(word(SOURCES)):
-                        total = total + element(word(word(SOURCES_AT) + _WORD(r)), firsts, turns, start, at)
-                    value = _WORD(both(total, total))
-                    store_piece(target_of(skip, width, skip, start + at), value, _WORD(item))
+                        total = total + element(word(word(SOURCES_AT) + UINT64(r)), firsts, turns, start, at)
+                    value = UINT64(both(total, total))
+                    store_piece(target_of(skip, width, skip, start + at), value, UINT64(item))
                     if sends:
-                        store_piece(out + at, value, _WORD(item))
-                at += _WORD(cuda.blockDim.x) * _WORD(item)
+                        store_piece(out + at, value, UINT64(item))
+                at += UINT64(cuda.blockDim.x) * UINT64(item)
 
     return add
 
@@ -397,39 +395,39 @@ def _kernel(name: str, add: Any) -> Kernel:
     adds, add = add is not None, add or _nothing
 
     def run(_words):  # type: ignore[no-untyped-def]
-        firsts = cuda.shared.array(MOST_QUEUES, _HALF)
+        firsts = cuda.shared.array(MOST_QUEUES, UINT32)
         number, seen = begin(firsts)
         queue, fills, reads = watched()
-        words, turns, shared = entry(queue), _HALF(0), word(SHARED) > 0
-        full, freed = line(word(words + _WORD(2))), line(word(words + _WORD(3)))
-        sent = word(ROWS) * word(WIDTH) if word(FILLED) > 0 else _WORD(0)
-        mine = word(ROWS) * word(words + _WORD(5)) if fills or reads else _WORD(0)
-        start = _WORD(cuda.blockIdx.x) * turn() * _WORD(VECTORS)
+        words, turns, shared = entry(queue), UINT32(0), word(SHARED) > 0
+        full, freed = line(word(words + UINT64(2))), line(word(words + UINT64(3)))
+        sent = word(ROWS) * word(WIDTH) if word(FILLED) > 0 else UINT64(0)
+        mine = word(ROWS) * word(words + UINT64(5)) if fills or reads else UINT64(0)
+        start = UINT64(cuda.blockIdx.x) * turn() * UINT64(VECTORS)
         while start < word(ROWS) * word(LONGEST):
             is_mine = start < mine
             if start < sent:
                 vectors = _loaded(start)  # while it is waited
                 seen = await_credit(fills, freed, number, seen)
                 cuda.syncthreads()
-                _fill(place(_WORD(0), _HALF(firsts[0] + turns)), start, vectors)
+                _fill(place(UINT64(0), UINT32(firsts[0] + turns)), start, vectors)
                 tell(full, number)
             _copy(start)
             if adds:
                 seen = await_frame(reads and is_mine, full, number, seen)
-                seen = await_credit(fills and is_mine and shared, freed, _HALF(number + _HALF(1)), seen)
+                seen = await_credit(fills and is_mine and shared, freed, UINT32(number + UINT32(1)), seen)
                 cuda.syncthreads()
                 add(firsts, start, turns)
                 free(reads and is_mine, freed, number)
                 if shared:
-                    turns, number = _HALF(turns + _HALF(1)), _HALF(number + _HALF(1))
+                    turns, number = UINT32(turns + UINT32(1)), UINT32(number + UINT32(1))
                     tell(full, number)
             if shared or not adds:
                 seen = await_frame(reads and is_mine, full, number, seen)
                 cuda.syncthreads()
                 _move(firsts, start, turns)
                 free(reads and is_mine, freed, number)
-            turns, number = _HALF(turns + _HALF(1)), _HALF(number + _HALF(is_mine))
-            start += turn() * _WORD(VECTORS) * word(BLOCKS)
+            turns, number = UINT32(turns + UINT32(1)), UINT32(number + UINT32(is_mine))
+            start += turn() * UINT64(VECTORS) * word(BLOCKS)
         end(number, seen)
 
     return Kernel(name, run, 1)

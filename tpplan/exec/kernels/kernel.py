@@ -10,9 +10,7 @@ from typing import Any
 
 from attrs import frozen
 
-from tpplan.exec.toolchain.language import cuda, types
-
-_WORD = types.uint64
+from tpplan.exec.toolchain.language import UINT64, cuda, types
 
 
 def device_function(function: Any) -> Any:
@@ -51,4 +49,4 @@ class Kernel:
     @property
     def signature(self) -> Any:
         """Numba's type of it."""
-        return types.void(*[_WORD] * self.arguments)
+        return types.void(*[UINT64] * self.arguments)

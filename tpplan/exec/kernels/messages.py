@@ -23,10 +23,8 @@ from tpplan.exec.protocol.slots import (
     STRIDE,
 )
 from tpplan.exec.protocol.words import ALONE, COUNTER_BYTES
-from tpplan.exec.toolchain.language import cuda, types
+from tpplan.exec.toolchain.language import UINT32, UINT64, cuda
 
-_WORD = types.uint64
-_HALF = types.uint32
 #: Bytes of a line of memory, and lines of a counter.
 _LINE, _LINES = 64, COUNTER_BYTES // 64
 
@@ -37,8 +35,8 @@ def part() -> Any:
 
     In host memory a part of a line is written only when nobody else has that, and whoever polls it does.
     """
-    block = _WORD(cuda.blockIdx.x)
-    return _WORD(_LINE) * (block % _WORD(_LINES)) + _WORD(4) * (block // _WORD(_LINES))
+    block = UINT64(cuda.blockIdx.x)
+    return UINT64(_LINE) * (block % UINT64(_LINES)) + UINT64(4) * (block // UINT64(_LINES))
 
 
 @device_function
@@ -49,12 +47,12 @@ def peek() -> Any:
     """
     ptx.after_earlier()
     alone = ptx.poll_32(counter(ALONE))
-    thread = _WORD(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
+    thread = UINT64(cuda.threadIdx.x)  # as what it is compared with, or numba compares in float64
     block = part()
-    entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread
-    last = read = _HALF(0)
+    entry = UINT64(FIRST_QUEUE) + UINT64(QUEUE_WORDS) * thread
+    last = read = UINT32(0)
     if thread < word(QUEUES):
-        messages, known = word(entry) + block, word(entry + _WORD(3)) + block
+        messages, known = word(entry) + block, word(entry + UINT64(3)) + block
         last, read = ptx.poll_32(messages), ptx.poll_32(known if thread < word(FILLED) else messages)
     return last, read, alone
 
@@ -71,18 +69,18 @@ def begin(counts: Any, slots: Any, peeked: Any) -> None:
     last, read, alone = peeked
     if alone:  # see tpplan.exec.cuda.programmatic_launch
         ptx.let_next_begin()
-    thread = _WORD(cuda.threadIdx.x)
+    thread = UINT64(cuda.threadIdx.x)
     block = part()
-    entry = _WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * thread
+    entry = UINT64(FIRST_QUEUE) + UINT64(QUEUE_WORDS) * thread
     if thread < word(QUEUES):
-        freed, place, number = word(entry + _WORD(1)), word(entry + _WORD(2)), _HALF(last + _HALF(1))
-        count = _HALF(word(COUNT))
+        freed, place, number = word(entry + UINT64(1)), word(entry + UINT64(2)), UINT32(last + UINT32(1))
+        count = UINT32(word(COUNT))
         counts[thread] = number
-        slots[thread] = place + _WORD(number & _HALF(count - _HALF(1))) * word(STRIDE) if place else place
+        slots[thread] = place + UINT64(number & UINT32(count - UINT32(1))) * word(STRIDE) if place else place
         if thread >= word(FILLED):
             ptx.post_32(freed + block, last)
-        elif _HALF(number - read) > count:
-            read, known = _await_credit(freed + block, number, count), word(entry + _WORD(3))
+        elif UINT32(number - read) > count:
+            read, known = _await_credit(freed + block, number, count), word(entry + UINT64(3))
             if known != freed:  # which only the receiver writes
                 ptx.store_32(known + block, read)
     cuda.syncthreads()
@@ -94,10 +92,10 @@ def begin(counts: Any, slots: Any, peeked: Any) -> None:
 def _await_credit(freed: Any, number: Any, count: Any) -> Any:
     """Wait until the slot for a message was read, and return which message was read last."""
     read = ptx.poll_32(freed)
-    if _HALF(number - read) > count:
-        start, polls = ptx.nanoseconds(), _HALF(0)
-        while _HALF(number - read) > count:
-            polls += _HALF(1)
+    if UINT32(number - read) > count:
+        start, polls = ptx.nanoseconds(), UINT32(0)
+        while UINT32(number - read) > count:
+            polls += UINT32(1)
             if expired(polls, start):
                 fail(2)
                 break
@@ -110,14 +108,14 @@ def receive(address: Any, number: Any) -> Any:
     """Return the data of a packet as soon as it is there; garbage after the deadline, which the status tells."""
     low, first, high, second = ptx.poll_128(address)
     if first != number or second != number:
-        start, polls = ptx.nanoseconds(), _HALF(0)
+        start, polls = ptx.nanoseconds(), UINT32(0)
         while first != number or second != number:
-            polls += _HALF(1)
+            polls += UINT32(1)
             if expired(polls, start):
                 fail(1)
                 break
             low, first, high, second = ptx.poll_128(address)
-    return _WORD(low) | _WORD(high) << _WORD(32)
+    return UINT64(low) | UINT64(high) << UINT64(32)
 
 
 @device_function
@@ -130,11 +128,11 @@ def answered(counts: Any, entry: Any) -> None:
     """
     which = word(entry)
     if which and cuda.threadIdx.x == 0:
-        known = word(_WORD(FIRST_QUEUE) + _WORD(QUEUE_WORDS) * (which - _WORD(1)) + _WORD(3))
-        ptx.store_32(known + part(), _HALF(counts[which - _WORD(1)] - _HALF(1)))
+        known = word(UINT64(FIRST_QUEUE) + UINT64(QUEUE_WORDS) * (which - UINT64(1)) + UINT64(3))
+        ptx.store_32(known + part(), UINT32(counts[which - UINT64(1)] - UINT32(1)))
 
 
 @device_function
 def region() -> Any:
     """Return where in a slot the first packet of this thread is."""
-    return _WORD(cuda.blockIdx.x) * word(REGION) + _WORD(cuda.threadIdx.x) * _WORD(PACKET_BYTES)
+    return UINT64(cuda.blockIdx.x) * word(REGION) + UINT64(cuda.threadIdx.x) * UINT64(PACKET_BYTES)

@@ -27,10 +27,7 @@ from tpplan.exec.protocol.slots import (
     WIDTH,
 )
 from tpplan.exec.protocol.words import MOST_QUEUES, OUT, OWN, RESIDUAL, RESIDUE, ROWS, X
-from tpplan.exec.toolchain.language import cuda, types
-
-_WORD = types.uint64
-_HALF = types.uint32
+from tpplan.exec.toolchain.language import UINT32, UINT64, cuda, types
 
 
 @device_function
@@ -43,28 +40,28 @@ def _address(matrix: Any, column: Any, width: Any, at: Any) -> Any:
 @device_function
 def _first() -> Any:
     """Return where in a message the first packet of this thread is, and how far it is from there to its next."""
-    return _WORD(DATA_BYTES) * _WORD(cuda.grid(1)), _WORD(DATA_BYTES) * _WORD(cuda.gridsize(1))
+    return UINT64(DATA_BYTES) * UINT64(cuda.grid(1)), UINT64(DATA_BYTES) * UINT64(cuda.gridsize(1))
 
 
 @device_function
 def _send(counts: Any, slots: Any, place: Any, value: Any) -> None:
     """Write a packet into every slot that is to be filled."""
-    low, high, k = _HALF(value), _HALF(value >> _WORD(32)), _HALF(0)
-    while k < _HALF(word(FILLED)):
+    low, high, k = UINT32(value), UINT32(value >> UINT64(32)), UINT32(0)
+    while k < UINT32(word(FILLED)):
         ptx.roll()
         slot, number = slots[k], counts[k]
         if slot:
             ptx.post_128(slot + place, low, number, high, number)
-        k = _HALF(k + _HALF(1))
+        k = UINT32(k + UINT32(1))
 
 
 def _move(_words):  # type: ignore[no-untyped-def]
-    counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
+    counts, slots = cuda.shared.array(MOST_QUEUES, UINT32), cuda.shared.array(MOST_QUEUES, UINT64)
     peeked = peek()
     first, step = _first()
-    turn = _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
+    turn = UINT64(cuda.blockDim.x) * UINT64(PACKET_BYTES)
     width = word(WIDTH)
-    total, value = word(ROWS) * width, _WORD(0)
+    total, value = word(ROWS) * width, UINT64(0)
     if first < total:  # read while counters are
         value = load_packet(_address(X, word(COLUMN), width, first))
     begin(counts, slots, peeked)
@@ -72,31 +69,31 @@ def _move(_words):  # type: ignore[no-untyped-def]
     while at < total:
         _send(counts, slots, place, value)
         if word(LOCAL):
-            store_packet(_address(OUT, word(LOCAL) - _WORD(1), width, at), value)
+            store_packet(_address(OUT, word(LOCAL) - UINT64(1), width, at), value)
         at += step
         place += turn
         if at < total:
             value = load_packet(_address(X, word(COLUMN), width, at))
-    k = _HALF(0)
-    while k < _HALF(word(RECEIVES)):
+    k = UINT32(0)
+    while k < UINT32(word(RECEIVES)):
         ptx.roll()
-        entry = word(RECEIVES_AT) + _WORD(RECEIVE_WORDS) * _WORD(k)
-        queue, width, column = word(entry), word(entry + _WORD(2)), word(entry + _WORD(3))
+        entry = word(RECEIVES_AT) + UINT64(RECEIVE_WORDS) * UINT64(k)
+        queue, width, column = word(entry), word(entry + UINT64(2)), word(entry + UINT64(3))
         source, at, total = slots[queue] + region(), first, word(ROWS) * width
         while at < total:
             store_packet(_address(OUT, column, width, at), receive(source, counts[queue]))
             at += step
             source += turn
         if first < total:
-            answered(counts, entry + _WORD(1))
-        k = _HALF(k + _HALF(1))
+            answered(counts, entry + UINT64(1))
+        k = UINT32(k + UINT32(1))
 
 
 def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
     """Make a kernel in which every device sends its part and adds up all parts in float32, in order."""
 
     def add(_words):  # type: ignore[no-untyped-def]
-        counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
+        counts, slots = cuda.shared.array(MOST_QUEUES, UINT32), cuda.shared.array(MOST_QUEUES, UINT64)
         peeked = peek()
         at, step = _first()
         width = word(WIDTH)
@@ -107,23 +104,23 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
         while at < total:
             _send(counts, slots, place, own)
             s0 = s1 = t0 = t1 = types.float32(-0.0)  # which added to keeps the sign of a zero
-            k = _HALF(0)
-            while k < _HALF(word(RECEIVES)):
+            k = UINT32(0)
+            while k < UINT32(word(RECEIVES)):
                 ptx.roll()
-                entry = word(RECEIVES_AT) + _WORD(SOURCE_WORDS) * _WORD(k)
+                entry = word(RECEIVES_AT) + UINT64(SOURCE_WORDS) * UINT64(k)
                 queue = word(entry)
                 value = residue if queue == RESIDUE else own
                 if queue < OWN:
                     value = receive(slots[queue] + place, counts[queue])
-                    answered(counts, entry + _WORD(1))
-                low, high = _HALF(value), _HALF(value >> _WORD(32))
+                    answered(counts, entry + UINT64(1))
+                low, high = UINT32(value), UINT32(value >> UINT64(32))
                 s0, t0, s1, t1 = s0 + first(low), t0 + second(low), s1 + first(high), t1 + second(high)
-                k = _HALF(k + _HALF(1))
+                k = UINT32(k + UINT32(1))
             if word(RECEIVES):
-                value = _WORD(both(s0, t0)) | _WORD(both(s1, t1)) << _WORD(32)
-                store_packet(_address(OUT, _WORD(0), width, at), value)
+                value = UINT64(both(s0, t0)) | UINT64(both(s1, t1)) << UINT64(32)
+                store_packet(_address(OUT, UINT64(0), width, at), value)
             at += step
-            place += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
+            place += UINT64(cuda.blockDim.x) * UINT64(PACKET_BYTES)
             own, residue = _own(at, total, width)
 
     return Kernel(name, add, 1)
@@ -132,12 +129,12 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
 @device_function
 def _own(at: Any, total: Any, width: Any) -> Any:
     """Return a packet's data of the device's own part of a sum, and of its residual, if it has them."""
-    own = residue = _WORD(0)
+    own = residue = UINT64(0)
     if at < total:
         if word(X):
-            own = load_packet(_address(X, _WORD(0), width, at))
+            own = load_packet(_address(X, UINT64(0), width, at))
         if word(RESIDUAL):
-            residue = load_packet(_address(RESIDUAL, _WORD(0), width, at))
+            residue = load_packet(_address(RESIDUAL, UINT64(0), width, at))
     return own, residue
 
 

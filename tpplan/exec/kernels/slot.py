@@ -32,23 +32,20 @@ from tpplan.exec.protocol.slots import (
     WIDTH,
 )
 from tpplan.exec.protocol.words import MOST_QUEUES, OUT, OWN, PIECE, RESIDUAL, RESIDUE, ROWS, X
-from tpplan.exec.toolchain.language import cuda, types
-
-_WORD = types.uint64
-_HALF = types.uint32
+from tpplan.exec.toolchain.language import UINT32, UINT64, cuda, types
 
 
 @device_function
 def load_packet(address: Any) -> Any:
     """Return a packet's data."""
     low, high = ptx.load_64(address)
-    return _WORD(low) | _WORD(high) << _WORD(32)
+    return UINT64(low) | UINT64(high) << UINT64(32)
 
 
 @device_function
 def store_packet(address: Any, value: Any) -> None:
     """Write a packet's data."""
-    ptx.store_64(address, _HALF(value), _HALF(value >> _WORD(32)))
+    ptx.store_64(address, UINT32(value), UINT32(value >> UINT64(32)))
 
 
 @device_function
@@ -57,10 +54,10 @@ def load_piece(address: Any, size: Any) -> Any:
     if size == DATA_BYTES:
         return load_packet(address)
     if size == 4:  # noqa: PLR2004
-        return _WORD(ptx.load_32(address))
+        return UINT64(ptx.load_32(address))
     if size == 2:  # noqa: PLR2004
-        return _WORD(ptx.load_16(address))
-    return _WORD(ptx.load_8(address))
+        return UINT64(ptx.load_16(address))
+    return UINT64(ptx.load_8(address))
 
 
 @device_function
@@ -69,7 +66,7 @@ def store_piece(address: Any, value: Any, size: Any) -> None:
     if size == DATA_BYTES:
         store_packet(address, value)
     elif size == 4:  # noqa: PLR2004
-        ptx.store_32(address, _HALF(value))
+        ptx.store_32(address, UINT32(value))
     elif size == 2:  # noqa: PLR2004
         ptx.store_16(address, types.uint16(value))
     else:
@@ -79,20 +76,20 @@ def store_piece(address: Any, value: Any, size: Any) -> None:
 @device_function
 def row(at: Any, width: Any) -> Any:
     """Return the row in which a byte of a message lies; messages are shorter than 4 GiB."""
-    return _WORD(_HALF(at) // _HALF(width))
+    return UINT64(UINT32(at) // UINT32(width))
 
 
 @device_function
 def _gather(address: Any, pitch: Any, width: Any, total: Any, packet: Any, piece: Any) -> Any:
     """Return the bytes of a packet from a matrix of ``width`` bytes a row; a message may end within a packet."""
-    at, end = packet * _WORD(DATA_BYTES), packet * _WORD(DATA_BYTES) + _WORD(DATA_BYTES)
+    at, end = packet * UINT64(DATA_BYTES), packet * UINT64(DATA_BYTES) + UINT64(DATA_BYTES)
     if piece == DATA_BYTES:  # and so is the width a multiple of it
-        start = row(at, width) * (pitch - width) if pitch != width else _WORD(0)
+        start = row(at, width) * (pitch - width) if pitch != width else UINT64(0)
         return load_packet(address + start + at)
-    value, shift = _WORD(0), _WORD(0)
+    value, shift = UINT64(0), UINT64(0)
     while at < min(end, total):
         value |= load_piece(address + row(at, width) * (pitch - width) + at, piece) << shift
-        shift += piece * _WORD(8)
+        shift += piece * UINT64(8)
         at += piece
     return value
 
@@ -102,13 +99,13 @@ def _scatter(
     address: Any, pitch: Any, message: Any, skip: Any, width: Any, total: Any, packet: Any, value: Any, piece: Any
 ) -> None:
     """Write those bytes of a packet that belong to the wanted columns of a message."""
-    at, end = packet * _WORD(DATA_BYTES), packet * _WORD(DATA_BYTES) + _WORD(DATA_BYTES)
+    at, end = packet * UINT64(DATA_BYTES), packet * UINT64(DATA_BYTES) + UINT64(DATA_BYTES)
     while at < min(end, total):
-        line = row(at, message) if pitch != message or width != message else _WORD(0)
+        line = row(at, message) if pitch != message or width != message else UINT64(0)
         column = at - line * message
         if skip <= column < skip + width or width == message:
             store_piece(address + line * pitch + (column - skip), value, piece)
-        value >>= piece * _WORD(8)  # of a whole packet nothing is left, whatever a shift by 64 gives
+        value >>= piece * UINT64(8)  # of a whole packet nothing is left, whatever a shift by 64 gives
         at += piece
 
 
@@ -116,10 +113,10 @@ def _scatter(
 def _prefetch(packet: Any) -> Any:
     """Return the first packet that this thread sends, if it has one: it is read while counters are."""
     if word(SENDS) > 0:
-        first, width = word(word(SENDS_AT)), word(word(SENDS_AT) + _WORD(1))
-        if packet * _WORD(DATA_BYTES) < word(ROWS) * width:
+        first, width = word(word(SENDS_AT)), word(word(SENDS_AT) + UINT64(1))
+        if packet * UINT64(DATA_BYTES) < word(ROWS) * width:
             return _gather(word(X) + first, word(X + 1), width, word(ROWS) * width, packet, word(PIECE))
-    return _WORD(0)
+    return UINT64(0)
 
 
 @device_function
@@ -127,66 +124,66 @@ def _send(counts: Any, slots: Any, packet: Any, step: Any, value: Any) -> None:
     """Write every message into its slots, and to the device's own output; the first packet is there already."""
     rows = word(ROWS)
     for k in range(word(SENDS)):
-        entry = word(SENDS_AT) + _WORD(SEND_WORDS) * _WORD(k)
-        width, local = word(entry + _WORD(1)), word(entry + _WORD(4))
+        entry = word(SENDS_AT) + UINT64(SEND_WORDS) * UINT64(k)
+        width, local = word(entry + UINT64(1)), word(entry + UINT64(4))
         total, at, place = rows * width, packet, region()
-        while at * _WORD(DATA_BYTES) < total:
+        while at * UINT64(DATA_BYTES) < total:
             if k > 0 or at != packet:
                 value = _gather(word(X) + word(entry), word(X + 1), width, total, at, word(PIECE))
-            low, high = _HALF(value), _HALF(value >> _WORD(32))
-            for lane in range(word(entry + _WORD(2)), word(entry + _WORD(3))):
-                queue = word(word(LANES_AT) + _WORD(lane))
+            low, high = UINT32(value), UINT32(value >> UINT64(32))
+            for lane in range(word(entry + UINT64(2)), word(entry + UINT64(3))):
+                queue = word(word(LANES_AT) + UINT64(lane))
                 ptx.post_128(slots[queue] + place, low, counts[queue], high, counts[queue])
             if local:
-                target = word(OUT) + local - _WORD(1)
-                _scatter(target, word(OUT + 1), width, _WORD(0), width, total, at, value, word(PIECE))
+                target = word(OUT) + local - UINT64(1)
+                _scatter(target, word(OUT + 1), width, UINT64(0), width, total, at, value, word(PIECE))
             at += step
-            place += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
+            place += UINT64(cuda.blockDim.x) * UINT64(PACKET_BYTES)
 
 
 def _move(_words):  # type: ignore[no-untyped-def]
-    counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
-    packet, step = _WORD(cuda.grid(1)), _WORD(cuda.gridsize(1))
+    counts, slots = cuda.shared.array(MOST_QUEUES, UINT32), cuda.shared.array(MOST_QUEUES, UINT64)
+    packet, step = UINT64(cuda.grid(1)), UINT64(cuda.gridsize(1))
     peeked = peek()
     value = _prefetch(packet)
     begin(counts, slots, peeked)
     _send(counts, slots, packet, step, value)
     rows = word(ROWS)
     for k in range(word(RECEIVES)):
-        entry = word(RECEIVES_AT) + _WORD(RECEIVE_WORDS) * _WORD(k)
-        queue, message, target = word(entry), word(entry + _WORD(2)), word(OUT) + word(entry + _WORD(3))
-        skip, width = word(entry + _WORD(4)), word(entry + _WORD(5))
+        entry = word(RECEIVES_AT) + UINT64(RECEIVE_WORDS) * UINT64(k)
+        queue, message, target = word(entry), word(entry + UINT64(2)), word(OUT) + word(entry + UINT64(3))
+        skip, width = word(entry + UINT64(4)), word(entry + UINT64(5))
         source, at = slots[queue] + region(), packet
-        while at * _WORD(DATA_BYTES) < rows * message:
+        while at * UINT64(DATA_BYTES) < rows * message:
             value = receive(source, counts[queue])
             _scatter(target, word(OUT + 1), message, skip, width, rows * message, at, value, word(PIECE))
             at += step
-            source += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
-        if packet * _WORD(DATA_BYTES) < rows * message:
-            answered(counts, entry + _WORD(1))
+            source += UINT64(cuda.blockDim.x) * UINT64(PACKET_BYTES)
+        if packet * UINT64(DATA_BYTES) < rows * message:
+            answered(counts, entry + UINT64(1))
 
 
 def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
     """Make a kernel in which every device sends its part and adds up all parts in float32, in order."""
 
     def add(_words):  # type: ignore[no-untyped-def]
-        counts, slots = cuda.shared.array(MOST_QUEUES, _HALF), cuda.shared.array(MOST_QUEUES, _WORD)
-        packet, step = _WORD(cuda.grid(1)), _WORD(cuda.gridsize(1))
+        counts, slots = cuda.shared.array(MOST_QUEUES, UINT32), cuda.shared.array(MOST_QUEUES, UINT64)
+        packet, step = UINT64(cuda.grid(1)), UINT64(cuda.gridsize(1))
         peeked = peek()
         value = _prefetch(packet)
         begin(counts, slots, peeked)
         _send(counts, slots, packet, step, value)
         width, place = word(WIDTH), region()
         total = word(ROWS) * width
-        while packet * _WORD(DATA_BYTES) < total and word(RECEIVES) > 0:
-            own = residue = _WORD(0)  # read before anything is waited for
+        while packet * UINT64(DATA_BYTES) < total and word(RECEIVES) > 0:
+            own = residue = UINT64(0)  # read before anything is waited for
             if word(X):
                 own = _gather(word(X), word(X + 1), width, total, packet, word(PIECE))
             if word(RESIDUAL):
                 residue = _gather(word(RESIDUAL), word(RESIDUAL + 1), width, total, packet, word(PIECE))
             s0 = s1 = t0 = t1 = types.float32(-0.0)  # which added to keeps the sign of a zero
             for k in range(word(RECEIVES)):
-                entry = word(RECEIVES_AT) + _WORD(SOURCE_WORDS) * _WORD(k)
+                entry = word(RECEIVES_AT) + UINT64(SOURCE_WORDS) * UINT64(k)
                 queue = word(entry)
                 if queue == OWN:
                     value = own
@@ -194,13 +191,13 @@ def _sum(name: str, first: Any, second: Any, both: Any) -> Kernel:
                     value = residue
                 else:
                     value = receive(slots[queue] + place, counts[queue])
-                    answered(counts, entry + _WORD(1))
-                low, high = _HALF(value), _HALF(value >> _WORD(32))
+                    answered(counts, entry + UINT64(1))
+                low, high = UINT32(value), UINT32(value >> UINT64(32))
                 s0, t0, s1, t1 = s0 + first(low), t0 + second(low), s1 + first(high), t1 + second(high)
-            value = _WORD(both(s0, t0)) | _WORD(both(s1, t1)) << _WORD(32)
-            _scatter(word(OUT), word(OUT + 1), width, _WORD(0), width, total, packet, value, word(PIECE))
+            value = UINT64(both(s0, t0)) | UINT64(both(s1, t1)) << UINT64(32)
+            _scatter(word(OUT), word(OUT + 1), width, UINT64(0), width, total, packet, value, word(PIECE))
             packet += step
-            place += _WORD(cuda.blockDim.x) * _WORD(PACKET_BYTES)
+            place += UINT64(cuda.blockDim.x) * UINT64(PACKET_BYTES)
 
     return Kernel(name, add, 1)
 

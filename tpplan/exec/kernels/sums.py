@@ -11,9 +11,7 @@ from typing import Any
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.toolchain.kernel_cache import MOST_SOURCES
-from tpplan.exec.toolchain.language import cuda, types
-
-_WORD = types.uint64
+from tpplan.exec.toolchain.language import UINT64, cuda, types
 
 
 def _sum(name: str, item: int, first: Any, second: Any, both: Any) -> Kernel:
@@ -43,15 +41,15 @@ def _sum(name: str, item: int, first: Any, second: Any, both: Any) -> Kernel:
         target, pitch, rows, width, vectors, count,
         a0, p0, a1, p1, a2, p2, a3, p3, a4, p4, a5, p5, a6, p6, a7, p7, a8, p8,
     ):  # fmt: skip
-        table = cuda.shared.array(18, _WORD)
+        table = cuda.shared.array(18, UINT64)
         if cuda.threadIdx.x == 0:
             table[0], table[1], table[2], table[3], table[4], table[5] = a0, p0, a1, p1, a2, p2
             table[6], table[7], table[8], table[9], table[10], table[11] = a3, p3, a4, p4, a5, p5
             table[12], table[13], table[14], table[15], table[16], table[17] = a6, p6, a7, p7, a8, p8
         cuda.syncthreads()
-        step = _WORD(16) if vectors else _WORD(item)
+        step = UINT64(16) if vectors else UINT64(item)
         per_row = width // step
-        index, stride, total = _WORD(cuda.grid(1)), _WORD(cuda.gridsize(1)), rows * per_row
+        index, stride, total = UINT64(cuda.grid(1)), UINT64(cuda.gridsize(1)), rows * per_row
         while index < total:
             row = index // per_row
             offset = (index - row * per_row) * step
@@ -59,19 +57,19 @@ def _sum(name: str, item: int, first: Any, second: Any, both: Any) -> Kernel:
                 w0, w1, w2, w3 = ptx.load_128(table[0] + row * table[1] + offset)
                 s0, s1, s2, s3 = first(w0), first(w1), first(w2), first(w3)
                 t0, t1, t2, t3 = second(w0), second(w1), second(w2), second(w3)
-                k = _WORD(1)
+                k = UINT64(1)
                 while k < count:
                     w0, w1, w2, w3 = ptx.load_128(table[2 * k] + row * table[2 * k + 1] + offset)
                     s0, s1, s2, s3 = s0 + first(w0), s1 + first(w1), s2 + first(w2), s3 + first(w3)
                     t0, t1, t2, t3 = t0 + second(w0), t1 + second(w1), t2 + second(w2), t3 + second(w3)
-                    k += _WORD(1)
+                    k += UINT64(1)
                 ptx.store_128(target + row * pitch + offset, both(s0, t0), both(s1, t1), both(s2, t2), both(s3, t3))
             else:
                 s0 = load_one(table[0] + row * table[1] + offset)
-                k = _WORD(1)
+                k = UINT64(1)
                 while k < count:
                     s0 = s0 + load_one(table[2 * k] + row * table[2 * k + 1] + offset)
-                    k += _WORD(1)
+                    k += UINT64(1)
                 store_one(target + row * pitch + offset, s0)
             index += stride
 

@@ -5,7 +5,7 @@ turns; eight query heads that read one KV head are the rows of their matrix inst
 (Milakov and Gimelshein, arXiv 1805.02867), in float32; weights go to the matrix instruction as a sum of two numbers of
 16 bits, which is nearly as good as float32. What warps have found is merged in shared memory, and what blocks have
 found by the last of them that is ready (Dao et al., Flash-Decoding, 2023), see
-:mod:`tpplan.decoder.fast.kernels.attention_parts`. Two blocks share a multiprocessor, so that one reads while the other
+:mod:`tpplan.decoder.fast.kernels.attention`. Two blocks share a multiprocessor, so that one reads while the other
 begins or ends: queries lie in shared memory, for registers are what keeps tiles on their way. How many blocks have
 something to do depends on how many places the token sees, which is in the device's memory.
 Caches of 8 bits become float16 in registers, see :mod:`tpplan.decoder.fast.kernels.cache_tiles`, and so do the queries
@@ -15,14 +15,188 @@ then.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from attrs import frozen
+
 from tpplan.decoder.fast.kernels import cache_tiles, tiles
-from tpplan.decoder.fast.kernels.attention_parts import QUERIES, is_last, parts_of
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
-from tpplan.exec.toolchain.language import cuda, types
+from tpplan.exec.toolchain.language import FLOAT32, UINT32, UINT64, cuda, types
+
+#: Query heads of a block.
+QUERIES = 8
+#: The base-2 logarithm of e.
+_LOG2_E = 1.4426950408889634
+
+#: Floats between the rows of an array in shared memory, more than they have: four lanes write to four of them at once.
+_APART = 4
+
+
+@frozen
+class Parts:
+    """Where parts are, and what merges them.
+
+    In shared memory warp w has row 8 w + i of three arrays for query i: peaks, totals, and sums, of which those of the
+    even elements are before those of the odd ones, both in the order of lanes. A block leaves 8 rows of sums, in pairs
+    of elements, and behind them 8 pairs of a peak and a weight.
+
+    Attributes:
+        width: floats of a query's sums: elements of a head and what fills up their last 64.
+        pairs: half of them.
+        pitch: floats from one row of sums to the next.
+        rows: of the three arrays.
+        block: bytes that a block leaves.
+        merge: writes what warps have found, as rows of 16 bits or as a block's part.
+        gather: puts what blocks have left where warps leave theirs.
+    """
+
+    width: int
+    pairs: int
+    pitch: int
+    rows: int
+    block: int
+    merge: Callable[..., None]
+    gather: Callable[..., None]
+
+
+@device_function
+def _times(sums: Any, share: Any) -> Any:
+    return sums[0] * share, sums[1] * share, sums[2] * share, sums[3] * share
+
+
+@device_function
+def _plus_part(weight: Any, sums: Any, share: Any, other: Any, part: Any) -> Any:
+    """Add what a block has found, which counts so much."""
+    found = sums[0] + share * part[0], sums[1] + share * part[1], sums[2] + share * part[2], sums[3] + share * part[3]
+    return weight + share * other, found
+
+
+@device_function
+def is_last(address: Any, turn: Any, ready: Any) -> Any:
+    """Tell whether all other blocks have left their parts, which it then sees, as they see this block's."""
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        ptx.near_fence()  # for all threads of the block, whose barrier this one has passed
+        turn[0] = ptx.next_turn(address, UINT32(ready - UINT64(1)))
+        ptx.near_fence()
+    cuda.syncthreads()
+    return UINT64(turn[0]) == ready - UINT64(1)
+
+
+@cache
+def parts_of(  # noqa: C901, PLR0915 (of the functions in it)
+    head_dim: int, warps: int, unit: float, rounded: Any, low: Any
+) -> Parts:
+    """Return how parts are merged.
+
+    Args:
+        head_dim: elements of a head: a multiple of 8.
+        warps: of a block.
+        unit: what weights of places are divided by.
+        rounded: makes two numbers of 16 bits of two float32.
+        low: makes float32 of a number of 16 bits.
+    """
+    size, width = 2 * head_dim, -(-head_dim // 64) * 64
+    pairs, threads, pitch = width // 2, 32 * warps, width + _APART
+    block = 4 * QUERIES * (width + 2)
+
+    @device_function
+    def store(row: Any, pair: Any, x: Any, y: Any) -> None:
+        """Write two elements of a head."""
+        at = (
+            pair // UINT64(32) * UINT64(128) + pair % UINT64(8) * UINT64(16) + pair // UINT64(8) % UINT64(4) * UINT64(4)
+        )
+        if at < UINT64(size):
+            ptx.store_32(row + at, rounded(x, y))
+
+    @device_function
+    def merge(found: Any, peaks: Any, totals: Any, used: Any, row: Any, sinks: Any, own: Any, count: Any) -> None:
+        """Write what so many warps, or sets of them, have found for so many queries.
+
+        It goes to the row, where the queries' sinks count if there are any, or if there is no row, as it is to the
+        block's own part.
+        """
+        index = UINT64(cuda.threadIdx.x)
+        while index < count * UINT64(pairs):
+            which, pair = index // UINT64(pairs), index % UINT64(pairs)
+            sink = ptx.load_16(sinks + which * UINT64(2)) if sinks else types.uint16(0)
+            peak, weight, x, y = FLOAT32(float("-inf")), FLOAT32(0), FLOAT32(0), FLOAT32(0)
+            for other in range(warps):
+                if other < used:
+                    peak = ptx.larger(peak, peaks[UINT64(other) * UINT64(QUERIES) + which])
+            for other in range(warps):
+                at = UINT64(other) * UINT64(QUERIES) + which
+                there = other < used
+                shrunk = ptx.exp2(peaks[at] - peak) if there else FLOAT32(0)
+                weight += shrunk * totals[at] if there else FLOAT32(0)
+                at = at * UINT64(pitch) + pair
+                x += shrunk * found[at] if there else FLOAT32(0)
+                y += shrunk * found[at + UINT64(pairs)] if there else FLOAT32(0)
+            if row:
+                if sinks:  # one that weighs more than all floats leaves nothing of the others
+                    weight += ptx.exp2(low(UINT32(sink)) * FLOAT32(_LOG2_E) - peak) * FLOAT32(1 / unit)
+                share = ptx.inverse(weight)
+                store(row + which * UINT64(size), pair, x * share, y * share)
+            else:
+                ptx.store_64(own + index * UINT64(8), ptx.bits_of(x), ptx.bits_of(y))
+                if pair == 0:
+                    at = own + UINT64(4 * QUERIES * width) + which * UINT64(8)
+                    ptx.store_64(at, ptx.bits_of(peak), ptx.bits_of(weight))
+            index += UINT64(threads)
+
+    @device_function
+    def part(partial: Any, vector: Any, which: Any, other: Any, ready: Any) -> Any:
+        """Return four floats that a block has found, and of their query its peak and its weight.
+
+        It is the last block if there is none of this number, and then does not count.
+        """
+        first = partial + min(other, ready - UINT64(1)) * UINT64(block)
+        a, b, c, d = ptx.load_128(first + vector * UINT64(16))
+        peak, weight = ptx.load_64(first + UINT64(4 * QUERIES * width) + which * UINT64(8))
+        peak = ptx.float_of(peak) if other < ready else FLOAT32(float("-inf"))
+        return peak, ptx.float_of(weight), (ptx.float_of(a), ptx.float_of(b), ptx.float_of(c), ptx.float_of(d))
+
+    @device_function
+    def gather(partial: Any, found: Any, peaks: Any, totals: Any, ready: Any, count: Any, ways: Any) -> None:
+        """Add up what blocks have found, in so many ways of blocks, for which there may be more threads than vectors.
+
+        What ways have found is left where warps leave theirs.
+        """
+        vectors = count * UINT64(width // 4)
+        way = UINT64(UINT32(cuda.threadIdx.x) // UINT32(vectors))
+        vector = UINT64(cuda.threadIdx.x) - way * vectors
+        while vector < vectors and way < ways:
+            which, other = vector // UINT64(width // 4), way
+            peak, weight, sums = FLOAT32(float("-inf")), FLOAT32(0), (FLOAT32(0), FLOAT32(0), FLOAT32(0), FLOAT32(0))
+            while other < ready:
+                p0, w0, s0 = part(partial, vector, which, other, ready)
+                p1, w1, s1 = part(partial, vector, which, other + ways, ready)
+                p2, w2, s2 = part(partial, vector, which, other + UINT64(2) * ways, ready)
+                p3, w3, s3 = part(partial, vector, which, other + UINT64(3) * ways, ready)
+                p4, w4, s4 = part(partial, vector, which, other + UINT64(4) * ways, ready)
+                p5, w5, s5 = part(partial, vector, which, other + UINT64(5) * ways, ready)
+                higher = ptx.larger(ptx.larger(ptx.larger(p0, p1), ptx.larger(p2, p3)), ptx.larger(p4, p5))
+                higher = ptx.larger(peak, higher)
+                shrunk = ptx.exp2(peak - higher)
+                peak, weight, sums = higher, weight * shrunk, _times(sums, shrunk)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p0 - peak), w0, s0)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p1 - peak), w1, s1)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p2 - peak), w2, s2)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p3 - peak), w3, s3)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p4 - peak), w4, s4)
+                weight, sums = _plus_part(weight, sums, ptx.exp2(p5 - peak), w5, s5)
+                other += UINT64(6) * ways
+            row = way * UINT64(QUERIES) + which
+            peaks[row], totals[row] = peak, weight  # which threads of a query have alike
+            at = row * UINT64(pitch) + vector % UINT64(width // 4) * UINT64(2)
+            found[at], found[at + UINT64(pairs)], found[at + UINT64(1)], found[at + UINT64(pairs + 1)] = sums
+            vector += UINT64(threads)
+
+    return Parts(width, pairs, pitch, warps * QUERIES, block, merge, gather)
+
 
 #: Places of a tile.
 TILE = 16
@@ -30,7 +204,6 @@ TILE = 16
 WIDE = 128
 
 _NAME = re.compile("ATTENTION_(?P<dtype>BF16|F16)_(?P<size>[0-9]+)(_(?P<kind>Q8|FP8))?(?P<capped>_CAPPED)?")
-_WORD, _FLOAT, _HALF = types.uint64, types.float32, types.uint32
 _EVERY = 0xFFFFFFFF
 #: Words that a block keeps in shared memory.
 _KEPT = 6
@@ -51,13 +224,13 @@ def _plus(x: Any, y: Any) -> Any:
 @device_function
 def _capped(x: Any, cap: Any) -> Any:
     """Return ``cap × tanh(x)``."""
-    return cap - (cap + cap) * ptx.inverse(_FLOAT(1) + ptx.exp2(x * _FLOAT(2.8853900817779268)))  # 2 / ln 2
+    return cap - (cap + cap) * ptx.inverse(FLOAT32(1) + ptx.exp2(x * FLOAT32(2.8853900817779268)))  # 2 / ln 2
 
 
 @device_function
 def _at(elements: Any, scales: Any, offset: Any) -> Any:
     """Return where elements of a cache and their scales begin, behind so many bytes of the former."""
-    return elements + offset, scales + offset // _WORD(cache_tiles.SHARING)
+    return elements + offset, scales + offset // UINT64(cache_tiles.SHARING)
 
 
 def attention(  # noqa: C901, PLR0915 (of the functions in it)
@@ -104,23 +277,23 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     @device_function
     def row_of(place: Any, last: Any) -> Any:
         """Return a place's row, the last one's if the token does not see it."""
-        return _WORD(min(_HALF(place), last))
+        return UINT64(min(UINT32(place), last))
 
     @device_function
     def keys_of(base: Any, place: Any, last: Any, t: Any) -> Any:
         """Return a lane's part of the keys of 16 places, of which the first is at its row."""
-        start = t * _WORD(vector)
-        first = read_keys(base, row_of(place, last), start, _WORD(0))
-        return first, read_keys(base, row_of(place + _HALF(8), last), start, _WORD(0))
+        start = t * UINT64(vector)
+        first = read_keys(base, row_of(place, last), start, UINT64(0))
+        return first, read_keys(base, row_of(place + UINT32(8), last), start, UINT64(0))
 
     @device_function
     def values_of(base: Any, place: Any, last: Any, g: Any) -> Any:
         """Return a lane's part of the values of 16 places, two pairs of them."""
-        start, second = g * _WORD(vector), g // _WORD(4)
+        start, second = g * UINT64(vector), g // UINT64(4)
         v0 = read_values(base, row_of(place, last), start, second)
-        v1 = read_values(base, row_of(place + _HALF(1), last), start, second)
-        v2 = read_values(base, row_of(place + _HALF(8), last), start, second)
-        return v0, v1, v2, read_values(base, row_of(place + _HALF(9), last), start, second)
+        v1 = read_values(base, row_of(place + UINT32(1), last), start, second)
+        v2 = read_values(base, row_of(place + UINT32(8), last), start, second)
+        return v0, v1, v2, read_values(base, row_of(place + UINT32(9), last), start, second)
 
     @device_function
     def walk(query: Any, own: Any, k: Any, v: Any, tile: Any, end: Any, last: Any, factor: Any, cap: Any) -> Any:
@@ -128,33 +301,33 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
 
         Queries are kept in shared memory, at the lane's own address.
         """
-        lane = _WORD(cuda.threadIdx.x) % _WORD(32)
-        g, t = lane // _WORD(4), lane % _WORD(4)
-        k = k[0] + t * _WORD(vector), k[1]
-        v = v[0] + g * _WORD(vector), v[1] + g // _WORD(4) * _WORD(2)
-        peak, weight, sums = _FLOAT(float("-inf")), _FLOAT(0), zeros()
-        first = _HALF(tile * _HALF(TILE))
-        k0, k1 = keys_of(k, first + _HALF(g), last, t)
+        lane = UINT64(cuda.threadIdx.x) % UINT64(32)
+        g, t = lane // UINT64(4), lane % UINT64(4)
+        k = k[0] + t * UINT64(vector), k[1]
+        v = v[0] + g * UINT64(vector), v[1] + g // UINT64(4) * UINT64(2)
+        peak, weight, sums = FLOAT32(float("-inf")), FLOAT32(0), zeros()
+        first = UINT32(tile * UINT32(TILE))
+        k0, k1 = keys_of(k, first + UINT32(g), last, t)
         if ahead:
-            v0, v1, v2, v3 = values_of(v, first + _HALF(2 * t), last, g)
+            v0, v1, v2, v3 = values_of(v, first + UINT32(2 * t), last, g)
         tiles.put(own, of_queries(query))
         while True:
             x0, x1, x2, x3 = scores(own, wide(k0), wide(k1))
-            following = _HALF(tile + _HALF(warps))
+            following = UINT32(tile + UINT32(warps))
             if ahead and following < end:
-                k0, k1 = keys_of(k, following * _HALF(TILE) + _HALF(g), last, t)
-            at = _HALF(tile * _HALF(TILE) + _HALF(2 * t))
+                k0, k1 = keys_of(k, following * UINT32(TILE) + UINT32(g), last, t)
+            at = UINT32(tile * UINT32(TILE) + UINT32(2 * t))
             if not ahead:
                 cuda.syncwarp()  # before which the assembler loads nothing, which would take more registers
                 v0, v1, v2, v3 = values_of(v, at, last, g)
             x0, x1, x2, x3 = x0 * factor, x1 * factor, x2 * factor, x3 * factor
             if capped:
                 x0, x1, x2, x3 = _capped(x0, cap), _capped(x1, cap), _capped(x2, cap), _capped(x3, cap)
-            hidden = _FLOAT(float("-inf"))
+            hidden = FLOAT32(float("-inf"))
             x0 = x0 if at <= last else hidden
-            x1 = x1 if _HALF(at + _HALF(1)) <= last else hidden
-            x2 = x2 if _HALF(at + _HALF(8)) <= last else hidden
-            x3 = x3 if _HALF(at + _HALF(9)) <= last else hidden
+            x1 = x1 if UINT32(at + UINT32(1)) <= last else hidden
+            x2 = x2 if UINT32(at + UINT32(8)) <= last else hidden
+            x3 = x3 if UINT32(at + UINT32(9)) <= last else hidden
             higher = _of_row(ptx.larger(ptx.larger(x0, x1), ptx.larger(x2, x3)), ptx.larger)
             higher = ptx.larger(peak, higher)
             shrunk = ptx.exp2(peak - higher)
@@ -163,75 +336,75 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             weight = weight * shrunk + ((x0 + x1) + (x2 + x3))
             a, b = both(x0, x1), both(x2, x3)
             c, d = both(x0 - low(a), x1 - high(a)), both(x2 - low(b), x3 - high(b))
-            of_first = cuda.shfl_sync(_EVERY, shrunk, _HALF(t * _WORD(8)))
-            of_second = cuda.shfl_sync(_EVERY, shrunk, _HALF(t * _WORD(8) + _WORD(4)))
+            of_first = cuda.shfl_sync(_EVERY, shrunk, UINT32(t * UINT64(8)))
+            of_second = cuda.shfl_sync(_EVERY, shrunk, UINT32(t * UINT64(8) + UINT64(4)))
             sums = tiles.scaled(sums, of_first, of_second)
             sums = weighed(sums, wide(v0), wide(v1), wide(v2), wide(v3), a, b, c, d)
             if following >= end:
-                return peak, _of_row(weight, _plus) * _FLOAT(1 / unit), sums
-            tile, at = following, _HALF(following * _HALF(TILE))
+                return peak, _of_row(weight, _plus) * FLOAT32(1 / unit), sums
+            tile, at = following, UINT32(following * UINT32(TILE))
             if ahead:
-                v0, v1, v2, v3 = values_of(v, at + _HALF(2 * t), last, g)
+                v0, v1, v2, v3 = values_of(v, at + UINT32(2 * t), last, g)
             else:
-                k0, k1 = keys_of(k, at + _HALF(g), last, t)
+                k0, k1 = keys_of(k, at + UINT32(g), last, t)
 
     def attend(  # type: ignore[no-untyped-def]
         q, q_pitch, k, v, kv_pitch, k_scales, v_scales, positions, sinks, out, out_pitch, partial, turns, length,
         group, factor, cap, least,
     ):  # fmt: skip
         ptx.after_earlier_with_next()
-        found = cuda.shared.array(floats, _FLOAT, alignment=16)
-        peaks, totals = cuda.shared.array(rows, _FLOAT), cuda.shared.array(rows, _FLOAT)
-        kept, turn = cuda.shared.array(_KEPT, _WORD), cuda.shared.array(1, _HALF)
-        thread, splits, split = _WORD(cuda.threadIdx.x), _WORD(cuda.gridDim.x), _WORD(cuda.blockIdx.x)
-        token, number = _WORD(cuda.blockIdx.z), _WORD(cuda.blockIdx.y)
-        lane, warp = thread % _WORD(32), thread // _WORD(32)
-        g, t = lane // _WORD(4), lane % _WORD(4)
-        low_word, high_word = ptx.load_64(positions + token * _WORD(8))
-        parts = (group + _WORD(QUERIES - 1)) // _WORD(QUERIES)
-        head = _WORD(_HALF(number) // _HALF(parts))
-        first_query = (number - head * parts) * _WORD(QUERIES)
-        count = min(group - first_query, _WORD(QUERIES))
-        column = (head * group + first_query) * _WORD(size)
+        found = cuda.shared.array(floats, FLOAT32, alignment=16)
+        peaks, totals = cuda.shared.array(rows, FLOAT32), cuda.shared.array(rows, FLOAT32)
+        kept, turn = cuda.shared.array(_KEPT, UINT64), cuda.shared.array(1, UINT32)
+        thread, splits, split = UINT64(cuda.threadIdx.x), UINT64(cuda.gridDim.x), UINT64(cuda.blockIdx.x)
+        token, number = UINT64(cuda.blockIdx.z), UINT64(cuda.blockIdx.y)
+        lane, warp = thread % UINT64(32), thread // UINT64(32)
+        g, t = lane // UINT64(4), lane % UINT64(4)
+        low_word, high_word = ptx.load_64(positions + token * UINT64(8))
+        parts = (group + UINT64(QUERIES - 1)) // UINT64(QUERIES)
+        head = UINT64(UINT32(number) // UINT32(parts))
+        first_query = (number - head * parts) * UINT64(QUERIES)
+        count = min(group - first_query, UINT64(QUERIES))
+        column = (head * group + first_query) * UINT64(size)
         query = load_queries(
-            q + token * q_pitch + column + min(g, count - _WORD(1)) * _WORD(size) + t * _WORD(16), t * _WORD(16)
+            q + token * q_pitch + column + min(g, count - UINT64(1)) * UINT64(size) + t * UINT64(16), t * UINT64(16)
         )
 
-        seen = min((_WORD(low_word) | _WORD(high_word) << _WORD(32)) + _WORD(1), length)
-        total = (seen + _WORD(TILE - 1)) // _WORD(TILE)
-        each = max(least, _WORD(_HALF(total + splits - _WORD(1)) // _HALF(splits)))
-        tile, end = split * each, min((split + _WORD(1)) * each, total)
+        seen = min((UINT64(low_word) | UINT64(high_word) << UINT64(32)) + UINT64(1), length)
+        total = (seen + UINT64(TILE - 1)) // UINT64(TILE)
+        each = max(least, UINT64(UINT32(total + splits - UINT64(1)) // UINT32(splits)))
+        tile, end = split * each, min((split + UINT64(1)) * each, total)
         if tile >= total:
             return
-        used = min(end - tile, _WORD(warps))
+        used = min(end - tile, UINT64(warps))
         if thread == 0:  # where they take no registers from the walk
             kept[0], kept[1], kept[2], kept[3] = used, total, each, count
-            kept[4], kept[5] = out + token * out_pitch + column, token * _WORD(cuda.gridDim.y) + number
+            kept[4], kept[5] = out + token * out_pitch + column, token * UINT64(cuda.gridDim.y) + number
         if warp < used:
-            base = token * kv_pitch + head * length * _WORD(row_size)
+            base = token * kv_pitch + head * length * UINT64(row_size)
             keys, values = _at(k, k_scales, base), _at(v, v_scales, base)
-            factor, cap = ptx.float_of(_HALF(factor)) * _FLOAT(unit), ptx.float_of(_HALF(cap))
-            own = _HALF(ptx.shared_address(found) + warp * _WORD(4 * QUERIES * pitch) + lane * _WORD(16))
-            first, last = _HALF(tile + warp), _HALF(seen - _WORD(1))
-            peak, weight, sums = walk(query, own, keys, values, first, _HALF(end), last, factor, cap)
+            factor, cap = ptx.float_of(UINT32(factor)) * FLOAT32(unit), ptx.float_of(UINT32(cap))
+            own = UINT32(ptx.shared_address(found) + warp * UINT64(4 * QUERIES * pitch) + lane * UINT64(16))
+            first, last = UINT32(tile + warp), UINT32(seen - UINT64(1))
+            peak, weight, sums = walk(query, own, keys, values, first, UINT32(end), last, factor, cap)
             cuda.syncwarp()  # after which queries are no longer needed
-            at = warp * _WORD(QUERIES)
-            tiles.keep(found, sums, (at + _WORD(2) * t) * _WORD(pitch) + g, _WORD(pitch), _WORD(pairs))
+            at = warp * UINT64(QUERIES)
+            tiles.keep(found, sums, (at + UINT64(2) * t) * UINT64(pitch) + g, UINT64(pitch), UINT64(pairs))
             if t == 0:
                 peaks[at + g], totals[at + g] = peak, weight
         cuda.syncthreads()
 
         used, total, each, count, row, number = kept[0], kept[1], kept[2], kept[3], kept[4], kept[5]
-        sinks += (row - out - token * out_pitch) // _WORD(head_dim) if sinks else _WORD(0)  # those of the queries
-        ready = _WORD(_HALF(total + each - _WORD(1)) // _HALF(each))
-        partial += number * _WORD(cuda.gridDim.x) * _WORD(block)
-        own = partial + _WORD(cuda.blockIdx.x) * _WORD(block)
-        merge(found, peaks, totals, used, row if ready == 1 else _WORD(0), sinks, own, count)
+        sinks += (row - out - token * out_pitch) // UINT64(head_dim) if sinks else UINT64(0)  # those of the queries
+        ready = UINT64(UINT32(total + each - UINT64(1)) // UINT32(each))
+        partial += number * UINT64(cuda.gridDim.x) * UINT64(block)
+        own = partial + UINT64(cuda.blockIdx.x) * UINT64(block)
+        merge(found, peaks, totals, used, row if ready == 1 else UINT64(0), sinks, own, count)
         if ready == 1:
             return
-        if is_last(turns + number * _WORD(4), turn, ready):
-            vectors = count * _WORD(width // 4)
-            ways = min(max(_WORD(_HALF(threads) // _HALF(vectors)), _WORD(1)), _WORD(warps))
+        if is_last(turns + number * UINT64(4), turn, ready):
+            vectors = count * UINT64(width // 4)
+            ways = min(max(UINT64(UINT32(threads) // UINT32(vectors)), UINT64(1)), UINT64(warps))
             gather(partial, found, peaks, totals, ready, count, ways)
             cuda.syncthreads()
             merge(found, peaks, totals, ways, row, sinks, own, count)

@@ -18,9 +18,8 @@ from attrs import frozen
 from tpplan.decoder.fast.kernels import tiles
 from tpplan.exec.kernels.kernel import device_function
 from tpplan.exec.kernels.ptx import Emitter, emitter
-from tpplan.exec.toolchain.language import intrinsic, types
+from tpplan.exec.toolchain.language import UINT64, intrinsic, types
 
-_WORD = types.uint64
 #: Registers of 8 bytes, which share a scale.
 _VECTOR = 2
 #: Bytes of elements for each byte of scales.
@@ -107,7 +106,7 @@ def _rows(size: int, load: Any) -> Callable[..., Any]:
 
     @device_function
     def read(base: Any, row: Any, start: Any, second: Any) -> Any:  # noqa: ARG001 (scales may begin later)
-        return load(base[0] + row * _WORD(size), start)
+        return load(base[0] + row * UINT64(size), start)
 
     return read  # type: ignore[no-any-return]
 
@@ -117,8 +116,8 @@ def _scaled_rows(size: int, load: Any, load_scales: Any) -> Callable[..., Any]:
 
     @device_function
     def read(base: Any, row: Any, start: Any, second: Any) -> Any:
-        numbers = load(base[0] + row * _WORD(size), start)
-        return numbers, load_scales(base[1] + row * _WORD(size // SHARING), second * _WORD(2))
+        numbers = load(base[0] + row * UINT64(size), start)
+        return numbers, load_scales(base[1] + row * UINT64(size // SHARING), second * UINT64(2))
 
     return read  # type: ignore[no-any-return]
 

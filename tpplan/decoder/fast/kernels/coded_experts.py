@@ -18,27 +18,25 @@ from tpplan.decoder.fast.kernels.lane_products import BITS_OF_BASES, CODES, prod
 from tpplan.decoder.fast.kernels.pair_products import BLOCK_WARPS, FORMATS, Format, pair_products
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
-from tpplan.exec.toolchain.language import types
-
-_WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
+from tpplan.exec.toolchain.language import FLOAT32, UINT32, UINT64
 
 
 @device_function
 def _bits_of_bases() -> Any:
     """Return them in registers: the compiler, which does not know them, makes none again for each code."""
-    none = _BITS(~ptx.active())
+    none = UINT32(~ptx.active())
     return (
-        _BITS(none + _BITS(BITS_OF_BASES[0])),
-        _BITS(none + _BITS(BITS_OF_BASES[1])),
-        _BITS(none + _BITS(BITS_OF_BASES[2])),
-        _BITS(none + _BITS(BITS_OF_BASES[3])),
-        _BITS(none + _BITS(BITS_OF_BASES[4])),
+        UINT32(none + UINT32(BITS_OF_BASES[0])),
+        UINT32(none + UINT32(BITS_OF_BASES[1])),
+        UINT32(none + UINT32(BITS_OF_BASES[2])),
+        UINT32(none + UINT32(BITS_OF_BASES[3])),
+        UINT32(none + UINT32(BITS_OF_BASES[4])),
     )
 
 
 @device_function
 def _nothing() -> Any:
-    return _BITS(0)
+    return UINT32(0)
 
 
 @device_function
@@ -86,15 +84,15 @@ def _product(name: str, kind: str, rows: Format) -> Kernel:
     def ask_rows(place: Any, column: Any, more: Any) -> Any:
         """Ask for codes, scales and zeros; a place is the number of a row."""
         (codes, pitch, half), of_scales, of_zeros, _ = more
-        w = ask(codes + wide_product(place, pitch) + _WORD(_BITS(column >> _BITS(per_byte))), pitch, half)
-        indexes = numbers(_BITS(place), times(column >> _BITS(unit), of_scales[6]), of_scales)
+        w = ask(codes + wide_product(place, pitch) + UINT64(UINT32(column >> UINT32(per_byte))), pitch, half)
+        indexes = numbers(UINT32(place), times(column >> UINT32(unit), of_scales[6]), of_scales)
         return w, scales_at(indexes, of_scales), ask_zeros(indexes, of_zeros)
 
     @device_function
     def use(totals: Any, found: Any, address: Any, by: Any, more: Any) -> Any:
         """Add what 16 bytes of four matrix rows and the columns of a row make, so many times."""
         (w, scales, zeros), (_, of_scales, of_zeros, kept) = found, more
-        form, by = of_scales[2], by * _FLOAT(factor)
+        form, by = of_scales[2], by * FLOAT32(factor)
         sums = less(products(w, address, kept), zeros_of(zeros, of_zeros, of_scales))
         return (
             totals[0] + by * scale_of(scales[0], form) * sums[0],
@@ -110,10 +108,10 @@ def _product(name: str, kind: str, rows: Format) -> Kernel:
         bias, of_bias, bias_step, bias_half, mode, team, teams, scales, scales_half, form, groups, ahead, row, inverse,
         zeros, zeros_half, offset,
     ):  # fmt: skip
-        of_scales = scales, scales_half, form, _BITS(groups), _BITS(ahead), row, inverse
-        more = (codes, width >> _WORD(per_byte), half), of_scales, (zeros, zeros_half, offset), kept_of()
+        of_scales = scales, scales_half, form, UINT32(groups), UINT32(ahead), row, inverse
+        more = (codes, width >> UINT64(per_byte), half), of_scales, (zeros, zeros_half, offset), kept_of()
         multiply(
-            y, y_pitch, x, x_pitch, _WORD(0), size, _WORD(1), choices, chosen, many, width, batches, plus, plus_pitch,
+            y, y_pitch, x, x_pitch, UINT64(0), size, UINT64(1), choices, chosen, many, width, batches, plus, plus_pitch,
             (bias, of_bias, bias_step, bias_half), mode, team, teams, more,
         )  # fmt: skip
 
@@ -136,13 +134,13 @@ def _float_product(name: str, rows: Format) -> Kernel:
 
     @device_function
     def exponent_at(place: Any, scales: Any) -> Any:
-        return _BITS(ptx.load_8(scales + (place >> _WORD(4))))
+        return UINT32(ptx.load_8(scales + (place >> UINT64(4))))
 
     @device_function
     def ask_rows(address: Any, column: Any, more: Any) -> Any:
         """Ask for codes and scales."""
         pitch, half, scales = more
-        place = address + _WORD(column >> _BITS(1))
+        place = address + UINT64(column >> UINT32(1))
         further = place + half
         one, other = exponent_at(place, scales), exponent_at(place + pitch, scales)
         third, fourth = exponent_at(further, scales), exponent_at(further + pitch, scales)
@@ -150,13 +148,13 @@ def _float_product(name: str, rows: Format) -> Kernel:
 
     @device_function
     def power(exponent: Any) -> Any:
-        return ptx.float_of(_BITS(exponent << _BITS(23)))
+        return ptx.float_of(UINT32(exponent << UINT32(23)))
 
     @device_function
     def use(totals: Any, found: Any, address: Any, by: Any, _: Any) -> Any:
         """Add what 16 bytes of four matrix rows and the columns of a row make, so many times."""
         w, scales = found
-        sums, by = products(w, address, None), by * _FLOAT(factor)
+        sums, by = products(w, address, None), by * FLOAT32(factor)
         return (
             totals[0] + by * power(scales[0]) * sums[0],
             totals[1] + by * power(scales[1]) * sums[1],

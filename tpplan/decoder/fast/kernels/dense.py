@@ -12,14 +12,13 @@ from typing import Any
 from tpplan.decoder.fast.kernels.scale_kinds import F16, F32
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
-from tpplan.exec.toolchain.language import cuda, types
+from tpplan.exec.toolchain.language import FLOAT32, UINT32, UINT64, cuda
 
 #: Rows of a thread.
 _ROWS = 4
 #: Bits behind the point of a fraction.
 _POINT = 31
 
-_WORD, _HALF, _FLOAT = types.uint64, types.uint32, types.float32
 _low, _high = ptx.low_f16, ptx.high_f16
 
 
@@ -36,51 +35,51 @@ def _two(at: Any) -> Any:
 @device_function
 def _pair(bits: Any, mask: Any) -> Any:
     """Return two whole numbers as float16, each 1024 more."""
-    return _HALF(bits & _HALF(mask) | _HALF(0x64006400))
+    return UINT32(bits & UINT32(mask) | UINT32(0x64006400))
 
 
 @device_function
 def _four_bits(words: Any) -> Any:
     """Return eight codes by columns, see :data:`tpplan.decoder.weights.quantised.ORDER`."""
     word = words[0]
-    a, b = _pair(word, 0x000F000F), _pair(word >> _HALF(4), 0x000F000F)
-    c, d = _pair(word >> _HALF(8), 0x000F000F), _pair(word >> _HALF(12), 0x000F000F)
+    a, b = _pair(word, 0x000F000F), _pair(word >> UINT32(4), 0x000F000F)
+    c, d = _pair(word >> UINT32(8), 0x000F000F), _pair(word >> UINT32(12), 0x000F000F)
     return _low(a), _high(a), _low(b), _high(b), _low(c), _high(c), _low(d), _high(d)
 
 
 @device_function
 def _eight_bits(word: Any) -> Any:
-    return _pair(word, 0x00FF00FF), _pair(word >> _HALF(8), 0x00FF00FF)
+    return _pair(word, 0x00FF00FF), _pair(word >> UINT32(8), 0x00FF00FF)
 
 
 @device_function
 def _e4m3(word: Any) -> Any:
     """Return a 256th of each: what has all bits but the sign, which is no number, must not become one."""
-    even = _HALF((word & _HALF(0x007F007F)) << _HALF(7) | (word & _HALF(0x00800080)) << _HALF(8))
-    odd = _HALF((word & _HALF(0x7F007F00)) >> _HALF(1) | word & _HALF(0x80008000))
+    even = UINT32((word & UINT32(0x007F007F)) << UINT32(7) | (word & UINT32(0x00800080)) << UINT32(8))
+    odd = UINT32((word & UINT32(0x7F007F00)) >> UINT32(1) | word & UINT32(0x80008000))
     return (
-        _HALF(even | even + _HALF(0x00800080) & _HALF(0x40004000)),
-        _HALF(odd | odd + _HALF(0x00800080) & _HALF(0x40004000)),
+        UINT32(even | even + UINT32(0x00800080) & UINT32(0x40004000)),
+        UINT32(odd | odd + UINT32(0x00800080) & UINT32(0x40004000)),
     )
 
 
 @device_function
 def _e5m2(word: Any) -> Any:
-    return _HALF(word << _HALF(8) & _HALF(0xFF00FF00)), _HALF(word & _HALF(0xFF00FF00))
+    return UINT32(word << UINT32(8) & UINT32(0xFF00FF00)), UINT32(word & UINT32(0xFF00FF00))
 
 
 @device_function
 def _bytes_of(signs: Any, others: Any) -> Any:
     """Return the first bytes of float16, each 2 ** -14 of an e2m1: its sign, and its other bits."""
-    return _HALF(signs & _HALF(0x80808080) | others & _HALF(0x0E0E0E0E))
+    return UINT32(signs & UINT32(0x80808080) | others & UINT32(0x0E0E0E0E))
 
 
 @device_function
 def _e2m1(words: Any) -> Any:
-    word, by = words[0], _FLOAT(2**14)
-    first, second = _bytes_of(word << _HALF(4), word << _HALF(1)), _bytes_of(word, word >> _HALF(3))
-    a, b = _HALF(first << _HALF(8) & _HALF(0xFF00FF00)), _HALF(second << _HALF(8) & _HALF(0xFF00FF00))
-    c, d = _HALF(first & _HALF(0xFF00FF00)), _HALF(second & _HALF(0xFF00FF00))
+    word, by = words[0], FLOAT32(2**14)
+    first, second = _bytes_of(word << UINT32(4), word << UINT32(1)), _bytes_of(word, word >> UINT32(3))
+    a, b = UINT32(first << UINT32(8) & UINT32(0xFF00FF00)), UINT32(second << UINT32(8) & UINT32(0xFF00FF00))
+    c, d = UINT32(first & UINT32(0xFF00FF00)), UINT32(second & UINT32(0xFF00FF00))
     half = by * _low(a), by * _low(b), by * _low(c), by * _low(d)
     return *half, by * _high(a), by * _high(b), by * _high(c), by * _high(d)
 
@@ -98,12 +97,12 @@ def _bytes_by(pairs: Any) -> Any:
 
 @device_function
 def _as_codes_are(zero: Any) -> Any:
-    return _low(_HALF(zero + _HALF(0x6400)))
+    return _low(UINT32(zero + UINT32(0x6400)))
 
 
 @device_function
 def _none(_: Any) -> Any:
-    return _FLOAT(0)
+    return FLOAT32(0)
 
 
 def _each(make: Any) -> Any:
@@ -118,7 +117,7 @@ def _each(make: Any) -> Any:
 
 @device_function
 def _times(number: Any, fraction: Any) -> Any:
-    return _HALF(_WORD(number) * _WORD(fraction) >> _WORD(_POINT))
+    return UINT32(UINT64(number) * UINT64(fraction) >> UINT64(_POINT))
 
 
 @device_function
@@ -129,28 +128,28 @@ def _until(number: Any, last: Any) -> Any:
 @device_function
 def _block_of(row: Any, told: Any) -> Any:
     fraction, per_row, column = told
-    return _HALF(_times(row, fraction) * per_row + column)
+    return UINT32(_times(row, fraction) * per_row + column)
 
 
 @device_function
 def _scale_16(block: Any, scales: Any) -> Any:
-    return _HALF(ptx.load_16(scales + _WORD(block) * _WORD(2)))
+    return UINT32(ptx.load_16(scales + UINT64(block) * UINT64(2)))
 
 
 @device_function
 def _scale_32(block: Any, scales: Any) -> Any:
-    return ptx.load_32(scales + _WORD(block) * _WORD(4))
+    return ptx.load_32(scales + UINT64(block) * UINT64(4))
 
 
 @device_function
 def _scale_8(block: Any, scales: Any) -> Any:
-    return _HALF(ptx.load_8(scales + _WORD(block)))
+    return UINT32(ptx.load_8(scales + UINT64(block)))
 
 
 @device_function
 def _zero_byte(block: Any, told: Any) -> Any:
     zeros, packed = told
-    return _HALF(ptx.load_8(zeros + _WORD(block >> packed)))
+    return UINT32(ptx.load_8(zeros + UINT64(block >> packed)))
 
 
 _numbers, _blocks = _each(_until), _each(_block_of)
@@ -159,26 +158,26 @@ _scales_16, _scales_32, _scales_8, _zero_bytes = (_each(each) for each in (_scal
 
 @device_function
 def _scales(blocks: Any, scales: Any, kind: Any) -> Any:
-    return _scales_32(blocks, scales) if kind == _HALF(F32) else _scales_16(blocks, scales)
+    return _scales_32(blocks, scales) if kind == UINT32(F32) else _scales_16(blocks, scales)
 
 
 @device_function
 def _zeros(blocks: Any, zeros: Any, packed: Any) -> Any:
-    nothing = _HALF(0)
+    nothing = UINT32(0)
     return _zero_bytes(blocks, (zeros, packed)) if zeros else (nothing, nothing, nothing, nothing)
 
 
 @device_function
 def _zero_in(byte: Any, block: Any, packed: Any, plus: Any) -> Any:
     """Return what is in a byte, or in the half that the number of a block tells, and some more."""
-    return _HALF((byte >> ((block & packed) << _HALF(2)) & _HALF(255) >> (packed << _HALF(2))) + plus)
+    return UINT32((byte >> ((block & packed) << UINT32(2)) & UINT32(255) >> (packed << UINT32(2))) + plus)
 
 
 @device_function
 def _float_of(bits: Any, kind: Any) -> Any:
-    if kind == _HALF(F16):
+    if kind == UINT32(F16):
         return _low(bits)
-    return ptx.float_of(bits) if kind == _HALF(F32) else ptx.low_bf16(bits)
+    return ptx.float_of(bits) if kind == UINT32(F32) else ptx.low_bf16(bits)
 
 
 @device_function
@@ -188,7 +187,7 @@ def _exponents(blocks: Any, scales: Any, _: Any) -> Any:
 
 @device_function
 def _power_of(bits: Any, _: Any) -> Any:
-    return ptx.float_of(_HALF(bits << _HALF(23)))
+    return ptx.float_of(UINT32(bits << UINT32(23)))
 
 
 _FLOATS, _POWERS = (_scales, _each(_float_of)), (_exponents, _each(_power_of))
@@ -227,7 +226,7 @@ def _dense(
 
     @device_function
     def store(to: Any, words: Any, scale: Any, zero: Any) -> None:
-        code, z, by = codes_of(words), zero_of(zero), scale * _FLOAT(factor)
+        code, z, by = codes_of(words), zero_of(zero), scale * FLOAT32(factor)
         ptx.store_128(
             to,
             both((code[0] - z) * by, (code[1] - z) * by),
@@ -239,35 +238,35 @@ def _dense(
     @device_function
     def load_of(row: Any, told: Any) -> Any:
         at, pitch = told
-        return load(at + _WORD(row) * pitch)
+        return load(at + UINT64(row) * pitch)
 
     loads = _each(load_of)
 
     def dense(  # type: ignore[no-untyped-def]
         out, out_pitch, codes, pitch, start, end, units, scales, kind, per_row, row, column, zeros, packed, plus
     ):
-        start, end, units, kind, packed = _HALF(start), _HALF(end), _HALF(units), _HALF(kind), _HALF(packed)
-        unit = _HALF(cuda.blockIdx.y) * _HALF(cuda.blockDim.x) + _HALF(cuda.threadIdx.x)
-        before = _HALF(cuda.blockIdx.x) * _HALF(_ROWS)
-        first, own = _HALF(start + before), _HALF(min(unit, units - _HALF(1)))
+        start, end, units, kind, packed = UINT32(start), UINT32(end), UINT32(units), UINT32(kind), UINT32(packed)
+        unit = UINT32(cuda.blockIdx.y) * UINT32(cuda.blockDim.x) + UINT32(cuda.threadIdx.x)
+        before = UINT32(cuda.blockIdx.x) * UINT32(_ROWS)
+        first, own = UINT32(start + before), UINT32(min(unit, units - UINT32(1)))
         # All is asked for before anything is looked at; of rows that there are not, for the last one.
-        rows = first, _HALF(first + _HALF(1)), _HALF(first + _HALF(2)), _HALF(first + _HALF(3))
-        rows = _numbers(rows, _HALF(end - _HALF(1)))
-        words = loads(rows, (codes + _WORD(own) * _WORD(size), pitch))
-        blocks = _blocks(rows, (_HALF(row), _HALF(per_row), _times(own, _HALF(column))))
+        rows = first, UINT32(first + UINT32(1)), UINT32(first + UINT32(2)), UINT32(first + UINT32(3))
+        rows = _numbers(rows, UINT32(end - UINT32(1)))
+        words = loads(rows, (codes + UINT64(own) * UINT64(size), pitch))
+        blocks = _blocks(rows, (UINT32(row), UINT32(per_row), _times(own, UINT32(column))))
         scale = scales_at(blocks, scales, kind)
         zero = _zeros(blocks, zeros, packed)
         ptx.after_earlier_with_next()
-        by, more = floats_of(scale, kind), _HALF(plus)
-        to = out + _WORD(before) * out_pitch + _WORD(unit) * _WORD(16)
+        by, more = floats_of(scale, kind), UINT32(plus)
+        to = out + UINT64(before) * out_pitch + UINT64(unit) * UINT64(16)
         if unit < units:
             store(to, words[0], by[0], _zero_in(zero[0], blocks[0], packed, more))
-            if first + _HALF(1) < end:
+            if first + UINT32(1) < end:
                 store(to + out_pitch, words[1], by[1], _zero_in(zero[1], blocks[1], packed, more))
-            if first + _HALF(2) < end:
-                store(to + _WORD(2) * out_pitch, words[2], by[2], _zero_in(zero[2], blocks[2], packed, more))
-            if first + _HALF(3) < end:
-                store(to + _WORD(3) * out_pitch, words[3], by[3], _zero_in(zero[3], blocks[3], packed, more))
+            if first + UINT32(2) < end:
+                store(to + UINT64(2) * out_pitch, words[2], by[2], _zero_in(zero[2], blocks[2], packed, more))
+            if first + UINT32(3) < end:
+                store(to + UINT64(3) * out_pitch, words[3], by[3], _zero_in(zero[3], blocks[3], packed, more))
 
     return Kernel(name, dense, 15)
 

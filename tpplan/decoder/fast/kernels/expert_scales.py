@@ -24,79 +24,77 @@ from tpplan.decoder.fast.kernels.lane_products import BASES, BITS_OF_BASES
 from tpplan.decoder.fast.kernels.scale_kinds import F32
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import device_function
-from tpplan.exec.toolchain.language import types
+from tpplan.exec.toolchain.language import FLOAT32, UINT32, UINT64
 
 #: Bits behind the point of a fraction.
 _POINT = 31
-
-_WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 
 
 @device_function
 def wide_product(a: Any, b: Any) -> Any:
     """Multiply numbers of 32 bits: one instruction."""
-    return _WORD(_BITS(a)) * _WORD(_BITS(b))
+    return UINT64(UINT32(a)) * UINT64(UINT32(b))
 
 
 @device_function
 def times(number: Any, fraction: Any) -> Any:
     """Multiply a number by a fraction, and return the whole part."""
-    return _BITS(wide_product(number, fraction) >> _WORD(_POINT))
+    return UINT32(wide_product(number, fraction) >> UINT64(_POINT))
 
 
 @device_function
 def _by_row(place: Any, group: Any, told: Any) -> Any:
     """Return the numbers of the scales of four rows that each have their own."""
     _, _, _, groups, ahead, _, _ = told
-    first, further = _BITS(place * groups + group), _BITS(ahead * groups)
-    second, third = _BITS(first + groups), _BITS(first + further)
-    return first, second, third, _BITS(third + groups)
+    first, further = UINT32(place * groups + group), UINT32(ahead * groups)
+    second, third = UINT32(first + groups), UINT32(first + further)
+    return first, second, third, UINT32(third + groups)
 
 
 @device_function
 def _by_block(place: Any, group: Any, told: Any) -> Any:
     """Return the numbers of the scales of four rows, of which blocks share one."""
     _, _, _, groups, ahead, row, _ = told
-    second, third = _BITS(place + _BITS(1)), _BITS(place + ahead)
+    second, third = UINT32(place + UINT32(1)), UINT32(place + ahead)
     a, b = times(place, row), times(second, row)
-    c, d = times(third, row), times(_BITS(third + _BITS(1)), row)
-    one, other = _BITS(a * groups + group), _BITS(b * groups + group)
-    return one, other, _BITS(c * groups + group), _BITS(d * groups + group)
+    c, d = times(third, row), times(UINT32(third + UINT32(1)), row)
+    one, other = UINT32(a * groups + group), UINT32(b * groups + group)
+    return one, other, UINT32(c * groups + group), UINT32(d * groups + group)
 
 
 @device_function
 def _scale_at(scales: Any, index: Any, wide: Any) -> Any:
-    return ptx.load_32_or_16(scales + wide_product(index, _WORD(2) + wide + wide), wide)
+    return ptx.load_32_or_16(scales + wide_product(index, UINT64(2) + wide + wide), wide)
 
 
 @device_function
 def scales_at(indexes: Any, told: Any) -> Any:
     """Ask for the scales of four rows."""
     (a, b, c, d), (scales, half, form, _, _, _, _) = indexes, told
-    wide, further = _WORD(form == _WORD(F32)), scales + half
+    wide, further = UINT64(form == UINT64(F32)), scales + half
     one, other = _scale_at(scales, a, wide), _scale_at(scales, b, wide)
     return one, other, _scale_at(further, c, wide), _scale_at(further, d, wide)
 
 
 @device_function
 def _nibble_at(zeros: Any, index: Any, is_there: Any) -> Any:
-    return ptx.load_32_if(zeros + wide_product(_BITS(index >> _BITS(3)), 4), is_there)
+    return ptx.load_32_if(zeros + wide_product(UINT32(index >> UINT32(3)), 4), is_there)
 
 
 @device_function
 def _byte_at(zeros: Any, index: Any, is_there: Any) -> Any:
-    return ptx.load_8_if(zeros + _WORD(index), is_there)
+    return ptx.load_8_if(zeros + UINT64(index), is_there)
 
 
 @device_function
 def _number(bits: Any, less: Any) -> Any:
     """Return a whole number less another, which has the base in it."""
-    return ptx.float_of(_BITS(bits | _BITS(BITS_OF_BASES[0]))) - less
+    return ptx.float_of(UINT32(bits | UINT32(BITS_OF_BASES[0]))) - less
 
 
 @device_function
 def _nibble(word: Any, index: Any, less: Any) -> Any:
-    return _number(_BITS(ptx.shifted(word, _BITS(index << _BITS(2))) & _BITS(15)), less)
+    return _number(UINT32(ptx.shifted(word, UINT32(index << UINT32(2))) & UINT32(15)), less)
 
 
 @device_function
@@ -123,22 +121,22 @@ def _zeros_by(load: Any, value: Any) -> tuple[Any, Any]:
     def zeros_of(found: Any, told: Any, of_scales: Any) -> Any:
         (p, q, r, s), index = found
         _, _, _, groups, ahead, _, _ = of_scales
-        base = _FLOAT(BASES[0]) - ptx.float_of(_BITS(told[2]))  # exact
-        second, third = _BITS(index + groups), _BITS(index + ahead * groups)
+        base = FLOAT32(BASES[0]) - ptx.float_of(UINT32(told[2]))  # exact
+        second, third = UINT32(index + groups), UINT32(index + ahead * groups)
         a, b = value(p, index, base), value(q, second, base)
-        return a, b, value(r, third, base), value(s, _BITS(third + groups), base)
+        return a, b, value(r, third, base), value(s, UINT32(third + groups), base)
 
     return ask_zeros, zeros_of
 
 
 @device_function
 def _ask_none(_: Any, __: Any) -> Any:
-    return _BITS(0)
+    return UINT32(0)
 
 
 @device_function
 def _no_zeros(_: Any, __: Any, ___: Any) -> Any:
-    return _FLOAT(0), _FLOAT(0), _FLOAT(0), _FLOAT(0)
+    return FLOAT32(0), FLOAT32(0), FLOAT32(0), FLOAT32(0)
 
 
 #: Of codes: what returns the numbers of scales, asks for zeros, and makes float32 of these.

@@ -13,12 +13,11 @@ from tpplan.decoder.fast.kernels.lane_products import of_halves, products_of
 from tpplan.decoder.fast.kernels.pair_products import BLOCK_WARPS, FORMATS, Format, pair_products
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
-from tpplan.exec.toolchain.language import cuda, libdevice, types
+from tpplan.exec.toolchain.language import FLOAT32, UINT32, UINT64, cuda, libdevice
 
 #: Experts whose scores a warp takes at a time: each lane those of four.
 _FEW = 128
 
-_WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 #: Of 16 bits: all, and the sign; and what experts are counted down from, so that no key is the largest number.
 _ALL, _SIGN, _LAST = 0xFFFF, 0x8000, 0xFFFE
 
@@ -26,27 +25,27 @@ _ALL, _SIGN, _LAST = 0xFFFF, 0x8000, 0xFFFE
 @device_function
 def _key(bits: Any, expert: Any, count: Any) -> Any:
     """Return what is larger for larger scores, and of equal ones for the first expert; 0 for none."""
-    bits = _BITS(0) if bits == _BITS(_SIGN) else bits  # zeros are equal
-    ordered = bits ^ _BITS(_ALL if bits & _BITS(_SIGN) else _SIGN)
-    return _BITS((ordered << _BITS(16)) | (_BITS(_LAST) - expert)) if expert < count else _BITS(0)
+    bits = UINT32(0) if bits == UINT32(_SIGN) else bits  # zeros are equal
+    ordered = bits ^ UINT32(_ALL if bits & UINT32(_SIGN) else _SIGN)
+    return UINT32((ordered << UINT32(16)) | (UINT32(_LAST) - expert)) if expert < count else UINT32(0)
 
 
 @device_function
 def _keys(scores: Any, expert: Any, count: Any) -> Any:
     """Return those of four experts of a lane."""
-    e0, e1, e2, e3 = expert, _BITS(expert + _BITS(32)), _BITS(expert + _BITS(64)), _BITS(expert + _BITS(96))
-    last = _BITS(count - _BITS(1))
-    b0 = ptx.load_16(scores + _WORD(2) * _WORD(min(e0, last)))
-    b1 = ptx.load_16(scores + _WORD(2) * _WORD(min(e1, last)))
-    b2 = ptx.load_16(scores + _WORD(2) * _WORD(min(e2, last)))
-    b3 = ptx.load_16(scores + _WORD(2) * _WORD(min(e3, last)))
-    first = _key(_BITS(b0), e0, count), _key(_BITS(b1), e1, count)
-    return *first, _key(_BITS(b2), e2, count), _key(_BITS(b3), e3, count)
+    e0, e1, e2, e3 = expert, UINT32(expert + UINT32(32)), UINT32(expert + UINT32(64)), UINT32(expert + UINT32(96))
+    last = UINT32(count - UINT32(1))
+    b0 = ptx.load_16(scores + UINT64(2) * UINT64(min(e0, last)))
+    b1 = ptx.load_16(scores + UINT64(2) * UINT64(min(e1, last)))
+    b2 = ptx.load_16(scores + UINT64(2) * UINT64(min(e2, last)))
+    b3 = ptx.load_16(scores + UINT64(2) * UINT64(min(e3, last)))
+    first = _key(UINT32(b0), e0, count), _key(UINT32(b1), e1, count)
+    return *first, _key(UINT32(b2), e2, count), _key(UINT32(b3), e3, count)
 
 
 @device_function
 def _below(key: Any, limit: Any) -> Any:
-    return key if key < limit else _BITS(0)
+    return key if key < limit else UINT32(0)
 
 
 @device_function
@@ -70,13 +69,13 @@ def _choose(name: str, first: Any) -> Kernel:  # noqa: C901 (four functions)
 
     @device_function
     def score(key: Any) -> Any:
-        ordered = key >> _BITS(16)
-        return first(_BITS(ordered ^ _BITS(_SIGN if ordered & _BITS(_SIGN) else _ALL)))
+        ordered = key >> UINT32(16)
+        return first(UINT32(ordered ^ UINT32(_SIGN if ordered & UINT32(_SIGN) else _ALL)))
 
     @device_function
     def share(key: Any, peak: Any) -> Any:
         """Return the exponential of what a score is less than the largest."""
-        return libdevice.expf(score(key) - peak) if key else _FLOAT(0)
+        return libdevice.expf(score(key) - peak) if key else FLOAT32(0)
 
     @device_function
     def shares(keys: Any, peak: Any) -> Any:
@@ -84,37 +83,37 @@ def _choose(name: str, first: Any) -> Kernel:  # noqa: C901 (four functions)
 
     def choose(scores, pitch, experts, out, out_pitch, chosen, normalised):  # type: ignore[no-untyped-def]
         ptx.after_earlier_with_next()
-        row, lane, count = _WORD(cuda.blockIdx.x), _BITS(cuda.threadIdx.x), _BITS(experts)
+        row, lane, count = UINT64(cuda.blockIdx.x), UINT32(cuda.threadIdx.x), UINT32(experts)
         scores += row * pitch
-        none = _BITS(0), _BITS(0), _BITS(0), _BITS(0)
+        none = UINT32(0), UINT32(0), UINT32(0), UINT32(0)
         k0, k1, k2, k3 = _keys(scores, lane, count), none, none, none
-        if count > _BITS(_FEW):
-            k1 = _keys(scores, _BITS(lane + _BITS(_FEW)), count)
-            k2 = _keys(scores, _BITS(lane + _BITS(2 * _FEW)), count)
-            k3 = _keys(scores, _BITS(lane + _BITS(3 * _FEW)), count)
-        limit, own, top, index = _BITS(0xFFFFFFFF), _BITS(0), _BITS(0), _BITS(0)
-        while index < _BITS(chosen):  # the next is the largest below the one before: no two are equal
+        if count > UINT32(_FEW):
+            k1 = _keys(scores, UINT32(lane + UINT32(_FEW)), count)
+            k2 = _keys(scores, UINT32(lane + UINT32(2 * _FEW)), count)
+            k3 = _keys(scores, UINT32(lane + UINT32(3 * _FEW)), count)
+        limit, own, top, index = UINT32(0xFFFFFFFF), UINT32(0), UINT32(0), UINT32(0)
+        while index < UINT32(chosen):  # the next is the largest below the one before: no two are equal
             best = _largest(k0, limit)
-            if count > _BITS(_FEW):
+            if count > UINT32(_FEW):
                 best = max(best, _largest(k1, limit), _largest(k2, limit), _largest(k3, limit))
-            limit = ptx.largest_of_warp(_BITS(best))
-            if index == _BITS(0):
+            limit = ptx.largest_of_warp(UINT32(best))
+            if index == UINT32(0):
                 top = limit
             if index == lane:
                 own = limit
-            index = _BITS(index + _BITS(1))
+            index = UINT32(index + UINT32(1))
         peak = score(top)
         total = shares(k0, peak)
-        if count > _BITS(_FEW):
+        if count > UINT32(_FEW):
             total += shares(k1, peak) + (shares(k2, peak) + shares(k3, peak))
         weight = share(own, peak) / over_warp(total)
         if normalised:
             weight = weight / over_warp(weight)
-        if lane < _BITS(chosen):
-            to = out + row * out_pitch + _WORD(4) * _WORD(lane)
+        if lane < UINT32(chosen):
+            to = out + row * out_pitch + UINT64(4) * UINT64(lane)
             ptx.store_32(to, ptx.bits_of(weight))
-            expert = _BITS(_BITS(_LAST) - (own & _BITS(_ALL)))
-            ptx.store_32(to + _WORD(4) * chosen, ptx.bits_of(_FLOAT(expert)))
+            expert = UINT32(UINT32(_LAST) - (own & UINT32(_ALL)))
+            ptx.store_32(to + UINT64(4) * chosen, ptx.bits_of(FLOAT32(expert)))
 
     return Kernel(name, choose, 7)
 
@@ -136,7 +135,7 @@ def _product(name: str, rows: Format) -> Kernel:
 
     @device_function
     def ask_rows(address: Any, column: Any, more: Any) -> Any:
-        return ask(address + _WORD(column) * _WORD(2), more[0], more[1])
+        return ask(address + UINT64(column) * UINT64(2), more[0], more[1])
 
     @device_function
     def use(totals: Any, w: Any, address: Any, factor: Any, _: Any) -> Any:

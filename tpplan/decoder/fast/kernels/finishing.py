@@ -11,7 +11,7 @@ from typing import Any
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.channel import first_element, sum_of_parts
 from tpplan.exec.kernels.kernel import device_function
-from tpplan.exec.toolchain.language import libdevice, types
+from tpplan.exec.toolchain.language import FLOAT32, UINT64, libdevice, types
 
 #: What becomes of a sum: it is stored, or its activation is multiplied by another.
 ADD, SILU, GELU, GELU_TANH, SWIGLU_OAI = range(5)
@@ -21,39 +21,38 @@ _ALPHA, _LIMIT = 1.702, 7.0
 
 #: As in torch's GELU.
 _ROOT_OF_HALF, _TANH_SCALE, _TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
-_WORD, _FLOAT = types.uint64, types.float32
 
 
 @device_function
 def silu(x: Any) -> Any:
     """Return ``x × sigmoid(x)``."""
-    return x / (_FLOAT(1) + libdevice.expf(-x))
+    return x / (FLOAT32(1) + libdevice.expf(-x))
 
 
 @device_function
 def gelu(x: Any) -> Any:
     """Return ``x`` times the normal distribution's function of it."""
-    return x * _FLOAT(0.5) * (_FLOAT(1) + libdevice.erff(x * _FLOAT(_ROOT_OF_HALF)))
+    return x * FLOAT32(0.5) * (FLOAT32(1) + libdevice.erff(x * FLOAT32(_ROOT_OF_HALF)))
 
 
 @device_function
 def gelu_tanh(x: Any) -> Any:
     """Return nearly that, by a hyperbolic tangent."""
-    inner = _FLOAT(_TANH_SCALE) * (x + _FLOAT(_TANH_CUBE) * (x * x * x))
-    return _FLOAT(0.5) * x * (_FLOAT(1) + libdevice.tanhf(inner))
+    inner = FLOAT32(_TANH_SCALE) * (x + FLOAT32(_TANH_CUBE) * (x * x * x))
+    return FLOAT32(0.5) * x * (FLOAT32(1) + libdevice.tanhf(inner))
 
 
 @device_function
 def limited_silu(x: Any) -> Any:
     """Return ``x × sigmoid(1.702 x)``, where x is 7 at most."""
-    x = min(x, _FLOAT(_LIMIT))
-    return x / (_FLOAT(1) + libdevice.expf(_FLOAT(-_ALPHA) * x))
+    x = min(x, FLOAT32(_LIMIT))
+    return x / (FLOAT32(1) + libdevice.expf(FLOAT32(-_ALPHA) * x))
 
 
 @device_function
 def limited_plus_one(x: Any) -> Any:
     """Return what that is multiplied by: a number from -7 to 7, and 1."""
-    return min(max(x, _FLOAT(-_LIMIT)), _FLOAT(_LIMIT)) + _FLOAT(1)
+    return min(max(x, FLOAT32(-_LIMIT)), FLOAT32(_LIMIT)) + FLOAT32(1)
 
 
 @device_function
@@ -97,15 +96,15 @@ def finish_of(first: Any, both: Any) -> Any:
     def finish(
         s: Any, t: Any, row: Any, column: Any, y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, mode: Any
     ) -> None:
-        if plus != _WORD(0):
-            at = plus + row * plus_pitch + column * _WORD(2)
+        if plus != UINT64(0):
+            at = plus + row * plus_pitch + column * UINT64(2)
             s += load_one(at)
             if mode != ADD:
-                t += load_one(at + size * _WORD(2))
+                t += load_one(at + size * UINT64(2))
         if mode != ADD:
             t = rounded(t)
             s = rounded(activation(rounded(s), mode)) * (limited_plus_one(t) if mode == SWIGLU_OAI else t)
-        ptx.store_16(y + row * y_pitch + column * _WORD(2), types.uint16(bits_of(s)))
+        ptx.store_16(y + row * y_pitch + column * UINT64(2), types.uint16(bits_of(s)))
 
     return finish
 
@@ -126,11 +125,11 @@ def add_up_of(first: Any, both: Any) -> Any:
     def add_up(y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, rows: Any, number: Any) -> None:
         element, step = first_element()
         while element < rows * size:
-            row = _WORD(types.uint32(element) // types.uint32(size))
+            row = UINT64(types.uint32(element) // types.uint32(size))
             n = element - row * size
-            more = first(types.uint32(ptx.load_16(plus + row * plus_pitch + n * _WORD(2)))) if plus else _FLOAT(-0.0)
+            more = first(types.uint32(ptx.load_16(plus + row * plus_pitch + n * UINT64(2)))) if plus else FLOAT32(-0.0)
             s = sum_of_parts(element, number) + more
-            ptx.store_16(y + row * y_pitch + n * _WORD(2), types.uint16(both(s, s) & types.uint32(0xFFFF)))
+            ptx.store_16(y + row * y_pitch + n * UINT64(2), types.uint16(both(s, s) & types.uint32(0xFFFF)))
             element += step
 
     return add_up

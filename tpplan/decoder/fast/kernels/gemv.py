@@ -7,30 +7,186 @@ added up in a fixed order. Everything is added in float32. Addresses are at mult
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from tpplan.decoder.fast.kernels import dot_products
-from tpplan.decoder.fast.kernels.dot_products import ask, ask_now, collected, eight_of, products_of
+from tpplan.decoder.fast.kernels.dot_products import (
+    ask,
+    ask_now,
+    collected,
+    dot,
+    eight_of,
+    mapped,
+    over_warp,
+    products_of,
+    zeros,
+)
 from tpplan.decoder.fast.kernels.finishing import ADD, add_up_of, finish_of
-from tpplan.decoder.fast.kernels.row_norms import MOST_WARPS, norm_of
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.channel import end_sum, send_part, wait_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
 from tpplan.exec.protocol.channel import CALLERS
-from tpplan.exec.toolchain.language import cuda, types
+from tpplan.exec.toolchain.language import FLOAT32, UINT64, cuda, libdevice, types
+
+#: Warps of a block, at most.
+MOST_WARPS = 16
+
+#: Columns of a lane: 16 bytes.
+_LANE = 8
+
+
+@cache
+def _squares_of(count: int, eight: Any) -> Any:
+    """Make what adds the squares of 16 bytes of every row.
+
+    Args:
+        count: of rows.
+        eight: makes floats of 16 bytes.
+    """
+
+    @device_function
+    def squares(total: Any, w: Any, is_there: Any) -> Any:
+        f = eight(w)
+        return dot(total, f, f) if is_there else total
+
+    return mapped(count, squares)
+
+
+@cache
+def _factors_of(count: int) -> Any:
+    """Make what returns, in all threads, what rows are multiplied by, of sums of squares of their own."""
+
+    @device_function
+    def shares(total: Any, row: Any, to: Any) -> Any:
+        total = over_warp(total)
+        sums, warp, lane = to
+        if lane == UINT64(0):
+            sums[row * UINT64(MOST_WARPS) + warp] = total
+        return total
+
+    @device_function
+    def factors(_: Any, row: Any, given: Any) -> Any:
+        sums, warps, lane, width, least = given
+        total = over_warp(sums[row * UINT64(MOST_WARPS) + lane] if lane < warps else FLOAT32(0))
+        return libdevice.rsqrtf(total / width + least)
+
+    share, factor = mapped(count, shares), mapped(count, factors)
+
+    @device_function
+    def factors_of(totals: Any, sums: Any, width: Any, eps: Any) -> Any:
+        lane, warp = UINT64(cuda.threadIdx.x) & UINT64(31), UINT64(cuda.threadIdx.x) >> UINT64(5)
+        numbers = (UINT64(0), UINT64(1))
+        share(totals, numbers, (sums, warp, lane))
+        cuda.syncthreads()
+        warps, least = UINT64(cuda.blockDim.x) >> UINT64(5), ptx.float_of(types.uint32(eps))
+        return factor(totals, numbers, (sums, warps, lane, FLOAT32(types.int64(width)), least))
+
+    return factors_of
+
+
+def _write_of(count: int, eight: Any, both: Any) -> Any:
+    """Make what multiplies 16 bytes of every row by its factor and by weights, plus a number, and writes the products.
+
+    Args:
+        count: of rows.
+        eight: makes floats of 16 bytes.
+        both: makes 32 bits of two floats.
+    """
+
+    @device_function
+    def writes(w: Any, given: Any, to: Any) -> Any:
+        place, by = given
+        start, g, more = to
+        f, h = eight(w), eight(g)
+        ptx.shared_store_128(
+            start + place,
+            both((h[0] + more) * (by * f[0]), (h[1] + more) * (by * f[1])),
+            both((h[2] + more) * (by * f[2]), (h[3] + more) * (by * f[3])),
+            both((h[4] + more) * (by * f[4]), (h[5] + more) * (by * f[5])),
+            both((h[6] + more) * (by * f[6]), (h[7] + more) * (by * f[7])),
+        )
+        return by
+
+    @device_function
+    def pairs(a: Any, b: Any, _: Any) -> Any:
+        return a, b
+
+    write, pair = mapped(count, writes), mapped(count, pairs)
+
+    @device_function
+    def write_all(w: Any, places: Any, by: Any, to: Any, g: Any, more: Any) -> None:
+        write(w, pair(places, by, 0), (to, g, more))
+
+    return write_all
+
+
+def norm_of(count: int, eight: Any, both: Any) -> Any:
+    """Make what writes rows divided by their root mean square, times weights plus a number, to shared memory.
+
+    A thread's first two vectors of every row, and of the weights, stay in registers: mostly there are no others.
+
+    Args:
+        count: of rows.
+        eight: makes floats of 16 bytes.
+        both: makes 32 bits of two floats.
+    """
+    square, factors_of, write = _squares_of(count, eight), _factors_of(count), _write_of(count, eight, both)
+
+    @device_function
+    def loads(offset: Any, _: Any, at: Any) -> Any:
+        return ptx.load_128(at + offset)
+
+    load = mapped(count, loads)
+
+    @device_function
+    def ask(x: Any, offsets: Any, width: Any, gain: Any) -> Any:
+        """Ask for a thread's vectors; one behind the last column is the first."""
+        first = UINT64(cuda.threadIdx.x) * UINT64(_LANE)
+        second = first + UINT64(cuda.blockDim.x) * UINT64(_LANE)
+        first = UINT64(2) * (first if first < width else UINT64(0))
+        second = UINT64(2) * (second if second < width else UINT64(0))
+        r, s = load(offsets, offsets, x + first), load(offsets, offsets, x + second)
+        return r, s, ptx.load_128(gain + first), ptx.load_128(gain + second)
+
+    @device_function
+    def norm(
+        kept: Any, sums: Any, x: Any, offsets: Any, places: Any, width: Any, gain: Any, eps: Any, offset: Any
+    ) -> None:  # fmt: skip
+        r, s, g, h = ask(x, offsets, width, gain)
+        more = ptx.float_of(types.uint32(offset))
+        first, stride = UINT64(cuda.threadIdx.x) * UINT64(_LANE), UINT64(cuda.blockDim.x) * UINT64(_LANE)
+        second = first + stride
+        totals = square(square(zeros()[:count], r, first < width), s, second < width)
+        column = second + stride
+        while column < width:
+            totals = square(totals, load(offsets, offsets, x + column * UINT64(2)), column < width)
+            column += stride
+        by = factors_of(totals, sums, width, eps)
+        if first < width:
+            write(r, places, by, kept + first * UINT64(2), g, more)
+        if second < width:
+            write(s, places, by, kept + second * UINT64(2), h, more)
+        column = second + stride
+        while column < width:
+            at = column * UINT64(2)
+            write(load(offsets, offsets, x + at), places, by, kept + at, ptx.load_128(gain + at), more)
+            column += stride
+        cuda.syncthreads()
+
+    return norm
+
 
 #: Bytes of rows that a kernel with a norm keeps in shared memory, at most.
 MOST_BYTES = 2**15
 
 #: Columns of a lane: 16 bytes.
-_LANE = 8
+
 #: Sums that a warp keeps until they are stored.
 _KEPT = 128
 #: Lengths of arrays in shared memory.
 _SUMS, _WORDS = MOST_WARPS * _KEPT, MOST_BYTES // 4
-
-_WORD, _FLOAT = types.uint64, types.float32
 
 
 def _finish_of(count: int, first: Any, both: Any, *, joint: bool) -> Any:
@@ -49,24 +205,24 @@ def _finish_of(count: int, first: Any, both: Any, *, joint: bool) -> Any:
         sums: Any, base: Any, warps: Any, index: Any, step: Any, slots: Any, batch: Any, stride: Any,
         y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, per: Any, rows: Any, mode: Any, number: Any,
     ) -> None:  # fmt: skip
-        up = _WORD(2 * count)  # from a gate to what it is for
+        up = UINT64(2 * count)  # from a gate to what it is for
         wide = up + up if mode == ADD else up
         total = slots * wide
         while index < total:
-            slot = index >> _WORD(2 + bits) if mode == ADD else index >> _WORD(1 + bits)
-            value = index & (wide - _WORD(1))
+            slot = index >> UINT64(2 + bits) if mode == ADD else index >> UINT64(1 + bits)
+            value = index & (wide - UINT64(1))
             place = base + slot * (up + up) + value
-            row = value & _WORD(count - 1)
+            row = value & UINT64(count - 1)
             start = (batch + slot * stride) * per
-            n = min(start, size - per) + (value >> _WORD(bits))
-            s = t = _FLOAT(0)
-            i = _WORD(0)
+            n = min(start, size - per) + (value >> UINT64(bits))
+            s = t = FLOAT32(0)
+            i = UINT64(0)
             while i < warps:
                 s += sums[place]
                 if mode != ADD:
                     t += sums[place + up]
-                place += _WORD(_KEPT)
-                i += _WORD(1)
+                place += UINT64(_KEPT)
+                i += UINT64(1)
             if n >= start and row < rows:  # not what another batch has
                 if joint:
                     send_part(row * size + n, s, number)
@@ -104,59 +260,59 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
         width: Any, rows: Any, plus: Any, plus_pitch: Any, mode: Any, team: Any, teams: Any, inverse: Any,
         gain: Any, eps: Any, more: Any,
     ) -> None:  # fmt: skip
-        sums = cuda.shared.array(_SUMS, _FLOAT)
-        thread = _WORD(cuda.threadIdx.x)
-        lane, warp = thread & _WORD(31), thread >> _WORD(5)
-        mine = (warp * inverse) >> _WORD(16)  # the team: the quotient by its size
+        sums = cuda.shared.array(_SUMS, FLOAT32)
+        thread = UINT64(cuda.threadIdx.x)
+        lane, warp = thread & UINT64(31), thread >> UINT64(5)
+        mine = (warp * inverse) >> UINT64(16)  # the team: the quotient by its size
         member = warp - mine * team
-        wide = team * _WORD(32 * _LANE)
-        begin = (member * _WORD(32) + lane) * _WORD(_LANE)
+        wide = team * UINT64(32 * _LANE)
+        begin = (member * UINT64(32) + lane) * UINT64(_LANE)
         again = begin + wide
-        lead, stride = _WORD(cuda.blockIdx.x) * teams, _WORD(cuda.gridDim.x) * teams
-        end = (size + per - _WORD(1)) >> (per >> _WORD(1))  # batches: of four or two
+        lead, stride = UINT64(cuda.blockIdx.x) * teams, UINT64(cuda.gridDim.x) * teams
+        end = (size + per - UINT64(1)) >> (per >> UINT64(1))  # batches: of four or two
         offsets = offsets_of(x_pitch)
         base = weight + min((lead + mine) * per, size - per) * pitch
-        last = width - _WORD(_LANE)
-        w = ask_now(base + min(begin, last) * _WORD(2), pitch, half)
-        v = ask_now(base + min(again, last) * _WORD(2), pitch, half)
+        last = width - UINT64(_LANE)
+        w = ask_now(base + min(begin, last) * UINT64(2), pitch, half)
+        v = ask_now(base + min(again, last) * UINT64(2), pitch, half)
         number, is_alone = wait()
         if normed:  # while they come
             rows_kept = cuda.shared.array(_WORDS, types.uint32, 16)
-            kept, places = ptx.shared_address(rows_kept), offsets_of(width * _WORD(2))
+            kept, places = ptx.shared_address(rows_kept), offsets_of(width * UINT64(2))
             cuda.syncthreads()
             norm(kept, sums, x, offsets, places, width, gain, eps, more)
             x, offsets = kept, places
         totals = start(offsets, offsets, 0)
-        phase, slots, near = lead + mine, _WORD(0), _WORD(0)
+        phase, slots, near = lead + mine, UINT64(0), UINT64(0)
         while lead < end:
             ahead, far = lead, near + wide + wide
             if far >= width:
-                ahead, far = lead + stride, _WORD(0)
+                ahead, far = lead + stride, UINT64(0)
                 base = weight + min((ahead + mine) * per, size - per) * pitch
-            until = width if ahead < end else _WORD(0)
+            until = width if ahead < end else UINT64(0)
             totals = use(totals, w, x, offsets, near + begin, width)
             if is_alone:  # known since the rows are there; a step takes 2 % less than if told at the end of the sum
                 ptx.let_next_begin()
             if far + begin < until:
-                w = ask(base + (far + begin) * _WORD(2), pitch, half)
+                w = ask(base + (far + begin) * UINT64(2), pitch, half)
             totals = use(totals, v, x, offsets, near + again, width)
             if far + again < until:
-                v = ask(base + (far + again) * _WORD(2), pitch, half)
+                v = ask(base + (far + again) * UINT64(2), pitch, half)
             near = far
-            if far == _WORD(0):
+            if far == UINT64(0):
                 s = collect(totals, lane)
-                if lane & _WORD((8 >> bits) - 1) == 0:
-                    sums[warp * _WORD(_KEPT) + slots * _WORD(values) + (lane >> _WORD(3 - bits))] = s
+                if lane & UINT64((8 >> bits) - 1) == 0:
+                    sums[warp * UINT64(_KEPT) + slots * UINT64(values) + (lane >> UINT64(3 - bits))] = s
                 totals = start(offsets, offsets, 0)
                 lead = ahead
-                slots += _WORD(1)
-                if slots == _WORD(_KEPT // values) or lead >= end:
+                slots += UINT64(1)
+                if slots == UINT64(_KEPT // values) or lead >= end:
                     cuda.syncthreads()
                     finish(
-                        sums, mine * team * _WORD(_KEPT), team, member * _WORD(32) + lane, team * _WORD(32),
+                        sums, mine * team * UINT64(_KEPT), team, member * UINT64(32) + lane, team * UINT64(32),
                         slots, phase, stride, y, y_pitch, plus, plus_pitch, size, per, rows, mode, number,
                     )  # fmt: skip
-                    phase, slots = lead + mine, _WORD(0)
+                    phase, slots = lead + mine, UINT64(0)
                     if lead < end:
                         cuda.syncthreads()
 
@@ -178,8 +334,8 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
         multiply(
             word(CALLERS), word(CALLERS + 1), word(CALLERS + 2), word(CALLERS + 3), word(CALLERS + 4),
             word(CALLERS + 5), word(CALLERS + 6), word(CALLERS + 7), word(CALLERS + 8), word(CALLERS + 9),
-            word(CALLERS + 10), word(CALLERS + 11), word(CALLERS + 12), _WORD(ADD), word(CALLERS + 14),
-            word(CALLERS + 15), word(CALLERS + 16), _WORD(0), _WORD(0), _WORD(0),
+            word(CALLERS + 10), word(CALLERS + 11), word(CALLERS + 12), UINT64(ADD), word(CALLERS + 14),
+            word(CALLERS + 15), word(CALLERS + 16), UINT64(0), UINT64(0), UINT64(0),
         )  # fmt: skip
 
     return Kernel(name, together, 1) if joint else Kernel(name, alone, 20)

@@ -11,9 +11,8 @@ from tpplan.decoder.fast.kernels.grouped_limits import GROUPING_THREADS, MOST_EX
 from tpplan.decoder.fast.kernels.pair_products import FORMATS, Format
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
-from tpplan.exec.toolchain.language import cuda, types
+from tpplan.exec.toolchain.language import FLOAT32, UINT32, UINT64, cuda
 
-_WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 _FLOAT_BYTES, _HALF = 4, 32
 #: Length of an array in shared memory.
 _SUMS = 2 * MOST_EXPERTS
@@ -23,10 +22,10 @@ _COLUMNS, _AT_ONCE = 8, 4
 
 @device_function
 def _expert_of(pair: Any, choices: Any, chosen: Any) -> Any:
-    row = _BITS(pair // chosen)
+    row = UINT32(pair // chosen)
     # Before it are the pairs that are, weights of all rows up to this one, and numbers of the rows before.
-    place = _WORD(row) * _WORD(chosen) + _WORD(pair) + _WORD(chosen)
-    return _BITS(ptx.float_of(ptx.load_32(choices + place * _WORD(_FLOAT_BYTES))))
+    place = UINT64(row) * UINT64(chosen) + UINT64(pair) + UINT64(chosen)
+    return UINT32(ptx.float_of(ptx.load_32(choices + place * UINT64(_FLOAT_BYTES))))
 
 
 def _group(name: str) -> Kernel:  # noqa: C901 (the kernel)
@@ -48,51 +47,51 @@ def _group(name: str) -> Kernel:  # noqa: C901 (the kernel)
         choices, chosen, pairs, rows, tiles, most, order
     ):
         ptx.after_earlier_with_next()
-        counts = cuda.shared.array(MOST_EXPERTS, _BITS)
-        sums = cuda.shared.array(_SUMS, _WORD)  # of pairs, and above them of tiles
-        thread, pairs, chosen, rows = _BITS(cuda.threadIdx.x), _BITS(pairs), _BITS(chosen), _BITS(rows)
-        at = _BITS(ptx.shared_address(counts))
-        if thread < _BITS(MOST_EXPERTS):
-            counts[thread] = _BITS(0)
+        counts = cuda.shared.array(MOST_EXPERTS, UINT32)
+        sums = cuda.shared.array(_SUMS, UINT64)  # of pairs, and above them of tiles
+        thread, pairs, chosen, rows = UINT32(cuda.threadIdx.x), UINT32(pairs), UINT32(chosen), UINT32(rows)
+        at = UINT32(ptx.shared_address(counts))
+        if thread < UINT32(MOST_EXPERTS):
+            counts[thread] = UINT32(0)
         cuda.syncthreads()
         pair = thread
         while pair < pairs:
-            ptx.shared_add_32(_BITS(at + _BITS(_expert_of(pair, choices, chosen) << _BITS(2))), _BITS(1))
-            pair = _BITS(pair + _BITS(GROUPING_THREADS))
+            ptx.shared_add_32(UINT32(at + UINT32(_expert_of(pair, choices, chosen) << UINT32(2))), UINT32(1))
+            pair = UINT32(pair + UINT32(GROUPING_THREADS))
         cuda.syncthreads()
-        own, own_tiles = _BITS(0), _BITS(0)
-        if thread < _BITS(MOST_EXPERTS):
-            own = _BITS(counts[thread])
-            own_tiles = _BITS(_BITS(own + rows - _BITS(1)) // rows)
-            sums[thread] = _WORD(own) | (_WORD(own_tiles) << _WORD(_HALF))
+        own, own_tiles = UINT32(0), UINT32(0)
+        if thread < UINT32(MOST_EXPERTS):
+            own = UINT32(counts[thread])
+            own_tiles = UINT32(UINT32(own + rows - UINT32(1)) // rows)
+            sums[thread] = UINT64(own) | (UINT64(own_tiles) << UINT64(_HALF))
         cuda.syncthreads()
-        apart, source = _BITS(1), _BITS(0)
-        while apart < _BITS(MOST_EXPERTS):
-            if thread < _BITS(MOST_EXPERTS):
-                found = _WORD(sums[_BITS(source + thread)])
+        apart, source = UINT32(1), UINT32(0)
+        while apart < UINT32(MOST_EXPERTS):
+            if thread < UINT32(MOST_EXPERTS):
+                found = UINT64(sums[UINT32(source + thread)])
                 if thread >= apart:
-                    found += _WORD(sums[_BITS(source + thread - apart)])
-                sums[_BITS(_BITS(_BITS(MOST_EXPERTS) - source) + thread)] = found
-            apart, source = _BITS(apart << _BITS(1)), _BITS(_BITS(MOST_EXPERTS) - source)
+                    found += UINT64(sums[UINT32(source + thread - apart)])
+                sums[UINT32(UINT32(UINT32(MOST_EXPERTS) - source) + thread)] = found
+            apart, source = UINT32(apart << UINT32(1)), UINT32(UINT32(MOST_EXPERTS) - source)
             cuda.syncthreads()
-        if thread < _BITS(MOST_EXPERTS):
-            found = _WORD(sums[_BITS(source + thread)])
-            start, tile = _BITS(_BITS(found) - own), _BITS(_BITS(found >> _WORD(_HALF)) - own_tiles)
+        if thread < UINT32(MOST_EXPERTS):
+            found = UINT64(sums[UINT32(source + thread)])
+            start, tile = UINT32(UINT32(found) - own), UINT32(UINT32(found >> UINT64(_HALF)) - own_tiles)
             counts[thread] = start  # where its next pair goes
-            while own > _BITS(0):
+            while own > UINT32(0):
                 count = min(own, rows)
-                ptx.store_128(tiles + _WORD(tile) * _WORD(TILE_BYTES), thread, start, count, _BITS(0))
-                tile, start, own = _BITS(tile + _BITS(1)), _BITS(start + count), _BITS(own - count)
-        tile = _BITS(_BITS(_WORD(sums[_BITS(source + _BITS(MOST_EXPERTS - 1))]) >> _WORD(_HALF)) + thread)
-        while tile < _BITS(most):
-            ptx.store_128(tiles + _WORD(tile) * _WORD(TILE_BYTES), _BITS(0), _BITS(0), _BITS(0), _BITS(0))
-            tile = _BITS(tile + _BITS(GROUPING_THREADS))
+                ptx.store_128(tiles + UINT64(tile) * UINT64(TILE_BYTES), thread, start, count, UINT32(0))
+                tile, start, own = UINT32(tile + UINT32(1)), UINT32(start + count), UINT32(own - count)
+        tile = UINT32(UINT32(UINT64(sums[UINT32(source + UINT32(MOST_EXPERTS - 1))]) >> UINT64(_HALF)) + thread)
+        while tile < UINT32(most):
+            ptx.store_128(tiles + UINT64(tile) * UINT64(TILE_BYTES), UINT32(0), UINT32(0), UINT32(0), UINT32(0))
+            tile = UINT32(tile + UINT32(GROUPING_THREADS))
         cuda.syncthreads()
         pair = thread
         while pair < pairs:
-            place = _BITS(at + _BITS(_expert_of(pair, choices, chosen) << _BITS(2)))
-            ptx.store_32(order + _WORD(ptx.shared_add_32(place, _BITS(1))) * _WORD(4), pair)
-            pair = _BITS(pair + _BITS(GROUPING_THREADS))
+            place = UINT32(at + UINT32(_expert_of(pair, choices, chosen) << UINT32(2)))
+            ptx.store_32(order + UINT64(ptx.shared_add_32(place, UINT32(1))) * UINT64(4), pair)
+            pair = UINT32(pair + UINT32(GROUPING_THREADS))
 
     return Kernel(name, group, 7, bounds=(GROUPING_THREADS, 1))
 
@@ -115,8 +114,8 @@ def _sum(name: str, rows: Format) -> Kernel:
     @device_function
     def floats(words: Any) -> Any:
         a, b, c, d = words
-        move = _BITS(16)
-        e, f, g, h = _BITS(a >> move), _BITS(b >> move), _BITS(c >> move), _BITS(d >> move)
+        move = UINT32(16)
+        e, f, g, h = UINT32(a >> move), UINT32(b >> move), UINT32(c >> move), UINT32(d >> move)
         return (first(a), first(b), first(c), first(d)), (first(e), first(f), first(g), first(h))
 
     @device_function
@@ -129,34 +128,36 @@ def _sum(name: str, rows: Format) -> Kernel:
     @device_function
     def weight_at(weights: Any, index: Any, chosen: Any) -> Any:
         """Return a weight; of an expert that there is not, nothing."""
-        found = ptx.float_of(ptx.load_32(weights + _WORD(min(index, _BITS(chosen - _BITS(1)))) * _WORD(_FLOAT_BYTES)))
-        return found if index < chosen else _FLOAT(0)
+        found = ptx.float_of(
+            ptx.load_32(weights + UINT64(min(index, UINT32(chosen - UINT32(1)))) * UINT64(_FLOAT_BYTES))
+        )
+        return found if index < chosen else FLOAT32(0)
 
     @device_function
     def part_at(parts: Any, index: Any, chosen: Any, pitch: Any) -> Any:
-        return ptx.load_128(parts + _WORD(min(index, _BITS(chosen - _BITS(1)))) * pitch)
+        return ptx.load_128(parts + UINT64(min(index, UINT32(chosen - UINT32(1)))) * pitch)
 
     def add_up(  # type: ignore[no-untyped-def]
         parts, pitch, choices, chosen, out, out_pitch, plus, plus_pitch, units
     ):
         ptx.after_earlier_with_next()
-        unit = _BITS(cuda.blockIdx.x) * _BITS(cuda.blockDim.x) + _BITS(cuda.threadIdx.x)
-        if unit < _BITS(units):
-            row, column, chosen = _WORD(cuda.blockIdx.y), _WORD(unit) * _WORD(2 * _COLUMNS), _BITS(chosen)
-            weights = choices + row * _WORD(chosen) * _WORD(2 * _FLOAT_BYTES)
-            parts += row * _WORD(chosen) * pitch + column
-            nothing = _FLOAT(0), _FLOAT(0), _FLOAT(0), _FLOAT(0)
-            sums = floats(ptx.load_128(plus + row * plus_pitch + column)) if plus != _WORD(0) else (nothing, nothing)
-            i = _BITS(0)
+        unit = UINT32(cuda.blockIdx.x) * UINT32(cuda.blockDim.x) + UINT32(cuda.threadIdx.x)
+        if unit < UINT32(units):
+            row, column, chosen = UINT64(cuda.blockIdx.y), UINT64(unit) * UINT64(2 * _COLUMNS), UINT32(chosen)
+            weights = choices + row * UINT64(chosen) * UINT64(2 * _FLOAT_BYTES)
+            parts += row * UINT64(chosen) * pitch + column
+            nothing = FLOAT32(0), FLOAT32(0), FLOAT32(0), FLOAT32(0)
+            sums = floats(ptx.load_128(plus + row * plus_pitch + column)) if plus != UINT64(0) else (nothing, nothing)
+            i = UINT32(0)
             while i < chosen:
-                j, k, l = _BITS(i + _BITS(1)), _BITS(i + _BITS(2)), _BITS(i + _BITS(3))  # noqa: E741
+                j, k, l = UINT32(i + UINT32(1)), UINT32(i + UINT32(2)), UINT32(i + UINT32(3))  # noqa: E741
                 a, b = part_at(parts, i, chosen, pitch), part_at(parts, j, chosen, pitch)
                 c, d = part_at(parts, k, chosen, pitch), part_at(parts, l, chosen, pitch)
                 sums = times(sums, weight_at(weights, i, chosen), a)
                 sums = times(sums, weight_at(weights, j, chosen), b)
                 sums = times(sums, weight_at(weights, k, chosen), c)
                 sums = times(sums, weight_at(weights, l, chosen), d)
-                i = _BITS(i + _BITS(_AT_ONCE))
+                i = UINT32(i + UINT32(_AT_ONCE))
             (a, b, c, d), (e, f, g, h) = sums
             ptx.store_128(out + row * out_pitch + column, both(a, e), both(b, f), both(c, g), both(d, h))
 

@@ -18,25 +18,200 @@ warps have found is added up in a fixed order.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
+from attrs import frozen
+
 from tpplan.decoder.fast.kernels import tiles
 from tpplan.decoder.fast.kernels.finishing import ADD, add_up_of
 from tpplan.decoder.fast.kernels.packed_codes import BF16_4, BF16_8, BF16_E4M3, F16_4, F16_8, F16_E4M3, Codes
-from tpplan.decoder.fast.kernels.packed_loads import WARP_WORDS, by_registers, by_shared_memory, looking_at
-from tpplan.decoder.fast.kernels.packed_products import products_of
 from tpplan.decoder.fast.kernels.packed_scales import chosen, matrix_rows
 from tpplan.decoder.fast.kernels.tile_sums import TILE, rows_of, tile_sums
+from tpplan.decoder.fast.kernels.tiles import all_of
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.channel import end_sum, wait_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
 from tpplan.exec.protocol.channel import CALLERS
-from tpplan.exec.toolchain.language import cuda, types
+from tpplan.exec.toolchain.language import FLOAT32, UINT32, UINT64, cuda, intrinsic, ir
+
+#: In shared memory: bytes of a warp's step, of one of a lane's two matrix rows in it, and words of all steps of a warp.
+_STEP_BYTES, _ROW_BYTES, WARP_WORDS = 1024, 512, 1024
+
+
+@frozen
+class Way:
+    """How a lane's codes of a step are asked for, and where they are until they are needed.
+
+    All take where the warp's are in shared memory, and the number of a step among those on their way.
+
+    Attributes:
+        first: asks for those of a step, before all else, given its first column and whether a warp has so many.
+        ask: the same later, if there is such a step, in the place of those asked for before.
+        take: returns those asked for.
+    """
+
+    first: Any
+    ask: Any
+    take: Any
+
+
+@cache
+def by_registers(kind: Codes, tall: int) -> Way:
+    """Return how codes of two matrix rows, or four, come into registers.
+
+    Args:
+        kind: of codes.
+        tall: times that a tile has 16 matrix rows.
+    """
+    halvings = kind.halvings
+
+    def loading(load: Any) -> Any:
+        @device_function
+        def two(at: Any, column: Any) -> Any:
+            to = UINT64(column) >> UINT64(halvings)
+            return load(at[0] + to) + load(at[1] + to)
+
+        @device_function
+        def four(at: Any, column: Any) -> Any:
+            to = UINT64(column) >> UINT64(halvings)
+            return load(at[0] + to) + load(at[1] + to) + load(at[2] + to) + load(at[3] + to)
+
+        return {1: two, 2: four}[tall]
+
+    load_now, load = loading(ptx.poll_128), loading(ptx.stream_128)
+
+    @device_function
+    def first(_: Any, number: Any, at: Any, column: Any, is_there: Any) -> Any:  # noqa: ARG001
+        return load_now(at, column)
+
+    @device_function
+    def ask(_: Any, number: Any, at: Any, column: Any, is_there: Any, codes: Any) -> Any:  # noqa: ARG001
+        return load(at, column) if is_there else codes
+
+    @device_function
+    def take(_: Any, number: Any, codes: Any) -> Any:  # noqa: ARG001
+        return codes
+
+    return Way(first, ask, take)
+
+
+@cache
+def by_shared_memory(kind: Codes) -> Way:
+    """Return how codes of two matrix rows are copied into shared memory, by each lane what it needs itself.
+
+    The assembler moves loads into registers behind all products of the tile before, so that nothing is on its way
+    during these. On an H200 a gate of 28,672 x 4,096 takes 33 us by registers and 27 by shared memory, of e4m3 52 and
+    37; but of whole numbers of 8 bits 42 and 44.
+    """
+    halvings = kind.halvings
+
+    @device_function
+    def first(room: Any, number: Any, at: Any, column: Any, is_there: Any) -> Any:
+        if is_there:
+            to, place = UINT64(column) >> UINT64(halvings), room + UINT64(_STEP_BYTES * number)
+            ptx.copy_128(UINT32(place), at[0] + to)
+            ptx.copy_128(UINT32(place + UINT64(_ROW_BYTES)), at[1] + to)
+        ptx.end_copies()
+        return number
+
+    @device_function
+    def ask(room: Any, number: Any, at: Any, column: Any, is_there: Any, codes: Any) -> Any:
+        first(room, number, at, column, is_there)
+        return codes
+
+    @device_function
+    def take(room: Any, number: Any, _: Any) -> Any:
+        ptx.copied_but_three()
+        place = room + UINT64(_STEP_BYTES * number)
+        return ptx.shared_load_128(place) + ptx.shared_load_128(place + UINT64(_ROW_BYTES))
+
+    return Way(first, ask, take)
+
+
+@device_function
+def _two_vectors(at: Any) -> Any:
+    return ptx.load_128(at) + ptx.load_128(at + UINT64(16))
+
+
+@device_function
+def _four_vectors(at: Any) -> Any:
+    first, second = ptx.load_128(at) + ptx.load_128(at + UINT64(16)), ptx.load_128(at + UINT64(32))
+    return first + second + ptx.load_128(at + UINT64(48))
+
+
+@cache
+def looking_at(kind: Codes, eights: int) -> Any:
+    """Make what asks for what a lane has of its rows, one of each eight."""
+    quarter = {8: _two_vectors, 16: _four_vectors}[kind.part]
+
+    @device_function
+    def look_at_one(at: Any, column: Any) -> Any:
+        return quarter(at[0] + UINT64(column) * UINT64(2))
+
+    @device_function
+    def look_at_two(at: Any, column: Any) -> Any:
+        return quarter(at[0] + UINT64(column) * UINT64(2)) + quarter(at[1] + UINT64(column) * UINT64(2))
+
+    return {1: look_at_one, 2: look_at_two}[eights]
+
+
+#: Registers of a lane's codes of a matrix row, and pairs of an instruction.
+_CODES, _PAIRS = 4, 2
+_INT, _FLOAT = ir.IntType(32), ir.FloatType()
+
+
+@cache
+def products_of(kind: Codes) -> Any:  # noqa: C901 (the instructions)
+    """Return an intrinsic that adds the products of a tile and some rows, of one step.
+
+    It takes the sums so far, four for every 16 matrix rows and eight rows; the codes of the lane's matrix rows; what it
+    has of every eighth row; for each matrix row the scale, and base and zero together; and the mask of codes.
+
+    Args:
+        kind: of codes.
+    """
+    nothing, one = ir.Constant(_FLOAT, 0.0), ir.Constant(_INT, kind.floats.one)
+    part, multiply, is_less = kind.part, kind.floats.multiply, kind.base is not None
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        totals, codes, rows, scales, bases = (all_of(builder, each) for each in values[:-1])
+        eights = len(rows) // part
+        ones = [[nothing] * 4 for _ in range(eights)]
+        for tile in range(len(codes) // (2 * _CODES)):
+            sums = [[nothing] * 4 for _ in range(eights)]
+            for i in range(_CODES):
+                at = 2 * tile * _CODES + i
+                low, high = (kind.pairs(builder, codes[each], values[-1]) for each in (at, at + _CODES))
+                for k in range(0, len(low), _PAIRS):
+                    left = [low[k], high[k], low[k + 1], high[k + 1]]
+                    for j in range(eights):
+                        start = j * part + len(low) * i + k
+                        right = rows[start : start + _PAIRS]
+                        sums[j] = multiply(builder, left + right + sums[j])
+                        if is_less and not tile:
+                            ones[j] = multiply(builder, [one] * 4 + right + ones[j])
+            for half in range(2):
+                scale, base = scales[2 * tile + half], bases[2 * tile + half]
+                for j in range(eights):
+                    for i in (2 * half, 2 * half + 1):
+                        at, exact = 4 * (tile * eights + j) + i, sums[j][i]
+                        if is_less:
+                            exact = builder.fsub(exact, builder.fmul(base, ones[j][i]))
+                        totals[at] = builder.fadd(totals[at], builder.fmul(scale, exact))
+        return context.make_tuple(builder, signature.return_type, totals)
+
+    def typer(typingctx, totals, codes, rows, scales, bases, kept):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        return totals(totals, codes, rows, scales, bases, kept), codegen
+
+    return intrinsic(typer)
+
 
 #: Warps of a block, at most.
 MOST_WARPS = 8
 #: Bits of a code that is a byte.
 _BYTE = 8
-_WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 
 
 def _packed(  # noqa: C901, PLR0915 (the kernel)
@@ -79,7 +254,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     is_shared = is_deep and not (kind.bits == _BYTE and has_zeros)
     way = by_shared_memory(kind) if is_shared else by_registers(kind, eights)
     ask_first, ask, take, words = way.first, way.ask, way.take, MOST_WARPS * WARP_WORDS if is_shared else 4
-    zeros_of, no_rows = tiles.zeros(4 * eights * eights), tiles.zeros(eights * kind.part, _BITS)
+    zeros_of, no_rows = tiles.zeros(4 * eights * eights), tiles.zeros(eights * kind.part, UINT32)
     number, mask = kind.base or 0, kind.mask
 
     @device_function
@@ -87,84 +262,84 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
         y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, run, size, width, rows,
         plus, plus_pitch, mode,
     ):  # fmt: skip
-        sums, on_their_way = cuda.shared.array(floats, _FLOAT), cuda.shared.array(words, _BITS, alignment=16)
-        lane, warp = _WORD(cuda.threadIdx.x) & _WORD(31), _WORD(ptx.of_first(_BITS(cuda.threadIdx.x >> 5)))
-        g, t = lane >> _WORD(2), lane & _WORD(3)
-        long, width32, size32 = _BITS(run * _WORD(step)), _BITS(width), _BITS(size)
-        begin, wide = _BITS(_BITS(warp) * long), _BITS(_BITS(cuda.blockDim.x >> 5) * long)
-        last, own, mine = _BITS(width32 - _BITS(step)), codes + t * _WORD(16), _BITS(t * _WORD(step))
-        pitch = width >> _WORD(halvings)
-        base = _FLOAT(number) + ptx.float_of(_BITS(more)) if has_zeros else _FLOAT(0)
-        per = _BITS(TILE * eights) if mode == ADD else _BITS(TILE // 2 * eights)
-        start, stride = _BITS(_BITS(cuda.blockIdx.x) * per), _BITS(_BITS(cuda.gridDim.x) * per)
-        numbers = numbers_of(_WORD(start) + g, size, mode)
+        sums, on_their_way = cuda.shared.array(floats, FLOAT32), cuda.shared.array(words, UINT32, alignment=16)
+        lane, warp = UINT64(cuda.threadIdx.x) & UINT64(31), UINT64(ptx.of_first(UINT32(cuda.threadIdx.x >> 5)))
+        g, t = lane >> UINT64(2), lane & UINT64(3)
+        long, width32, size32 = UINT32(run * UINT64(step)), UINT32(width), UINT32(size)
+        begin, wide = UINT32(UINT32(warp) * long), UINT32(UINT32(cuda.blockDim.x >> 5) * long)
+        last, own, mine = UINT32(width32 - UINT32(step)), codes + t * UINT64(16), UINT32(t * UINT64(step))
+        pitch = width >> UINT64(halvings)
+        base = FLOAT32(number) + ptx.float_of(UINT32(more)) if has_zeros else FLOAT32(0)
+        per = UINT32(TILE * eights) if mode == ADD else UINT32(TILE // 2 * eights)
+        start, stride = UINT32(UINT32(cuda.blockIdx.x) * per), UINT32(UINT32(cuda.gridDim.x) * per)
+        numbers = numbers_of(UINT64(start) + g, size, mode)
         places, marks = places_of(numbers, own, pitch), marks_of(numbers, groups, more)
-        room = ptx.shared_address(on_their_way) + warp * _WORD(4 * WARP_WORDS) + lane * _WORD(16)
-        w0 = ask_first(room, 0, places, min(begin, last), run > _WORD(0))
-        w1 = ask_first(room, 1, places, min(_BITS(begin + _BITS(step)), last), run > _WORD(1))
+        room = ptx.shared_address(on_their_way) + warp * UINT64(4 * WARP_WORDS) + lane * UINT64(16)
+        w0 = ask_first(room, 0, places, min(begin, last), run > UINT64(0))
+        w1 = ask_first(room, 1, places, min(UINT32(begin + UINT32(step)), last), run > UINT64(1))
         if is_deep:
-            w2 = ask_first(room, 2, places, min(_BITS(begin + _BITS(2 * step)), last), run > _WORD(2))
-            w3 = ask_first(room, 3, places, min(_BITS(begin + _BITS(3 * step)), last), run > _WORD(3))
-        s = ask_scales(scales, zeros, marks, _BITS(min(_BITS(begin + mine), last) >> _BITS(bits)), form)
+            w2 = ask_first(room, 2, places, min(UINT32(begin + UINT32(2 * step)), last), run > UINT64(2))
+            w3 = ask_first(room, 3, places, min(UINT32(begin + UINT32(3 * step)), last), run > UINT64(3))
+        s = ask_scales(scales, zeros, marks, UINT32(min(UINT32(begin + mine), last) >> UINT32(bits)), form)
         turn, is_alone = wait()
-        at, is_row, p, q = row_places(x + t * _WORD(part), x_pitch, g, rows), g < rows, no_rows(), no_rows()
+        at, is_row, p, q = row_places(x + t * UINT64(part), x_pitch, g, rows), g < rows, no_rows(), no_rows()
         if is_row:  # or the lane's is no row's, and asks for nothing
             p = look(at, min(begin, last))
             if is_deep:
-                q = look(at, min(_BITS(begin + _BITS(step)), last))
-        totals, near, buffer = zeros_of(), _BITS(0), _BITS(0)
-        kept_mask = _BITS(_BITS(~ptx.active()) + _BITS(mask))  # a register, of which the compiler makes no constants
+                q = look(at, min(UINT32(begin + UINT32(step)), last))
+        totals, near, buffer = zeros_of(), UINT32(0), UINT32(0)
+        kept_mask = UINT32(UINT32(~ptx.active()) + UINT32(mask))  # a register, of which the compiler makes no constants
         while start < size32:
-            following, far, here = start, _BITS(near + wide), _BITS(near + begin)
-            left = _BITS(min(_BITS(here + long), width32) - here) if here < width32 else _BITS(0)
+            following, far, here = start, UINT32(near + wide), UINT32(near + begin)
+            left = UINT32(min(UINT32(here + long), width32) - here) if here < width32 else UINT32(0)
             if far >= width32:
-                following, far = _BITS(start + stride), _BITS(0)
-                numbers = numbers_of(_WORD(following) + g, size, mode)
+                following, far = UINT32(start + stride), UINT32(0)
+                numbers = numbers_of(UINT64(following) + g, size, mode)
                 places, marks = places_of(numbers, own, pitch), marks_of(numbers, groups, more)
-            there, then = _BITS(far + begin), _BITS(0)
+            there, then = UINT32(far + begin), UINT32(0)
             if there < width32 and following < size32:
-                then = _BITS(min(_BITS(there + long), width32) - there)
+                then = UINT32(min(UINT32(there + long), width32) - there)
             pieces = made(s, form, base, left > mine)
-            if then > _BITS(0):
-                s = ask_scales(scales, zeros, marks, _BITS(min(_BITS(there + mine), last) >> _BITS(bits)), form)
+            if then > UINT32(0):
+                s = ask_scales(scales, zeros, marks, UINT32(min(UINT32(there + mine), last) >> UINT32(bits)), form)
             its_scales, its_zeros = told(pieces, chosen(0, g, t))
             totals = products(totals, take(room, 0, w0), p, its_scales, its_zeros, kept_mask)
-            w0 = ask(room, 0, places, there, then > _BITS(0), w0)
+            w0 = ask(room, 0, places, there, then > UINT32(0), w0)
             if is_deep:
-                if left > _BITS(2 * step) and is_row:
-                    p = look(at, _BITS(here + _BITS(2 * step)))
-            elif left > _BITS(step) and is_row:
-                p = look(at, _BITS(here + _BITS(step)))
+                if left > UINT32(2 * step) and is_row:
+                    p = look(at, UINT32(here + UINT32(2 * step)))
+            elif left > UINT32(step) and is_row:
+                p = look(at, UINT32(here + UINT32(step)))
             its_scales, its_zeros = told(pieces, chosen(1, g, t))
             codes_1 = take(room, 1, w1)
-            if run > _WORD(1):
+            if run > UINT64(1):
                 totals = products(totals, codes_1, q if is_deep else p, its_scales, its_zeros, kept_mask)
-            w1 = ask(room, 1, places, _BITS(there + _BITS(step)), then > _BITS(step), w1)
+            w1 = ask(room, 1, places, UINT32(there + UINT32(step)), then > UINT32(step), w1)
             if is_deep:
-                if left > _BITS(3 * step) and is_row:
-                    q = look(at, _BITS(here + _BITS(3 * step)))
+                if left > UINT32(3 * step) and is_row:
+                    q = look(at, UINT32(here + UINT32(3 * step)))
                 its_scales, its_zeros = told(pieces, chosen(2, g, t))
                 codes_2 = take(room, 2, w2)
-                if run > _WORD(2):
+                if run > UINT64(2):
                     totals = products(totals, codes_2, p, its_scales, its_zeros, kept_mask)
-                w2 = ask(room, 2, places, _BITS(there + _BITS(2 * step)), then > _BITS(2 * step), w2)
-            if then > _BITS(0) and is_row:
+                w2 = ask(room, 2, places, UINT32(there + UINT32(2 * step)), then > UINT32(2 * step), w2)
+            if then > UINT32(0) and is_row:
                 p = look(at, there)
             if is_deep:
                 its_scales, its_zeros = told(pieces, chosen(3, g, t))
                 codes_3 = take(room, 3, w3)
-                if run > _WORD(3):
+                if run > UINT64(3):
                     totals = products(totals, codes_3, q, its_scales, its_zeros, kept_mask)
-                w3 = ask(room, 3, places, _BITS(there + _BITS(3 * step)), then > _BITS(3 * step), w3)
-                if then > _BITS(step) and is_row:
-                    q = look(at, _BITS(there + _BITS(step)))
+                w3 = ask(room, 3, places, UINT32(there + UINT32(3 * step)), then > UINT32(3 * step), w3)
+                if then > UINT32(step) and is_row:
+                    q = look(at, UINT32(there + UINT32(step)))
             near = far
-            if far == _BITS(0):
-                keep(sums, totals, _WORD(buffer) + warp * _WORD(kept), g, t)
+            if far == UINT32(0):
+                keep(sums, totals, UINT64(buffer) + warp * UINT64(kept), g, t)
                 cuda.syncthreads()
-                finish(sums, _WORD(buffer), _WORD(start), y, y_pitch, plus, plus_pitch, size, rows, mode, turn)
+                finish(sums, UINT64(buffer), UINT64(start), y, y_pitch, plus, plus_pitch, size, rows, mode, turn)
                 # The next tile's sums go elsewhere: not all threads may have read these.
-                totals, start, buffer = zeros_of(), following, _BITS(_BITS(half) - buffer)
+                totals, start, buffer = zeros_of(), following, UINT32(UINT32(half) - buffer)
         if joint:
             end_sum(turn, is_alone)
             add_up(y, y_pitch, plus, plus_pitch, size, rows, turn)
@@ -183,7 +358,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             word(CALLERS), word(CALLERS + 1), word(CALLERS + 2), word(CALLERS + 3), word(CALLERS + 4),
             word(CALLERS + 5), word(CALLERS + 6), word(CALLERS + 7), word(CALLERS + 8), word(CALLERS + 9),
             word(CALLERS + 10), word(CALLERS + 11), word(CALLERS + 12), word(CALLERS + 13), word(CALLERS + 14),
-            word(CALLERS + 15), word(CALLERS + 16), _WORD(ADD),
+            word(CALLERS + 15), word(CALLERS + 16), UINT64(ADD),
         )  # fmt: skip
 
     bounds = (32 * MOST_WARPS, 2 // eights)

@@ -30,7 +30,7 @@ from tpplan.decoder.fast.kernels.scale_kinds import BF16, F16, F32
 from tpplan.decoder.fast.kernels.tile_sums import TILE
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import copied_function
-from tpplan.exec.toolchain.language import intrinsic, ir, types
+from tpplan.exec.toolchain.language import FLOAT32, UINT32, UINT64, intrinsic, ir, types
 
 if TYPE_CHECKING:
     from tpplan.decoder.fast.kernels.packed_codes import Codes
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 #: In bfloat16.
 _ONE = 0x3F80
 _EIGHT = TILE // 2
-_WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 
 
 @frozen
@@ -66,29 +65,29 @@ class MatrixRows:
 @copied_function
 def _pair(first: Any, size: Any, mode: Any) -> Any:
     """Return two matrix rows: eight apart, or a gate and what it is for."""
-    low = min(first, size - _WORD(1))
-    return low, (min(first + _WORD(_EIGHT), size - _WORD(1)) if mode == ADD else low + size)
+    low = min(first, size - UINT64(1))
+    return low, (min(first + UINT64(_EIGHT), size - UINT64(1)) if mode == ADD else low + size)
 
 
 @copied_function
 def mark_of_row(row: Any, groups: Any, _: Any) -> Any:
     """Return the index of the first scale of a matrix row, of so many groups."""
-    return _BITS(_BITS(row) * _BITS(groups))
+    return UINT32(UINT32(row) * UINT32(groups))
 
 
 @copied_function
 def mark_of_block(row: Any, groups: Any, rows: Any) -> Any:
     """Return the same where so many rows share their scales, two to this power."""
-    return _BITS(_BITS(_BITS(row) >> _BITS(rows)) * _BITS(groups))
+    return UINT32(UINT32(UINT32(row) >> UINT32(rows)) * UINT32(groups))
 
 
 @copied_function
 def _ask_words(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
     """Ask for the words that a scale and its zero of 4 bits are in; return these and the index."""
-    at = _BITS(index << _BITS(2)) if form == _WORD(F32) else _BITS(index << _BITS(1))
-    scale, zero = ptx.load_32(scales + _WORD(_BITS(at & _BITS(0xFFFFFFFC)))), _BITS(0)
+    at = UINT32(index << UINT32(2)) if form == UINT64(F32) else UINT32(index << UINT32(1))
+    scale, zero = ptx.load_32(scales + UINT64(UINT32(at & UINT32(0xFFFFFFFC)))), UINT32(0)
     if zeros:
-        zero = ptx.load_32(zeros + _WORD(_BITS(_BITS(index >> _BITS(3)) << _BITS(2))))
+        zero = ptx.load_32(zeros + UINT64(UINT32(UINT32(index >> UINT32(3)) << UINT32(2))))
     return scale, zero, index
 
 
@@ -96,22 +95,22 @@ def _ask_words(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
 def _of_words(found: Any, form: Any) -> Any:
     """Return the bits of a scale, and the zero."""
     scale, zero, index = found
-    bits = scale if form == _WORD(F32) else ptx.shifted(scale, _BITS(index << _BITS(4)))
-    return bits, _BITS(ptx.shifted(zero, _BITS(index << _BITS(2))) & _BITS(15))
+    bits = scale if form == UINT64(F32) else ptx.shifted(scale, UINT32(index << UINT32(4)))
+    return bits, UINT32(ptx.shifted(zero, UINT32(index << UINT32(2))) & UINT32(15))
 
 
 @copied_function
 def _ask_scale(scales: Any, _: Any, index: Any, form: Any) -> Any:
     """Ask for a scale, which may be the only one; return it, no zero, and the index."""
-    is_wide = _WORD(1) if form == _WORD(F32) else _WORD(0)
-    return ptx.load_32_or_16(scales + (_WORD(index) << (_WORD(1) + is_wide)), is_wide), _BITS(0), index
+    is_wide = UINT64(1) if form == UINT64(F32) else UINT64(0)
+    return ptx.load_32_or_16(scales + (UINT64(index) << (UINT64(1) + is_wide)), is_wide), UINT32(0), index
 
 
 @copied_function
 def _ask_both(scales: Any, zeros: Any, index: Any, form: Any) -> Any:
     """Ask for its zero of 8 bits too."""
     scale, _, _ = _ask_scale(scales, zeros, index, form)
-    return scale, ptx.load_8_if(zeros + _WORD(index), zeros), index
+    return scale, ptx.load_8_if(zeros + UINT64(index), zeros), index
 
 
 @copied_function
@@ -132,14 +131,14 @@ def _scale_by(kind: Codes) -> tuple[Any, Any]:
     def scale_of(found: Any, form: Any, base: Any, is_there: Any) -> Any:
         """Return a scale, and base and zero together."""
         bits, zero = bits_of(found, form)
-        if form == _WORD(BF16):
+        if form == UINT64(BF16):
             scale = ptx.low_bf16(bits)
-        elif form == _WORD(F16):
+        elif form == UINT64(F16):
             scale = ptx.low_f16(bits)
         else:
             scale = ptx.float_of(bits)
-        scale = scale * _FLOAT(factor) if is_there else _FLOAT(0)
-        return scale, base + _FLOAT(zero) if has_zeros else _FLOAT(0)
+        scale = scale * FLOAT32(factor) if is_there else FLOAT32(0)
+        return scale, base + FLOAT32(zero) if has_zeros else FLOAT32(0)
 
     @copied_function
     def pieces_of(found: Any, form: Any, base: Any, is_there: Any) -> Any:
@@ -160,9 +159,9 @@ def chosen(k: Any, g: Any, t: Any) -> Any:
 
     Columns 2 t of the product are scales, columns 2 t + 1 bases with zeros.
     """
-    scale, is_one = (g & _WORD(1)) == _WORD(0), t == _WORD(k)
-    first, second = _BITS(_ONE | _ONE << 16) if scale else _BITS(0), _BITS(_ONE) if scale else _BITS(_ONE << 16)
-    return first if is_one else _BITS(0), second if is_one else _BITS(0)
+    scale, is_one = (g & UINT64(1)) == UINT64(0), t == UINT64(k)
+    first, second = UINT32(_ONE | _ONE << 16) if scale else UINT32(0), UINT32(_ONE) if scale else UINT32(_ONE << 16)
+    return first if is_one else UINT32(0), second if is_one else UINT32(0)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -195,7 +194,7 @@ def matrix_rows(kind: Codes, tall: int) -> MatrixRows:  # noqa: C901 (of two hei
 
     @copied_function
     def pairs_of(first: Any, size: Any, mode: Any) -> Any:
-        second = first + (_WORD(TILE) if mode == ADD else _WORD(_EIGHT))
+        second = first + (UINT64(TILE) if mode == ADD else UINT64(_EIGHT))
         return _pair(first, size, mode) + _pair(second, size, mode)
 
     @copied_function
@@ -216,7 +215,7 @@ def matrix_rows(kind: Codes, tall: int) -> MatrixRows:  # noqa: C901 (of two hei
 
     @copied_function
     def ask_two(scales: Any, zeros: Any, own: Any, group: Any, form: Any) -> Any:
-        return ask(scales, zeros, _BITS(own[0] + group), form) + ask(scales, zeros, _BITS(own[1] + group), form)
+        return ask(scales, zeros, UINT32(own[0] + group), form) + ask(scales, zeros, UINT32(own[1] + group), form)
 
     @copied_function
     def ask_four(scales: Any, zeros: Any, own: Any, group: Any, form: Any) -> Any:

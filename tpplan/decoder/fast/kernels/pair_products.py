@@ -15,7 +15,7 @@ from tpplan.decoder.fast.kernels.dot_products import over_eight, spread, zeros
 from tpplan.decoder.fast.kernels.finishing import ADD, finish_of
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import device_function
-from tpplan.exec.toolchain.language import cuda, types
+from tpplan.exec.toolchain.language import FLOAT32, UINT32, UINT64, cuda
 
 #: Experts that a row can choose.
 MOST_CHOSEN = 32
@@ -26,8 +26,6 @@ BLOCK_WARPS = 8
 _KEPT = 32
 #: Lengths of an array in shared memory.
 _SUMS = BLOCK_WARPS * _KEPT * 4
-
-_WORD, _FLOAT, _BITS = types.uint64, types.float32, types.uint32
 
 
 @frozen
@@ -60,21 +58,21 @@ def _finish_of(rows: Format) -> Any:
         sums: Any, base: Any, warps: Any, index: Any, step: Any, slots: Any, batch: Any, stride: Any, batches: Any,
         group: Any, y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, mode: Any,
     ) -> None:  # fmt: skip
-        bits = _WORD(2) if mode == ADD else _WORD(1)  # four sums of a batch, or two gates and what they are for
+        bits = UINT64(2) if mode == ADD else UINT64(1)  # four sums of a batch, or two gates and what they are for
         while index < slots << bits:
             slot = index >> bits
             value = index - (slot << bits)
-            place, number = base + slot * _WORD(4) + value, batch + slot * stride
-            s = t = _FLOAT(0)
-            i = _WORD(0)
+            place, number = base + slot * UINT64(4) + value, batch + slot * stride
+            s = t = FLOAT32(0)
+            i = UINT64(0)
             while i < warps:
                 s += sums[place]
                 if mode != ADD:
-                    t += sums[place + _WORD(2)]
-                place += _WORD(4 * _KEPT)
-                i += _WORD(1)
+                    t += sums[place + UINT64(2)]
+                place += UINT64(4 * _KEPT)
+                i += UINT64(1)
             if number < batches:
-                store(s, t, group, (number << bits) + value, y, y_pitch, plus, plus_pitch, _WORD(0), mode)
+                store(s, t, group, (number << bits) + value, y, y_pitch, plus, plus_pitch, UINT64(0), mode)
             index += step
 
     return finish
@@ -83,15 +81,15 @@ def _finish_of(rows: Format) -> Any:
 @device_function
 def _apart(count: Any, width: Any) -> Any:
     """Return a quotient and what is left."""
-    quotient = _BITS(count // width)
-    return quotient, _BITS(count - quotient * width)
+    quotient = UINT32(count // width)
+    return quotient, UINT32(count - quotient * width)
 
 
 @device_function
 def _onward(pair: Any, column: Any, pairs: Any, columns: Any, width: Any) -> Any:
     """Return the place that is so many pairs and columns further on."""
-    pair, column = _BITS(pair + pairs), _BITS(column + columns)
-    return (_BITS(pair + _BITS(1)), _BITS(column - width)) if column >= width else (pair, column)
+    pair, column = UINT32(pair + pairs), UINT32(column + columns)
+    return (UINT32(pair + UINT32(1)), UINT32(column - width)) if column >= width else (pair, column)
 
 
 def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any:  # noqa: C901, PLR0915 (a kernel)
@@ -129,34 +127,34 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
                 choices: Any, chosen: Any, mode: Any) -> None:  # fmt: skip
         """Find a pair's matrices, its row, and how much it counts."""
         matrices, rows, factors = tables
-        pair = first + _WORD(thread)
-        row = _WORD(_BITS(pair) // _BITS(chosen))
-        at = choices + _WORD(4) * (pair + row * chosen)
-        factor, expert = ptx.float_of(ptx.load_32(at)), ptx.float_of(ptx.load_32(at + _WORD(4) * chosen))
-        matrices[thread] = matrix + _WORD(_BITS(expert)) * of_expert
+        pair = first + UINT64(thread)
+        row = UINT64(UINT32(pair) // UINT32(chosen))
+        at = choices + UINT64(4) * (pair + row * chosen)
+        factor, expert = ptx.float_of(ptx.load_32(at)), ptx.float_of(ptx.load_32(at + UINT64(4) * chosen))
+        matrices[thread] = matrix + UINT64(UINT32(expert)) * of_expert
         rows[thread] = x + (pair if mode == ADD else row) * x_pitch
-        factors[thread] = factor if mode == ADD else _FLOAT(1)
+        factors[thread] = factor if mode == ADD else FLOAT32(1)
 
     @device_function
     def look_up_bias(tables: Any, lane: Any, first: Any, pairs: Any, choices: Any, chosen: Any, biases: Any) -> None:
         """Find where a lane's bias of the first batch is: of one of eight pairs, for one of four rows; or 0."""
         (factors, places), (bias, of_expert, step, half) = tables, biases
-        own, value = lane & _BITS(7), _WORD(lane >> _BITS(3))
-        places[lane] = _WORD(0)
+        own, value = lane & UINT32(7), UINT64(lane >> UINT32(3))
+        places[lane] = UINT64(0)
         if lane >= pairs:
-            factors[lane] = _FLOAT(0)
-        if bias != _WORD(0) and own < pairs:
-            pair = first + _WORD(own)
-            row = _WORD(_BITS(pair) // _BITS(chosen))
-            expert = ptx.float_of(ptx.load_32(choices + _WORD(4) * (pair + (row + _WORD(1)) * chosen)))
-            place = bias + _WORD(_BITS(expert)) * of_expert
-            places[lane] = place + (value & _WORD(1)) * step + (value >> _WORD(1)) * half
+            factors[lane] = FLOAT32(0)
+        if bias != UINT64(0) and own < pairs:
+            pair = first + UINT64(own)
+            row = UINT64(UINT32(pair) // UINT32(chosen))
+            expert = ptx.float_of(ptx.load_32(choices + UINT64(4) * (pair + (row + UINT64(1)) * chosen)))
+            place = bias + UINT64(UINT32(expert)) * of_expert
+            places[lane] = place + (value & UINT64(1)) * step + (value >> UINT64(1)) * half
 
     @device_function
     def ask_bias(places: Any, lane: Any, is_asked: Any, batch: Any, step: Any, mode: Any) -> Any:
         """Ask for a lane's bias of a batch, which is 0 if there is none."""
-        place = places[lane] if is_asked else _WORD(0)
-        return ptx.load_16_if(place + (_WORD(batch) * step << (_WORD(2) if mode == ADD else _WORD(1))), place)
+        place = places[lane] if is_asked else UINT64(0)
+        return ptx.load_16_if(place + (UINT64(batch) * step << (UINT64(2) if mode == ADD else UINT64(1))), place)
 
     @device_function
     def multiply(  # noqa: C901, PLR0915 (the kernel)
@@ -164,68 +162,68 @@ def pair_products(lane_columns: int, ask: Any, use: Any, rows_of: Format) -> Any
         many: Any, width: Any, batches: Any, plus: Any, plus_pitch: Any, biases: Any, mode: Any, team: Any, teams: Any,
         more: Any,
     ) -> None:  # fmt: skip
-        sums = cuda.shared.array(_SUMS, _FLOAT)
-        matrices, rows = cuda.shared.array(MOST_CHOSEN, _WORD), cuda.shared.array(MOST_CHOSEN, _WORD)
-        factors, places = cuda.shared.array(MOST_CHOSEN, _FLOAT), cuda.shared.array(MOST_CHOSEN, _WORD)
-        thread, group = _BITS(cuda.threadIdx.x), _WORD(cuda.blockIdx.y)
-        lane, warp = _BITS(thread & _BITS(31)), _BITS(thread >> _BITS(5))
-        mine, member = _apart(warp, _BITS(team))
+        sums = cuda.shared.array(_SUMS, FLOAT32)
+        matrices, rows = cuda.shared.array(MOST_CHOSEN, UINT64), cuda.shared.array(MOST_CHOSEN, UINT64)
+        factors, places = cuda.shared.array(MOST_CHOSEN, FLOAT32), cuda.shared.array(MOST_CHOSEN, UINT64)
+        thread, group = UINT32(cuda.threadIdx.x), UINT64(cuda.blockIdx.y)
+        lane, warp = UINT32(thread & UINT32(31)), UINT32(thread >> UINT32(5))
+        mine, member = _apart(warp, UINT32(team))
         # Columns of all pairs of a group follow each other: a lane has some, and as many that are a step behind.
-        pairs, columns, step = _BITS(many), _BITS(width), _BITS(_BITS(team) * _BITS(32 * lane_columns))
-        begin, twice = _BITS((member * _BITS(32) + lane) * _BITS(lane_columns)), _BITS(step + step)
+        pairs, columns, step = UINT32(many), UINT32(width), UINT32(UINT32(team) * UINT32(32 * lane_columns))
+        begin, twice = UINT32((member * UINT32(32) + lane) * UINT32(lane_columns)), UINT32(step + step)
         p0, c0 = _apart(begin, columns)
-        p1, c1 = _apart(_BITS(begin + step), columns)
+        p1, c1 = _apart(UINT32(begin + step), columns)
         pairs_on, columns_on = _apart(twice, columns)
-        rounds, _ = _apart(_BITS(pairs * columns + twice - _BITS(1)), twice)
-        of_batch = of_row * (_WORD(4) if mode == ADD else _WORD(2))
-        count, lead = _BITS(batches), _BITS(_BITS(cuda.blockIdx.x) * _BITS(teams))
-        stride, phase = _BITS(_BITS(cuda.gridDim.x) * _BITS(teams)), _BITS(lead + mine)
-        offset = _WORD(min(phase, _BITS(count - _BITS(1)))) * of_batch
-        last = _BITS(pairs - _BITS(1))
+        rounds, _ = _apart(UINT32(pairs * columns + twice - UINT32(1)), twice)
+        of_batch = of_row * (UINT64(4) if mode == ADD else UINT64(2))
+        count, lead = UINT32(batches), UINT32(UINT32(cuda.blockIdx.x) * UINT32(teams))
+        stride, phase = UINT32(UINT32(cuda.gridDim.x) * UINT32(teams)), UINT32(lead + mine)
+        offset = UINT64(min(phase, UINT32(count - UINT32(1)))) * of_batch
+        last = UINT32(pairs - UINT32(1))
 
         ptx.after_earlier_with_next()
         if thread < pairs:
             tables = matrices, rows, factors
             look_up(tables, thread, group * many, matrix, of_expert, x, x_pitch, choices, chosen, mode)
-        if warp == _BITS(0):
+        if warp == UINT32(0):
             look_up_bias((factors, places), lane, group * many, pairs, choices, chosen, biases)
         cuda.syncthreads()
         w = ask(matrices[min(p0, last)] + offset, c0, more)
         v = ask(matrices[min(p1, last)] + offset, c1, more)
-        bias = ask_bias(places, lane, member == _BITS(0) and phase < count, phase, biases[2], mode)
-        totals, done, slots = zeros(), _BITS(0), _BITS(0)
+        bias = ask_bias(places, lane, member == UINT32(0) and phase < count, phase, biases[2], mode)
+        totals, done, slots = zeros(), UINT32(0), UINT32(0)
         p, c, q, d = p0, c0, p1, c1  # where both are
         while lead < count:
-            done = _BITS(done + _BITS(1))
+            done = UINT32(done + UINT32(1))
             ends = done == rounds
-            ahead = _BITS(lead + stride) if ends else lead
-            offset = _WORD(_BITS(ahead + mine)) * of_batch
-            until = pairs if _BITS(ahead + mine) < count else _BITS(0)
+            ahead = UINT32(lead + stride) if ends else lead
+            offset = UINT64(UINT32(ahead + mine)) * of_batch
+            until = pairs if UINT32(ahead + mine) < count else UINT32(0)
             if p < pairs:
-                totals = use(totals, w, rows[p] + _WORD(c) * _WORD(2), factors[p], more)
+                totals = use(totals, w, rows[p] + UINT64(c) * UINT64(2), factors[p], more)
             p, c = (p0, c0) if ends else _onward(p, c, pairs_on, columns_on, columns)
             if p < until:
                 w = ask(matrices[p] + offset, c, more)
             if q < pairs:
-                totals = use(totals, v, rows[q] + _WORD(d) * _WORD(2), factors[q], more)
+                totals = use(totals, v, rows[q] + UINT64(d) * UINT64(2), factors[q], more)
             q, d = (p1, c1) if ends else _onward(q, d, pairs_on, columns_on, columns)
             if q < until:
                 v = ask(matrices[q] + offset, d, more)
             if ends:
-                s = over_eight(spread(totals, _WORD(lane)) + factors[lane & _BITS(7)] * first_of(bias))
-                if lane & _BITS(7) == _BITS(0):
-                    sums[_BITS((warp * _BITS(_KEPT) + slots) * _BITS(4) + (lane >> _BITS(3)))] = s
-                bias = ask_bias(places, lane, member == _BITS(0) and until, _BITS(ahead + mine), biases[2], mode)
-                totals, done, lead = zeros(), _BITS(0), ahead
-                slots = _BITS(slots + _BITS(1))
-                if slots == _BITS(_KEPT) or lead >= count:
+                s = over_eight(spread(totals, UINT64(lane)) + factors[lane & UINT32(7)] * first_of(bias))
+                if lane & UINT32(7) == UINT32(0):
+                    sums[UINT32((warp * UINT32(_KEPT) + slots) * UINT32(4) + (lane >> UINT32(3)))] = s
+                bias = ask_bias(places, lane, member == UINT32(0) and until, UINT32(ahead + mine), biases[2], mode)
+                totals, done, lead = zeros(), UINT32(0), ahead
+                slots = UINT32(slots + UINT32(1))
+                if slots == UINT32(_KEPT) or lead >= count:
                     cuda.syncthreads()
                     finish(
-                        sums, _WORD(mine) * team * _WORD(4 * _KEPT), team, _WORD(member * _BITS(32) + lane),
-                        team * _WORD(32), _WORD(slots), _WORD(phase), _WORD(stride), batches, group, y, y_pitch,
+                        sums, UINT64(mine) * team * UINT64(4 * _KEPT), team, UINT64(member * UINT32(32) + lane),
+                        team * UINT64(32), UINT64(slots), UINT64(phase), UINT64(stride), batches, group, y, y_pitch,
                         plus, plus_pitch, mode,
                     )  # fmt: skip
-                    phase, slots = _BITS(lead + mine), _BITS(0)
+                    phase, slots = UINT32(lead + mine), UINT32(0)
                     if lead < count:
                         cuda.syncthreads()
 

@@ -13,9 +13,8 @@ from typing import Any
 from tpplan.decoder.fast.kernels.finishing import gelu, gelu_tanh, limited_plus_one, limited_silu, silu
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
-from tpplan.exec.toolchain.language import cuda, libdevice, types
+from tpplan.exec.toolchain.language import FLOAT32, INT64, UINT64, cuda, libdevice, types
 
-_WORD, _FLOAT, _NUMBER = types.uint64, types.float32, types.int64
 _WARP, _EVERY = 32, 0xFFFFFFFF
 #: No row has so many elements.
 _NOBODY = 2**32
@@ -103,14 +102,14 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         x, x_pitch, out, out_pitch, weight, offset, width, inverse, eps, adds,
     ):  # fmt: skip
         ptx.after_earlier_with_next()
-        sums = cuda.shared.array(_WARP, _FLOAT)
-        row, step = _WORD(cuda.blockIdx.x), _WORD(16) * _WORD(cuda.blockDim.x)
-        source, target, first = x + row * x_pitch, out + row * out_pitch, _WORD(16) * _WORD(cuda.threadIdx.x)
+        sums = cuda.shared.array(_WARP, FLOAT32)
+        row, step = UINT64(cuda.blockIdx.x), UINT64(16) * UINT64(cuda.blockDim.x)
+        source, target, first = x + row * x_pitch, out + row * out_pitch, UINT64(16) * UINT64(cuda.threadIdx.x)
         # The first vector of a thread stays in registers: mostly there is no other.
-        own = first if first < width else _WORD(0)
+        own = first if first < width else UINT64(0)
         w = ptx.load_128(source + own)
         g = weights_at(weight + own, offset)
-        s = squares(w[0], w[1], w[2], w[3]) if first < width else _FLOAT(0)
+        s = squares(w[0], w[1], w[2], w[3]) if first < width else FLOAT32(0)
         at = first + step
         while at < width:
             v = ptx.load_128(source + at)
@@ -121,7 +120,7 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         if lane == types.uint32(0):
             sums[warp] = s
         cuda.syncthreads()
-        s = sums[lane] if lane * types.uint32(_WARP) < types.uint32(cuda.blockDim.x) else _FLOAT(0)
+        s = sums[lane] if lane * types.uint32(_WARP) < types.uint32(cuda.blockDim.x) else FLOAT32(0)
         s = over_lanes(s, types.uint32(_WARP))
         mean = s * ptx.float_of(types.uint32(inverse))
         by = libdevice.rsqrtf(mean + ptx.float_of(types.uint32(eps)))
@@ -161,8 +160,8 @@ def _gate(name: str, act: Any, low: Any, high: Any, two: Any, other: Any = _itse
 
     def gate(gate, gate_pitch, up, up_pitch, out, out_pitch, width):  # type: ignore[no-untyped-def]
         ptx.after_earlier_with_next()
-        row = _WORD(cuda.blockIdx.x)
-        at = _WORD(16) * (_WORD(cuda.blockIdx.y) * _WORD(cuda.blockDim.x) + _WORD(cuda.threadIdx.x))
+        row = UINT64(cuda.blockIdx.x)
+        at = UINT64(16) * (UINT64(cuda.blockIdx.y) * UINT64(cuda.blockDim.x) + UINT64(cuda.threadIdx.x))
         if at < width:
             g0, g1, g2, g3 = ptx.load_128(gate + row * gate_pitch + at)
             u0, u1, u2, u3 = ptx.load_128(up + row * up_pitch + at)
@@ -195,7 +194,7 @@ def _best(name: str, low: Any, high: Any) -> Kernel:
     @device_function
     def among(value: Any, token: Any, w: Any, number: Any) -> Any:
         value, token = _better(value, token, low(w), number)
-        return _better(value, token, high(w), number + _NUMBER(1))
+        return _better(value, token, high(w), number + INT64(1))
 
     @device_function
     def over_warp(value: Any, token: Any) -> Any:
@@ -209,17 +208,17 @@ def _best(name: str, low: Any, high: Any) -> Kernel:
 
     def best(x, pitch, width, start, out, out_pitch, column, columns):  # type: ignore[no-untyped-def]
         ptx.after_earlier_with_next()
-        values, tokens = cuda.shared.array(_WARP, _FLOAT), cuda.shared.array(_WARP, _NUMBER)
-        row, step = _WORD(cuda.blockIdx.x), _WORD(16) * _WORD(cuda.blockDim.x)
-        at = _WORD(16) * _WORD(cuda.threadIdx.x)
-        value, token = _FLOAT(-math.inf), _NUMBER(_NOBODY)  # behind all others
+        values, tokens = cuda.shared.array(_WARP, FLOAT32), cuda.shared.array(_WARP, INT64)
+        row, step = UINT64(cuda.blockIdx.x), UINT64(16) * UINT64(cuda.blockDim.x)
+        at = UINT64(16) * UINT64(cuda.threadIdx.x)
+        value, token = FLOAT32(-math.inf), INT64(_NOBODY)  # behind all others
         while at < width:
             w0, w1, w2, w3 = ptx.load_128(x + row * pitch + at)
-            number = _NUMBER(at // _WORD(2))
+            number = INT64(at // UINT64(2))
             value, token = among(value, token, w0, number)
-            value, token = among(value, token, w1, number + _NUMBER(2))
-            value, token = among(value, token, w2, number + _NUMBER(4))
-            value, token = among(value, token, w3, number + _NUMBER(6))
+            value, token = among(value, token, w1, number + INT64(2))
+            value, token = among(value, token, w2, number + INT64(4))
+            value, token = among(value, token, w3, number + INT64(6))
             at += step
         value, token = over_warp(value, token)
         lane, warp = types.uint32(cuda.threadIdx.x % _WARP), types.uint32(cuda.threadIdx.x // _WARP)
@@ -229,13 +228,13 @@ def _best(name: str, low: Any, high: Any) -> Kernel:
         if warp == types.uint32(0):
             known = lane * types.uint32(_WARP) < types.uint32(cuda.blockDim.x)
             value, token = over_warp(values[lane if known else 0], tokens[lane if known else 0])
-            at = _WORD(lane)
+            at = UINT64(lane)
             while at < columns:
-                found = value if at == column else _FLOAT(0)
-                if at == column + _WORD(1):
-                    found = _FLOAT(token + _NUMBER(start))
-                ptx.store_32(out + row * out_pitch + _WORD(4) * at, ptx.bits_of(found))
-                at += _WORD(_WARP)
+                found = value if at == column else FLOAT32(0)
+                if at == column + UINT64(1):
+                    found = FLOAT32(token + INT64(start))
+                ptx.store_32(out + row * out_pitch + UINT64(4) * at, ptx.bits_of(found))
+                at += UINT64(_WARP)
 
     return Kernel(name, best, 8)
 

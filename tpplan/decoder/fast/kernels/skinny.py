@@ -20,7 +20,7 @@ from tpplan.exec.kernels.channel import end_sum, wait_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.kernels.ptx import word
 from tpplan.exec.protocol.channel import CALLERS
-from tpplan.exec.toolchain.language import cuda, intrinsic, types
+from tpplan.exec.toolchain.language import FLOAT32, UINT64, cuda, intrinsic, types
 
 #: Warps of a block, at most.
 MOST_WARPS = 16
@@ -29,7 +29,6 @@ STEP = 64
 
 #: Registers of what a lane has of a matrix row or a row: two vectors.
 _PART = 8
-_WORD, _FLOAT = types.uint64, types.float32
 
 
 @cache
@@ -61,7 +60,7 @@ def _asking_by(load: Any) -> Any:
 
     @device_function
     def ask(low: Any, high: Any, column: Any, last: Any) -> Any:
-        at, behind = min(column, last) * _WORD(2), min(column + _WORD(32), last) * _WORD(2)
+        at, behind = min(column, last) * UINT64(2), min(column + UINT64(32), last) * UINT64(2)
         a, b, c, d = load(low + at)
         e, f, g, h = load(low + behind)
         i, j, k, m = load(high + at)
@@ -78,7 +77,7 @@ _ask, _ask_now = _asking_by(ptx.stream_128), _asking_by(ptx.poll_128)
 @device_function
 def _vector(row: Any, column: Any, last: Any) -> Any:
     """Return 16 bytes of a row; zeros behind the last column."""
-    a, b, c, d = ptx.load_128(row + min(column, last) * _WORD(2))
+    a, b, c, d = ptx.load_128(row + min(column, last) * UINT64(2))
     nothing, is_there = types.uint32(0), column <= last
     return (
         a if is_there else nothing,
@@ -98,12 +97,12 @@ def _looking_at(eights: int) -> Any:
 
     @device_function
     def look_at_one(at: Any, column: Any, last: Any) -> Any:
-        return _vector(at[0], column, last) + _vector(at[0], column + _WORD(32), last)
+        return _vector(at[0], column, last) + _vector(at[0], column + UINT64(32), last)
 
     @device_function
     def look_at_two(at: Any, column: Any, last: Any) -> Any:
-        first = _vector(at[0], column, last) + _vector(at[0], column + _WORD(32), last)
-        return first + _vector(at[1], column, last) + _vector(at[1], column + _WORD(32), last)
+        first = _vector(at[0], column, last) + _vector(at[0], column + UINT64(32), last)
+        return first + _vector(at[1], column, last) + _vector(at[1], column + UINT64(32), last)
 
     return {1: look_at_one, 2: look_at_two}[eights]
 
@@ -111,8 +110,8 @@ def _looking_at(eights: int) -> Any:
 @device_function
 def _matrix_rows(weight: Any, pitch: Any, first: Any, size: Any, mode: Any) -> Any:
     """Return the addresses of a lane's two matrix rows: eight apart, or a gate and what it is for."""
-    low = min(first, size - _WORD(1))
-    high = min(first + _WORD(8), size - _WORD(1)) if mode == ADD else low + size
+    low = min(first, size - UINT64(1))
+    high = min(first + UINT64(8), size - UINT64(1)) if mode == ADD else low + size
     return weight + low * pitch, weight + high * pitch
 
 
@@ -150,26 +149,26 @@ def _skinny(  # noqa: C901 (the kernel)
         y: Any, y_pitch: Any, x: Any, x_pitch: Any, weight: Any, pitch: Any, size: Any, width: Any, rows: Any,
         plus: Any, plus_pitch: Any, mode: Any,
     ) -> None:  # fmt: skip
-        sums = cuda.shared.array(floats, _FLOAT)
-        lane, warp = _WORD(cuda.threadIdx.x) & _WORD(31), _WORD(cuda.threadIdx.x) >> _WORD(5)
-        g, t = lane >> _WORD(2), lane & _WORD(3)
-        begin, wide = warp * _WORD(STEP), (_WORD(cuda.blockDim.x) >> _WORD(5)) * _WORD(STEP)
-        again, own, last = begin + wide, t * _WORD(8), width - _WORD(8)
-        per = _WORD(TILE) if mode == ADD else _WORD(TILE // 2)
-        start, stride = _WORD(cuda.blockIdx.x) * per, _WORD(cuda.gridDim.x) * per
+        sums = cuda.shared.array(floats, FLOAT32)
+        lane, warp = UINT64(cuda.threadIdx.x) & UINT64(31), UINT64(cuda.threadIdx.x) >> UINT64(5)
+        g, t = lane >> UINT64(2), lane & UINT64(3)
+        begin, wide = warp * UINT64(STEP), (UINT64(cuda.blockDim.x) >> UINT64(5)) * UINT64(STEP)
+        again, own, last = begin + wide, t * UINT64(8), width - UINT64(8)
+        per = UINT64(TILE) if mode == ADD else UINT64(TILE // 2)
+        start, stride = UINT64(cuda.blockIdx.x) * per, UINT64(cuda.gridDim.x) * per
         low, high = _matrix_rows(weight, pitch, start + g, size, mode)
         w = _ask_now(low, high, begin + own, last)
         v = _ask_now(low, high, again + own, last)
         number, is_alone = wait()
         at = row_places(x, x_pitch, g, rows)
         p, q = look(at, begin + own, last), look(at, again + own, last)
-        totals, near, buffer = zeros(), _WORD(0), _WORD(0)
+        totals, near, buffer = zeros(), UINT64(0), UINT64(0)
         while start < size:
             ahead, far = start, near + wide + wide
             if far >= width:
-                ahead, far = start + stride, _WORD(0)
+                ahead, far = start + stride, UINT64(0)
                 low, high = _matrix_rows(weight, pitch, ahead + g, size, mode)
-            until = width if ahead < size else _WORD(0)
+            until = width if ahead < size else UINT64(0)
             if near + begin < width:
                 totals = products(totals, w, p)
             if far + begin < until:
@@ -179,12 +178,12 @@ def _skinny(  # noqa: C901 (the kernel)
             if far + again < until:
                 v, q = _ask(low, high, far + again + own, last), look(at, far + again + own, last)
             near = far
-            if far == _WORD(0):
-                keep(sums, totals, buffer + warp * _WORD(kept), g, t)
+            if far == UINT64(0):
+                keep(sums, totals, buffer + warp * UINT64(kept), g, t)
                 cuda.syncthreads()
                 finish(sums, buffer, start, y, y_pitch, plus, plus_pitch, size, rows, mode, number)
                 # The next tile's sums go elsewhere: not all threads may have read these.
-                totals, start, buffer = zeros(), ahead, _WORD(half) - buffer
+                totals, start, buffer = zeros(), ahead, UINT64(half) - buffer
 
         if joint:
             end_sum(number, is_alone)
@@ -199,7 +198,7 @@ def _skinny(  # noqa: C901 (the kernel)
         multiply_rows(
             word(CALLERS), word(CALLERS + 1), word(CALLERS + 2), word(CALLERS + 3), word(CALLERS + 4),
             word(CALLERS + 5), word(CALLERS + 6), word(CALLERS + 7), word(CALLERS + 8), word(CALLERS + 9),
-            word(CALLERS + 10), _WORD(ADD),
+            word(CALLERS + 10), UINT64(ADD),
         )  # fmt: skip
 
     bounds = (32 * MOST_WARPS, 1)

@@ -15,13 +15,12 @@ from tpplan.decoder.fast.kernels import tiles
 from tpplan.decoder.fast.kernels.finishing import ADD, finish_of
 from tpplan.exec.kernels.channel import send_part
 from tpplan.exec.kernels.kernel import device_function
-from tpplan.exec.toolchain.language import cuda, types
+from tpplan.exec.toolchain.language import FLOAT32, UINT64, cuda
 
 #: Matrix rows of a tile: the left side of an instruction; of a gate half of them are what is gated.
 TILE = 16
 
 _HALF = TILE // 2
-_WORD, _FLOAT = types.uint64, types.float32
 
 
 @cache
@@ -36,7 +35,7 @@ def rows_of(eights: int) -> Any:
 
     @device_function
     def row_of(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
-        return x + min(g, rows - _WORD(1)) * pitch
+        return x + min(g, rows - UINT64(1)) * pitch
 
     @device_function
     def of_eight(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
@@ -44,7 +43,7 @@ def rows_of(eights: int) -> Any:
 
     @device_function
     def of_sixteen(x: Any, pitch: Any, g: Any, rows: Any) -> Any:
-        return row_of(x, pitch, g, rows), row_of(x, pitch, g + _WORD(_HALF), rows)
+        return row_of(x, pitch, g, rows), row_of(x, pitch, g + UINT64(_HALF), rows)
 
     return {1: of_eight, 2: of_sixteen}[eights]
 
@@ -90,40 +89,40 @@ def tile_sums(  # noqa: C901 (what kernels inline)
 
     @device_function
     def keep_one(sums: Any, totals: Any, start: Any, g: Any, t: Any) -> None:
-        to = start + g * _WORD(pitch) + t * _WORD(2)
-        tiles.keep(sums, totals, to, _WORD(1), _WORD(_HALF * pitch))
+        to = start + g * UINT64(pitch) + t * UINT64(2)
+        tiles.keep(sums, totals, to, UINT64(1), UINT64(_HALF * pitch))
 
     @device_function
     def keep_two(sums: Any, totals: Any, start: Any, g: Any, t: Any) -> None:
         keep_one(sums, totals[:middle], start, g, t)
-        keep_one(sums, totals[middle:], start + _WORD(TILE * pitch), g, t)
+        keep_one(sums, totals[middle:], start + UINT64(TILE * pitch), g, t)
 
     @device_function
     def finish_all(
         sums: Any, buffer: Any, start: Any, y: Any, y_pitch: Any, plus: Any, plus_pitch: Any, size: Any, rows: Any,
         mode: Any, number: Any,
     ) -> None:  # fmt: skip
-        bits = _WORD(3 + tall) if mode == ADD else _WORD(2 + tall)
-        index, total = _WORD(cuda.threadIdx.x), rows << bits
+        bits = UINT64(3 + tall) if mode == ADD else UINT64(2 + tall)
+        index, total = UINT64(cuda.threadIdx.x), rows << bits
         while index < total:
             row = index >> bits
             member = index - (row << bits)
             at = member
             if tall > 1 and mode != ADD:  # eight gates, what these gate, and so on
-                at = member + (member & _WORD(_HALF))
-            place = buffer + at * _WORD(pitch) + row
-            s = t = _FLOAT(0)
-            end = place + (_WORD(cuda.blockDim.x) >> _WORD(5)) * _WORD(kept)
+                at = member + (member & UINT64(_HALF))
+            place = buffer + at * UINT64(pitch) + row
+            s = t = FLOAT32(0)
+            end = place + (UINT64(cuda.blockDim.x) >> UINT64(5)) * UINT64(kept)
             while place < end:
                 s += sums[place]
                 if mode != ADD:
-                    t += sums[place + _WORD(_HALF * pitch)]
-                place += _WORD(kept)
+                    t += sums[place + UINT64(_HALF * pitch)]
+                place += UINT64(kept)
             if joint:
                 if start + member < size:
                     send_part(row * size + start + member, s, number)
             elif start + member < size:
                 finish(s, t, row, start + member, y, y_pitch, plus, plus_pitch, size, mode)
-            index += _WORD(cuda.blockDim.x)
+            index += UINT64(cuda.blockDim.x)
 
     return TileSums(kept, warps * kept, keep_one if tall == 1 else keep_two, finish_all)

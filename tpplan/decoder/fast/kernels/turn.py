@@ -15,13 +15,12 @@ from tpplan.decoder.fast.kernels.cache_tiles import SHARING
 from tpplan.decoder.fast.kernels.pointwise import over_lanes, scaled_by, squares_of, weights_by
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
-from tpplan.exec.toolchain.language import cuda, libdevice, types
+from tpplan.exec.toolchain.language import FLOAT32, INT32, UINT32, UINT64, cuda, libdevice, types
 
 #: Vectors of a block: two for each of its threads.
 VECTORS = 512
 
 _NAME = re.compile("TURN_(?P<dtype>BF16|F16)(_(?P<kind>Q8|FP8))?")
-_WORD, _FLOAT, _HALF, _INT = types.uint64, types.float32, types.uint32, types.int32
 #: Numbers of sequences from here on are below 0, and rows that have them are not written to caches.
 _BELOW = 0x80000000
 #: Vectors of 8 elements that share a scale.
@@ -65,39 +64,39 @@ def _pair_of(low: Any, high: Any, two: Any) -> Any:
 @device_function
 def _packed(a: Any, b: Any, c: Any, d: Any) -> Any:
     """Return four bytes in one register."""
-    return _HALF(_HALF(a) | _HALF(b) << _HALF(8) | _HALF(c) << _HALF(16) | _HALF(d) << _HALF(24))
+    return UINT32(UINT32(a) | UINT32(b) << UINT32(8) | UINT32(c) << UINT32(16) | UINT32(d) << UINT32(24))
 
 
 @device_function
 def _whole(x: Any, scale: Any) -> Any:
     """Return the byte of the whole number of scales that is nearest."""
     count = libdevice.float2int_rn(x / scale)
-    return _HALF(min(max(count, _INT(-_LARGEST)), _INT(_LARGEST))) & _HALF(0xFF)
+    return UINT32(min(max(count, INT32(-_LARGEST)), INT32(_LARGEST))) & UINT32(0xFF)
 
 
 @device_function
 def _float8(x: Any, _: Any) -> Any:
     """Return the byte of the nearest number of fp8."""
     bits = ptx.bits_of(x)
-    magnitude = _HALF(bits & _HALF(0x7FFFFFFF))
-    m = _HALF(min(magnitude, _HALF(_TOP)))
-    few = _HALF(ptx.bits_of(ptx.float_of(m) + _FLOAT(2.0**14)) - _HALF(_ROUNDING))
-    many = _HALF((m + _HALF(0x7FFFF) + (m >> _HALF(20) & _HALF(1))) >> _HALF(20)) - _HALF(120 << 3)
-    code = _HALF(few) if m < _HALF(_NORMAL) else _HALF(many)
-    code = code if magnitude <= _HALF(_INFINITE) else _HALF(0x7F)
-    return _HALF(bits >> _HALF(24) & _HALF(0x80)) | code
+    magnitude = UINT32(bits & UINT32(0x7FFFFFFF))
+    m = UINT32(min(magnitude, UINT32(_TOP)))
+    few = UINT32(ptx.bits_of(ptx.float_of(m) + FLOAT32(2.0**14)) - UINT32(_ROUNDING))
+    many = UINT32((m + UINT32(0x7FFFF) + (m >> UINT32(20) & UINT32(1))) >> UINT32(20)) - UINT32(120 << 3)
+    code = UINT32(few) if m < UINT32(_NORMAL) else UINT32(many)
+    code = code if magnitude <= UINT32(_INFINITE) else UINT32(0x7F)
+    return UINT32(bits >> UINT32(24) & UINT32(0x80)) | code
 
 
 @device_function
 def _larger_half(w: Any) -> Any:
-    return _HALF(max(_HALF(w & _HALF(0x7FFF)), _HALF(w >> _HALF(16) & _HALF(0x7FFF))))
+    return UINT32(max(UINT32(w & UINT32(0x7FFF)), UINT32(w >> UINT32(16) & UINT32(0x7FFF))))
 
 
 @device_function
 def _largest(w: Any) -> Any:
     """Return the bits of the largest magnitude of a vector, which are in order as the numbers are."""
-    p, q = _HALF(max(_larger_half(w[0]), _larger_half(w[1]))), _HALF(max(_larger_half(w[2]), _larger_half(w[3])))
-    return _HALF(max(p, q))
+    p, q = UINT32(max(_larger_half(w[0]), _larger_half(w[1]))), UINT32(max(_larger_half(w[2]), _larger_half(w[3])))
+    return UINT32(max(p, q))
 
 
 @cache
@@ -137,50 +136,50 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
     @device_function
     def place_of(lane: Any, width: Any, turned: Any, is_value: Any) -> Any:
         """Return where in its head a thread's first vector is, and how much farther its second one."""
-        pairs = _HALF(turned) // _HALF(32)
+        pairs = UINT32(turned) // UINT32(32)
         if is_value:  # its halves
-            return _WORD(16) * _WORD(lane), width // _WORD(2)
+            return UINT64(16) * UINT64(lane), width // UINT64(2)
         if lane < pairs:
-            return _WORD(16) * _WORD(lane), turned // _WORD(2)
-        return turned + _WORD(16) * _WORD(lane - pairs), (width - turned) // _WORD(2)  # behind what is turned
+            return UINT64(16) * UINT64(lane), turned // UINT64(2)
+        return turned + UINT64(16) * UINT64(lane - pairs), (width - turned) // UINT64(2)  # behind what is turned
 
     @device_function
     def normed(a: Any, b: Any, weights: Any, lanes: Any, inverse: Any, eps: Any) -> Any:
         """Divide a head by its root mean square: all lanes of a warp are here, and heads are within one."""
         g, h = weights
         s = over_lanes(squares(a[0], a[1], a[2], a[3]) + squares(b[0], b[1], b[2], b[3]), lanes)
-        by = libdevice.rsqrtf(s * ptx.float_of(_HALF(inverse)) + ptx.float_of(_HALF(eps)))
+        by = libdevice.rsqrtf(s * ptx.float_of(UINT32(inverse)) + ptx.float_of(UINT32(eps)))
         return scaled(a, g, by), scaled(b, h, by)
 
     @device_function
     def scale_of(peaks: Any, vector: Any) -> Any:
         """Return the bits of the scale that a vector has together with its neighbours."""
-        first = vector // _HALF(_SHARED) * _HALF(_SHARED)
-        largest = _HALF(max(peaks[first], peaks[first + _HALF(1)]))
-        largest = _HALF(max(largest, _HALF(max(peaks[first + _HALF(2)], peaks[first + _HALF(3)]))))
-        return _HALF(ptx.two_f16(low(largest) * _FLOAT(1 / _LARGEST), _FLOAT(0)))
+        first = vector // UINT32(_SHARED) * UINT32(_SHARED)
+        largest = UINT32(max(peaks[first], peaks[first + UINT32(1)]))
+        largest = UINT32(max(largest, UINT32(max(peaks[first + UINT32(2)], peaks[first + UINT32(3)]))))
+        return UINT32(ptx.two_f16(low(largest) * FLOAT32(1 / _LARGEST), FLOAT32(0)))
 
     @device_function
     def scales_of(a: Any, b: Any, first: Any, second: Any, before: Any, is_there: Any) -> Any:
         """Return these of two vectors of a head, of which so many vectors of the block are before."""
         if not has_scales:
-            return _HALF(0), _HALF(0)
-        peaks = cuda.shared.array(VECTORS, _HALF)
+            return UINT32(0), UINT32(0)
+        peaks = cuda.shared.array(VECTORS, UINT32)
         if is_there:
             peaks[before + first], peaks[before + second] = _largest(a), _largest(b)
         cuda.syncthreads()
-        before = before if is_there else _HALF(0)
+        before = before if is_there else UINT32(0)
         return scale_of(peaks, before + first), scale_of(peaks, before + second)
 
     @device_function
     def keep(start: Any, scales: Any, at: Any, vector: Any, w: Any, scale: Any) -> None:
         """Write a vector to a row, and what begins with it of the row's scales."""
         if not is_narrow:
-            ptx.store_128(start + at + _WORD(16) * _WORD(vector), w[0], w[1], w[2], w[3])
+            ptx.store_128(start + at + UINT64(16) * UINT64(vector), w[0], w[1], w[2], w[3])
             return
-        encode(start + at + _WORD(8) * _WORD(vector), w, ptx.larger(ptx.low_f16(scale), _FLOAT(_TINY)))
-        if has_scales and vector % _HALF(_SHARED) == _HALF(0):
-            to = scales + at // _WORD(SHARING) + _WORD(2) * _WORD(vector // _HALF(_SHARED))
+        encode(start + at + UINT64(8) * UINT64(vector), w, ptx.larger(ptx.low_f16(scale), FLOAT32(_TINY)))
+        if has_scales and vector % UINT32(_SHARED) == UINT32(0):
+            to = scales + at // UINT64(SHARING) + UINT64(2) * UINT64(vector // UINT32(_SHARED))
             ptx.store_16(to, types.uint16(scale))
 
     def turn(  # type: ignore[no-untyped-def]
@@ -189,25 +188,25 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         sequences, sequences_step, places, places_step,
     ):  # fmt: skip
         ptx.after_earlier_with_next()
-        row, thread = _WORD(cuda.blockIdx.x), _HALF(cuda.threadIdx.x)
-        lanes = _HALF(width) // _HALF(32)  # of a head
-        many, which = _HALF(cuda.blockDim.x) // lanes, thread // lanes
-        head, lane = _HALF(_HALF(cuda.blockIdx.y) * many + which), _HALF(thread - which * lanes)
-        is_there = which < many and head < _HALF(heads)
-        head = head if is_there else _HALF(0)
-        is_query, is_value = head < _HALF(queries), head >= _HALF(queries + keys)
-        is_kept = is_there and cached_keys != _WORD(0) and not is_query
-        sequence, place = _HALF(_BELOW), _HALF(0)
+        row, thread = UINT64(cuda.blockIdx.x), UINT32(cuda.threadIdx.x)
+        lanes = UINT32(width) // UINT32(32)  # of a head
+        many, which = UINT32(cuda.blockDim.x) // lanes, thread // lanes
+        head, lane = UINT32(UINT32(cuda.blockIdx.y) * many + which), UINT32(thread - which * lanes)
+        is_there = which < many and head < UINT32(heads)
+        head = head if is_there else UINT32(0)
+        is_query, is_value = head < UINT32(queries), head >= UINT32(queries + keys)
+        is_kept = is_there and cached_keys != UINT64(0) and not is_query
+        sequence, place = UINT32(_BELOW), UINT32(0)
         if is_kept:
             sequence = ptx.load_32(sequences + row * sequences_step)
             place = ptx.load_32(places + row * places_step)
         offset, half = place_of(lane, width, turned, is_value)
         is_turned = offset < turned and not is_value
-        source = x + row * pitch + _WORD(head) * width + offset
+        source = x + row * pitch + UINT64(head) * width + offset
         a, b = ptx.load_128(source), ptx.load_128(source + half)
         angle = angles + row * angle_pitch + offset if is_turned else source
         cos, sin = ptx.load_128(angle), ptx.load_128(angle + half)
-        if query_norm != _WORD(0):
+        if query_norm != UINT64(0):
             weight = (query_norm if is_query else key_norm) + offset
             weights = weights_at(weight, more), weights_at(weight + half, more)
             c, d = normed(a, b, weights, lanes, inverse, eps)
@@ -218,13 +217,13 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         if is_there and not is_value:
             ptx.store_128(source, a[0], a[1], a[2], a[3])
             ptx.store_128(source + half, b[0], b[1], b[2], b[3])
-        first, second = _HALF(offset // _WORD(16)), _HALF((offset + half) // _WORD(16))
-        scale_a, scale_b = scales_of(a, b, first, second, _HALF(_HALF(2) * which * lanes), is_there)
-        if sequence < _HALF(_BELOW):
+        first, second = UINT32(offset // UINT64(16)), UINT32((offset + half) // UINT64(16))
+        scale_a, scale_b = scales_of(a, b, first, second, UINT32(UINT32(2) * which * lanes), is_there)
+        if sequence < UINT32(_BELOW):
             start, scales = (cached_values, value_scales) if is_value else (cached_keys, key_scales)
-            number = head - _HALF(queries) - (_HALF(keys) if is_value else _HALF(0))
-            size = width // _WORD(2) if is_narrow else width
-            at = _WORD(sequence) * sequence_step + _WORD(number) * head_step + _WORD(place) * size
+            number = head - UINT32(queries) - (UINT32(keys) if is_value else UINT32(0))
+            size = width // UINT64(2) if is_narrow else width
+            at = UINT64(sequence) * sequence_step + UINT64(number) * head_step + UINT64(place) * size
             keep(start, scales, at, first, a, scale_a)
             keep(start, scales, at, second, b, scale_b)
 

@@ -5,7 +5,7 @@ an element in 16 bits once for all of them: a float, less base and zero, which i
 rounded. So there is one set of sums.
 
 Lane 4 g + t has columns of four matrix rows, 16 bytes of codes of each: those of pairs 2 t and 2 t + 1 of the
-instruction, see :mod:`tpplan.decoder.fast.kernels.packed_products`.
+instruction, see :mod:`tpplan.decoder.fast.kernels.packed`.
 """
 
 from __future__ import annotations
