@@ -12,7 +12,7 @@ import msgspec
 
 from tpplan.core.limits import CAPABILITY, DTYPES, FINGERPRINT, LEAST, LONGEST_NAME, MOST
 from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, SCHEMA_URN, STRATEGIES, SplitPlan
-from tpplan.exec.machine.survey_report import SurveyReport
+from tpplan.exec.cuda.tuning_cache import SurveyReport
 from tpplan.files.codec import STATED
 from tpplan.files.jsontext import render
 from tpplan.files.text import save_text

@@ -8,7 +8,7 @@ from tests.planning_cases import spec
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, DeviceMemory
 from tpplan.planner.plan import plan
-from tpplan.reports.bandwidth import faster_by_latency, most_tokens_per_second
+from tpplan.reports.show import faster_by_latency, most_tokens_per_second
 
 GIB = 2**30
 

@@ -137,7 +137,7 @@ def note(text: str) -> None:
 def note_uncounted(plan: SplitPlan, *, on_screen: bool) -> None:
     """Say what a plan does not count or assumes, unless that is on the screen, and how to keep room for it."""
     from tpplan.files.codec import unstructure  # noqa: PLC0415
-    from tpplan.models.formats.leftovers import BUFFERS  # noqa: PLC0415
+    from tpplan.models.formats.matching import BUFFERS  # noqa: PLC0415
     from tpplan.render.show import uncounted_lines  # noqa: PLC0415
 
     if not on_screen:
@@ -153,7 +153,7 @@ def note_uncounted(plan: SplitPlan, *, on_screen: bool) -> None:
 
 def note_faster(plan: SplitPlan, model: ModelSpec) -> None:
     """Say where the strategy ``latency`` would read a token's bytes clearly faster than a balanced plan."""
-    from tpplan.reports.bandwidth import faster_by_latency  # noqa: PLC0415
+    from tpplan.reports.show import faster_by_latency  # noqa: PLC0415
 
     if rates := faster_by_latency(plan, model):
         text = f"at most {rates[0]} tokens/s by this plan, {rates[1]} with --strategy latency"

@@ -18,10 +18,9 @@ from tpplan.decoder.cache.store import Where
 from tpplan.decoder.decoding.prefill_graphs import graphs_of
 from tpplan.decoder.decoding.steps import Steps
 from tpplan.decoder.fast.fused import codes_of, steps_on
-from tpplan.decoder.layer.agree import agreed, room_for
 from tpplan.decoder.layer.attention import Group
 from tpplan.decoder.layer.passes import Decode, Prefill
-from tpplan.decoder.layer.stack import Stack
+from tpplan.decoder.layer.stack import Stack, agreed, room_for
 from tpplan.decoder.model.settings import facts_of as settings_facts
 from tpplan.decoder.model.settings import settings_of
 from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, facts_of, length_of, numbers_of

@@ -27,7 +27,7 @@ _COLUMNS = {
 
 
 def survey(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.exec.machine.survey_report.SurveyReport`."""
+    """Lay out a :class:`~tpplan.exec.cuda.tuning_cache.SurveyReport`."""
     count = len(report["gpus"])
     lines = [line(f"Links between {count} GPU{'s' if count > 1 else ''}", "title")]
     if not report["links"]:

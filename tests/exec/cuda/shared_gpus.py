@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
-    from tpplan.exec.cuda.bound import Bound
+    from tpplan.exec.cuda.launch import Bound
     from tpplan.exec.handles import Pending
     from tpplan.exec.memory.binding import Memory
 

@@ -17,14 +17,12 @@ from tests.exec.caller import bits, expected, memory, noise, widths
 from tests.exec.cuda.fake_driver import Runtime
 from tests.exec.program_cases import CASES
 from tpplan.errors import ExecutionError
-from tpplan.exec.cuda import backend, copies, encode_slots, events, launch_graph, streams
+from tpplan.exec.cuda import backend, copies, encode_slots, events, launch, streams
 from tpplan.exec.cuda.backend import CudaDevices
-from tpplan.exec.cuda.bound import Bound, ReadyProgram
 from tpplan.exec.cuda.events import Marks
 from tpplan.exec.cuda.exchanges import Exchanges
 from tpplan.exec.cuda.issuing import ISSUING, Issuing
-from tpplan.exec.cuda.launch import Ready
-from tpplan.exec.cuda.launch_graph import LaunchGraphs
+from tpplan.exec.cuda.launch import Bound, LaunchGraphs, Ready, ReadyProgram
 from tpplan.exec.programs.fence import HOST_STREAM, own
 from tpplan.exec.programs.operation import Moves
 from tpplan.exec.programs.program import HOST, INPUT, Buffer, Copy, Exchange, Program
@@ -179,7 +177,7 @@ def test_what_is_called_often_is_launched_by_graphs(monkeypatch: pytest.MonkeyPa
     """
     monkeypatch.setattr(streams, "_is_capturing_on", lambda _: False)
     monkeypatch.setattr(backend, "current_device", lambda: 0)
-    monkeypatch.setattr(launch_graph, "graph_of", lambda kernel, ordinal: kernel.graph if ordinal == 3 else None)
+    monkeypatch.setattr(launch, "graph_of", lambda kernel, ordinal: kernel.graph if ordinal == 3 else None)
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
     devices._issuing, devices._loaded, devices._marks = Issuing(devices._exchanges), set(), Marks({})

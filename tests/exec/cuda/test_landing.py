@@ -18,7 +18,7 @@ from tpplan.errors import ExecutionError
 from tpplan.exec.cuda import host_writes, launch
 from tpplan.exec.cuda.counters import Counters
 from tpplan.exec.cuda.host_writes import LINE, Landed, Landings, lands
-from tpplan.exec.programs import lower_events
+from tpplan.exec.programs import lower
 from tpplan.exec.programs.operation import allgather
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Buffer, Program
 from tpplan.exec.protocol.words import COUNTER_BYTES
@@ -80,7 +80,7 @@ class Devices:
             self.landings._counts[d] = start
             ctypes.c_uint32.from_address(self.counters.address(d, "landed")).value = start
         self.flags[:] = torch.tensor(start, dtype=torch.uint32).view(torch.int32)
-        program = lower_events.local(GATHER, by_kernels=True)
+        program = lower.local(GATHER, by_kernels=True)
         self.steps = self.landings.prepare(program, [Mock(handle=1)] * 2, 2)
         self.held: list[object] = []
         self.results = self.landings.results((0, 2))
@@ -102,8 +102,8 @@ def _noise(rows: int, columns: int, skip: int = 0, more: int = 0) -> torch.Tenso
 
 def test_only_what_kernels_write_for_the_host_is_a_landing() -> None:
     """Copies of engines are none, nor is what kernels write for devices, nor nothing."""
-    assert lands(lower_events.local(GATHER, by_kernels=True))
-    assert not lands(lower_events.local(GATHER))
+    assert lands(lower.local(GATHER, by_kernels=True))
+    assert not lands(lower.local(GATHER))
     assert not lands(Program("nothing", ()))
 
 

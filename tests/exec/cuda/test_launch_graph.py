@@ -13,13 +13,11 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu1
 from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.cuda import launch_graph
-from tpplan.exec.cuda.bound import Bound
-from tpplan.exec.cuda.launch import Ready
-from tpplan.exec.cuda.launch_graph import LaunchGraphs, graph_of
+from tpplan.exec.cuda import launch
+from tpplan.exec.cuda.launch import Bound, LaunchGraphs, Ready, graph_of
 
 if TYPE_CHECKING:
-    from tpplan.exec.cuda.bound import BoundStep
+    from tpplan.exec.cuda.launch import BoundStep
 
 _SUCCESS, _REFUSED = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 
@@ -89,10 +87,10 @@ def ready() -> Ready:
 
 
 def _graph(fake: Driver, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(launch_graph, "driver", fake)
-    monkeypatch.setattr(launch_graph, "switch_device", fake.switch_device)
-    monkeypatch.setattr(launch_graph, "current_device", lambda: fake.device)
-    monkeypatch.setattr(launch_graph._Executable, "_destroy", fake.cuGraphExecDestroy)
+    monkeypatch.setattr(launch, "driver", fake)
+    monkeypatch.setattr(launch, "switch_device", fake.switch_device)
+    monkeypatch.setattr(launch, "current_device", lambda: fake.device)
+    monkeypatch.setattr(launch._Executable, "_destroy", fake.cuGraphExecDestroy)
     return graph_of(ready, 3)
 
 
@@ -129,9 +127,9 @@ def _copy(_: int) -> None:
 
 def test_what_comes_often_is_launched_by_graphs(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels only, and from some time on; where no graph can be made, they are launched as before."""
-    monkeypatch.setattr(launch_graph, "_OFTEN", 3)
+    monkeypatch.setattr(launch, "_OFTEN", 3)
     graph = Mock()
-    monkeypatch.setattr(launch_graph, "graph_of", lambda of, ordinal: graph if (of, ordinal) == (ready, 40) else None)
+    monkeypatch.setattr(launch, "graph_of", lambda of, ordinal: graph if (of, ordinal) == (ready, 40) else None)
     steps: tuple[BoundStep, ...] = (ready, 0, 0), (_copy, 1, 9), (ready, 1, 0)
     graphs, bound, copies = LaunchGraphs({0: 40, 1: 41}), Bound(Mock(), steps), Bound(Mock(), steps[1:2])
     quick = (graph, 0, 0), *steps[1:]
@@ -146,10 +144,10 @@ def test_what_comes_often_is_launched_by_graphs(ready: Ready, monkeypatch: pytes
 
 def test_graphs_do_not_add_up(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first that was made is the first to go, and has to come more often again before it comes back."""
-    monkeypatch.setattr(launch_graph, "_OFTEN", 2)
-    monkeypatch.setattr(launch_graph, "_AGAIN", 3)
-    monkeypatch.setattr(launch_graph, "_KEPT", 2)
-    monkeypatch.setattr(launch_graph, "graph_of", Mock())
+    monkeypatch.setattr(launch, "_OFTEN", 2)
+    monkeypatch.setattr(launch, "_AGAIN", 3)
+    monkeypatch.setattr(launch, "_KEPT", 2)
+    monkeypatch.setattr(launch, "graph_of", Mock())
     graphs = LaunchGraphs({0: 0})
     bounds = [Bound(Mock(), ((ready, 0, 0),)) for _ in range(3)]
     for bound in bounds:
@@ -165,9 +163,9 @@ def test_graphs_do_not_add_up(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_graphs_that_take_turns_are_seldom_made_anew(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where more programs come often than graphs are kept, little is spent on graphs that are never launched."""
-    monkeypatch.setattr(launch_graph, "graph_of", make := Mock())
+    monkeypatch.setattr(launch, "graph_of", make := Mock())
     graphs, rounds = LaunchGraphs({0: 0}), 500
-    bounds = [Bound(Mock(), ((ready, 0, 0),)) for _ in range(2 * launch_graph._KEPT)]
+    bounds = [Bound(Mock(), ((ready, 0, 0),)) for _ in range(2 * launch._KEPT)]
     for _ in range(rounds):
         for bound in bounds:
             bound.quick or graphs.steps(bound)

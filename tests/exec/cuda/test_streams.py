@@ -12,9 +12,8 @@ pytest.importorskip("cuda.core", reason="needs cuda.core: pip install '.[cu13]'"
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda import backend, streams
 from tpplan.exec.cuda.backend import CudaDevices
-from tpplan.exec.cuda.bound import Bound, ReadyProgram
 from tpplan.exec.cuda.issuing import Issuing
-from tpplan.exec.cuda.launch_graph import LaunchGraphs
+from tpplan.exec.cuda.launch import Bound, LaunchGraphs, ReadyProgram
 from tpplan.exec.programs.program import Program
 
 

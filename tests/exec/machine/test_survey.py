@@ -18,9 +18,9 @@ from tests.contexts import little_room  # noqa: F401 (for every test here)
 from tests.exec.machine.tuning_cases import ROOM, Gpus, Machine
 from tpplan.exec import Tuning
 from tpplan.exec.cuda import tuning_cache
+from tpplan.exec.cuda.tuning_cache import Thresholds
 from tpplan.exec.machine import transports
 from tpplan.exec.machine.link_report import Link, LinkReport, Verdict, routes
-from tpplan.exec.machine.survey_report import Thresholds
 from tpplan.exec.programs.lower import Limits
 from tpplan.exec.toolchain import kernel_cache
 from tpplan.exec.tools.survey import survey

@@ -11,7 +11,7 @@ from hypothesis import given
 from tests.exec.program_cases import ITEM_BYTES, LIMITS, slices
 from tpplan.errors import InternalError
 from tpplan.exec.cuda.encode_direct import operands, table
-from tpplan.exec.programs import relays
+from tpplan.exec.programs import lower_flags
 from tpplan.exec.programs.lower import Mode, Route, lower, route
 from tpplan.exec.programs.operation import Moves, Operation, all_reduce, allgather, broadcast, scatter
 from tpplan.exec.programs.ordering import verify
@@ -69,7 +69,7 @@ def test_nobody_sends_more_than_somebody_receives(name: str) -> None:
     assert left.total() == reached.total()
     assert max(left.values()) <= max(reached.values()) + 8 * len(operation.devices)
     straight = leaving(lower(operation, Route("peer")))
-    assert relays.spared(operation) == max(straight[device] - left[device] for device in operation.devices) > 0
+    assert lower_flags.spared(operation) == max(straight[device] - left[device] for device in operation.devices) > 0
 
 
 @pytest.mark.parametrize("name", ["slices", "two large slices"])

@@ -8,7 +8,7 @@ from weakref import proxy
 
 import torch
 
-from tpplan.decoder.layer.agree import agreed
+from tpplan.decoder.layer.stack import agreed
 from tpplan.decoder.prompts import NOBODY, Extent
 from tpplan.exec.programs.program import HOST
 

@@ -11,7 +11,7 @@ import torch
 from tpplan.core.axes import Axis
 from tpplan.decoder.decoding.finite import not_finite
 from tpplan.decoder.decoding.sampling import NO_TOKEN, Sampling
-from tpplan.decoder.layer.agree import room_for
+from tpplan.decoder.layer.stack import room_for
 from tpplan.decoder.prompts import Prompt
 from tpplan.errors import RequestError
 from tpplan.exec.programs.program import HOST

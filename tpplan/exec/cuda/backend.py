@@ -13,7 +13,6 @@ from weakref import WeakMethod
 import torch
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.cuda.bound import Bound, BoundStep, ReadyProgram, Step
 from tpplan.exec.cuda.channel import Channel
 from tpplan.exec.cuda.copies import HostCopy, Transfer
 from tpplan.exec.cuda.events import Marks
@@ -21,8 +20,7 @@ from tpplan.exec.cuda.exchanges import Exchanges, kernels_for
 from tpplan.exec.cuda.graph import Graph
 from tpplan.exec.cuda.host_writes import lands
 from tpplan.exec.cuda.issuing import ISSUING, Issuing
-from tpplan.exec.cuda.launch import Ready
-from tpplan.exec.cuda.launch_graph import LaunchGraphs
+from tpplan.exec.cuda.launch import Bound, BoundStep, LaunchGraphs, Ready, ReadyProgram, Step
 from tpplan.exec.cuda.programmatic_launch import early
 from tpplan.exec.cuda.streams import Streams, StreamsAside, streams_aside
 from tpplan.exec.cuda.sums import Sums

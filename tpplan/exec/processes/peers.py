@@ -12,9 +12,9 @@ from attrs import frozen
 from tpplan.core.workspace import ALIGNMENT
 from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec.cuda.backend import CudaDevices
-from tpplan.exec.cuda.bound import Bound
 from tpplan.exec.cuda.copies import Transfer
 from tpplan.exec.cuda.issuing import ISSUING
+from tpplan.exec.cuda.launch import Bound
 from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.program import (
     EXCHANGE,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from tpplan.exec.cuda.bound import BoundStep, ReadyProgram
+    from tpplan.exec.cuda.launch import BoundStep, ReadyProgram
     from tpplan.exec.handles import Pending
     from tpplan.exec.memory.binding import Memory
     from tpplan.exec.processes.distributed import Processes

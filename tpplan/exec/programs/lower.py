@@ -16,6 +16,7 @@ Copies from the host and within a device are the same for all transports.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import field, frozen
@@ -23,14 +24,86 @@ from attrs import field, frozen
 from tpplan.core.sizes import format_apart
 from tpplan.core.workspace import ALIGNMENT, CHUNKS, PAIR
 from tpplan.errors import ExecutionError
-from tpplan.exec.programs import lower_events, lower_flags, lower_host, relays
+from tpplan.exec.programs import lower_flags, lower_host
+from tpplan.exec.programs.fence import caller, fence, meet, order, own
 from tpplan.exec.programs.operation import Addition, Moves, Reduction
-from tpplan.exec.programs.program import HOST, SLOTS
+from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, SLOTS, Buffer, Copy, Event, Exchange, Program, Sum, View
 from tpplan.exec.tuning import EXCHANGES, FANS, SUMS, Tuning
 
 if TYPE_CHECKING:
     from tpplan.exec.programs.operation import Operation
-    from tpplan.exec.programs.program import Program
+    from tpplan.exec.programs.program import Command
+
+
+def moves(operation: Moves) -> Program:
+    """Lower moves: every target device pulls its columns."""
+    ends = [(source.buffer.device, target.buffer.device) for source, target in operation.moves]
+    touched = [(device, target) for source, target in ends for device in (source, target)]
+    hub = own(min(target for _, target in ends))
+    commands: list[Command] = [
+        *meet("enter", ((caller(device), own(target)) for device, target in touched), hub),
+        *(Copy(own(target.buffer.device), source, target) for source, target in operation.moves),
+        *meet("leave", ((own(target), caller(device)) for device, target in touched), hub),
+    ]
+    return Program(f"{operation.name} by events", tuple(commands))
+
+
+def local(operation: Moves, *, by_kernels: bool = False) -> Program:
+    """Lower local moves: each device copies its own columns, within its memory or to the host, waiting for no other.
+
+    Args:
+        operation: the operation to lower.
+        by_kernels: whether kernels copy, instead of copy engines; only to the host.
+    """
+    commands: list[Command] = []
+    leave: list[Command] = []  # issued last, so that it delays no copy
+    results = []
+    for source, target in operation.moves:
+        stream = own(source.buffer.device)
+        copy = Copy(stream, source, target)
+        commands += order("enter", caller(stream.device), stream)
+        commands.append(Exchange(stream, (copy,)) if by_kernels else copy)
+        leave += order("leave", stream, caller(stream.device))
+        if target.buffer.device == HOST:
+            results.append(Event("leave", stream))
+    where = "by kernels of each device" if by_kernels else "on each device"
+    return Program(f"{operation.name} {where}", (*commands, *leave), tuple(results))
+
+
+def addition(operation: Addition) -> Program:
+    """Lower an addition: every device adds its own columns."""
+    commands: list[Command] = []
+    for share in operation.shares:
+        device = share.taker
+        target = View(Buffer(OUTPUT, device), 0, share.stop - share.start)
+        commands += order("enter", caller(device), own(device))
+        commands.append(Sum(own(device), (target, share.of(INPUT, device)), target))
+        commands += order("leave", own(device), caller(device))
+    return Program(f"{operation.name} on each device", tuple(commands))
+
+
+def reduction(operation: Reduction, parts: int) -> Program:
+    """Lower a reduction: each taker pulls its share from all givers, sums it, and pulls the other takers' sums."""
+    callers = [caller(device) for device in operation.devices]
+    workers = [own(taker) for taker in operation.takers]
+    shares = operation.shares()
+    summed = [own(share.taker) for share in shares]
+    hub = summed[0]
+    commands: list[Command] = [*fence("enter", callers, hub, summed)]
+    for part in range(parts):
+        for share in operation.shares(part, parts):
+            stream = own(share.taker)
+            givers = operation.others(share.taker)
+            commands += (Copy(stream, share.of(INPUT, g), operation.slab(share, g)) for g in givers)
+            commands.append(operation.total(stream, share, partial(operation.slab, share)))
+    commands += fence("sum", summed, hub, [w for w in workers if {*summed} - {w}])
+    for taker in operation.takers:
+        for share in shares:
+            if share.taker != taker:
+                commands.append(Copy(own(taker), share.of(OUTPUT, share.taker), share.of(OUTPUT, taker)))
+    commands += fence("leave", workers, hub, callers)
+    return Program(f"{operation.name} by events", tuple(commands))
+
 
 #: Range of chunk sizes in bytes for copies through host memory, unless a row is larger. Copy engines idle between
 #: smaller chunks (64 MiB between two H200 took 3 % less time in chunks of 4 MiB than of 2 MiB); larger ones overlap
@@ -111,7 +184,7 @@ class Limits:
 
     def passes_on(self, operation: Moves, column_bytes: int) -> bool:
         """Return whether devices of ``peer`` relay a part of what one of them sends."""
-        return self.straight and 0 < self.tuning.passed_on_bytes <= relays.spared(operation) * column_bytes
+        return self.straight and 0 < self.tuning.passed_on_bytes <= lower_flags.spared(operation) * column_bytes
 
     def mirrors(self, operation: Operation, item_bytes: int) -> bool:
         """Return whether kernels can write an operation's rows directly: to tensors, or to what stands in for them."""
@@ -276,13 +349,13 @@ def _parts(what: str, rows: int, row_bytes: int, limit: int) -> int:
 def lower(operation: Operation, way: Route) -> Program:
     """Return the program of an operation for a route from :func:`route`."""
     if isinstance(operation, Addition):
-        return lower_events.addition(operation)
+        return addition(operation)
     return _lower_moves(operation, way) if isinstance(operation, Moves) else _lower_reduction(operation, way)
 
 
 def _lower_reduction(operation: Reduction, way: Route) -> Program:
     if way.transport in {"local", "events"}:
-        return lower_events.reduction(operation, way.parts)
+        return reduction(operation, way.parts)
     if way.shared:
         return lower_flags.shared_reduction(operation, way.parts)
     if way.small or way.framed:
@@ -295,9 +368,9 @@ def _lower_reduction(operation: Reduction, way: Route) -> Program:
 
 def _lower_moves(operation: Moves, way: Route) -> Program:
     if way.transport == "local":
-        return lower_events.local(operation, by_kernels=way.small)
+        return local(operation, by_kernels=way.small)
     if way.transport == "events":
-        return lower_events.moves(operation)
+        return moves(operation)
     if way.small or way.framed:
         on_host = way.transport == "host"
         return lower_flags.moves(operation, on_host=on_host, framed=way.framed, parts=way.parts)

@@ -15,7 +15,6 @@ from tpplan.core.axes import Axis
 from tpplan.core.model import NotPlanned, Parameter, Segment
 from tpplan.errors import ModelError
 from tpplan.models.formats.formula import rebuild
-from tpplan.models.formats.leftovers import BUFFERS, PREDICTION, label
 from tpplan.models.formats.scheme import Form
 from tpplan.models.formats.storage import Stored, split_name, store
 from tpplan.models.formats.table import FLOATS, FORMATS
@@ -29,6 +28,45 @@ if TYPE_CHECKING:
     from tpplan.models.formats.scheme import Scheme
 
     Forms = Mapping[str, Tensor]
+
+
+BUFFERS: Final = "buffers"
+PREDICTION: Final = "prediction layers"
+
+#: What tensors are, by a part of their names; the first that matches decides.
+_PARTS: Final = {
+    "adapters": r"(?:^|\.)lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)(?:\.|$)",
+    "audio tower": (
+        r"(?:^|\.)(?:audio_tower|audio_model|audio_encoder|audio_embed|embed_audio|apm|whisper|"
+        r"multi_modal_projector\.audio|audio_projection_layer|audio_multi_modal_projector|audio_adapter)(?:\.|$)"
+    ),
+    "image projector": (
+        r"^(?:model\.|thinker\.)?(?:multi_modal_projector|multimodal_projector|mm_projector|vision_projector|"
+        r"image_projector|image_newline|view_seperator|mlp1|aligner|connector|embed_vision)(?:\.|$)"
+    ),
+    "vision tower": (
+        r"(?:^|\.)(?:vision_tower|vision_model|vision_encoder|visual|vision_embed_tokens|image_tower|image_encoder|"
+        r"img_processor|vision_embedder|vpm|vit)(?:\.|$)"
+    ),
+    PREDICTION: r"^(?:model\.|language_model\.)?mtp(?:[._]|$)|(?:^|\.)(?:mtp|nextn)(?:_\w+)?\.",
+    BUFFERS: (
+        r"(?:^|\.)(?:rotary_emb|rotary_pos_emb|rotary|rope|maybe_rotary)\."
+        r"(?:inv_freq|original_inv_freq|\w*(?:cos|sin)\w*|freqs\w*)$|\.masked_bias$|(?:^|\.)position_ids$"
+    ),
+}
+_WHAT: Final = re.compile("|".join(f"({pattern})" for pattern in _PARTS.values()))
+_LABELS: Final = tuple(_PARTS)
+
+#: Masks that older models keep as buffers under a name that is a bias in others.
+_MASK: Final = re.compile(r"\.(?:attn|attention|self_attention)\.bias$")
+_MASK_DIMS: Final = 4
+
+
+def label(name: str, tensor: Tensor) -> str:
+    """Return what a tensor that is not planned is part of, in words; empty if that is not known."""
+    if match := _WHAT.search(name):
+        return _LABELS[match.lastindex - 1] if match.lastindex else ""
+    return BUFFERS if _MASK.search(name) and len(tensor.shape) == _MASK_DIMS else ""
 
 
 #: All experts in one tensor; and each in tensors of its own.

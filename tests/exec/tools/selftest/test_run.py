@@ -18,7 +18,7 @@ from tpplan.exec.backends import engine
 from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.context import TPContext
 from tpplan.exec.explain import ALL, cuts
-from tpplan.exec.programs import lower_events
+from tpplan.exec.programs import lower
 from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Await, Buffer, Exchange, Flag, Program, Queue, Wait
 from tpplan.exec.tools.selftest import run as selftest
@@ -181,14 +181,14 @@ def test_an_error_is_a_fault(plan: SplitPlan) -> None:
 
 def test_the_worst_order_finds_a_race(plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums that are fetched before they are complete are wrong in the worst order, and only there."""
-    reduction = lower_events.reduction
+    reduction = lower.reduction
 
     def racing(operation: Reduction, parts: int) -> Program:
         program = reduction(operation, parts)
         kept = (c for c in program.commands if not (isinstance(c, Wait) and c.event.name == "sum"))
         return evolve(program, commands=tuple(kept))
 
-    monkeypatch.setattr(lower_events, "reduction", racing)
+    monkeypatch.setattr(lower, "reduction", racing)
     monkeypatch.setattr(engine, "verify", lambda program, **_: program)
     report = selftest.selftest(plan, compiler_of(plan), ["events"])
     assert {(one.operation, one.schedule) for one in report.tested if one.wrong} == {("all_reduce", "adversarial")}
@@ -201,7 +201,7 @@ def test_a_deadlock_is_found(plan: SplitPlan, monkeypatch: pytest.MonkeyPatch) -
         flag = Flag("full", Queue(HOST, 0, (1,)))
         return Program("stuck", (Exchange(own(1), (Await(own(1), flag),)),))
 
-    monkeypatch.setattr(lower_events, "moves", stuck)
+    monkeypatch.setattr(lower, "moves", stuck)
     monkeypatch.setattr(engine, "verify", lambda program, **_: program)
     report = selftest.selftest(plan, compiler_of(plan), ["events"])
     told = {fault.schedule: fault.message for fault in report.faults}

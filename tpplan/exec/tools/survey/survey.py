@@ -9,8 +9,8 @@ import torch
 
 from tpplan.errors import DeviceError
 from tpplan.exec.cuda import tuning_cache
+from tpplan.exec.cuda.tuning_cache import SurveyReport, Thresholds, Timing
 from tpplan.exec.machine.links import link_report
-from tpplan.exec.machine.survey_report import SurveyReport, Thresholds, Timing
 from tpplan.exec.machine.transports import choose
 from tpplan.exec.toolchain.kernel_cache import MOST_SOURCES
 from tpplan.exec.tools.survey.timer import GraphTimer
