@@ -101,7 +101,7 @@ def test_fused_tensors_are_cut_in_every_segment() -> None:
         1: (0, ((4, 24), (28, 48))),
     }
     keys = {"n_embd": 32, "n_head": 4, "n_layer": 1, "n_inner": 24, "vocab_size": 30, "n_positions": 16}
-    found = slices(spec_of({"model_type": "gpt2", **keys}), RS=(0, 8, 32, 32))
+    found = slices(spec_of({"model_type": "gpt2", **keys}), RESIDUAL=(0, 8, 32, 32))
     assert part(found, "transformer.h.0.attn.c_attn.weight") == {
         0: (1, ((0, 24), (32, 56), (64, 88))),
         2: (1, ((24, 32), (56, 64), (88, 96))),
@@ -157,7 +157,7 @@ def test_value_heads_are_with_their_key_head(model_type: str) -> None:
 def test_a_replicated_head_is_held_once() -> None:
     """Two KV heads, two replicas each: who has both replicas, or the second of one and the first of the next."""
     model = small("llama", num_key_value_heads=2)
-    found = slices(model, kv="replicate", KV=(0, 1, 3, 4))
+    found = slices(model, kv="replicate", KV_HEADS=(0, 1, 3, 4))
     assert part(found, "model.layers.0.self_attn.k_proj.weight") == {
         0: (0, ((0, 8),)),
         1: (0, ((0, 16),)),
@@ -168,7 +168,7 @@ def test_a_replicated_head_is_held_once() -> None:
         1: (0, ((16, 48),)),
         2: (0, ((48, 64),)),
     }
-    found = slices(model, kv="replicate", KV=(0, 2, 2, 4))
+    found = slices(model, kv="replicate", KV_HEADS=(0, 2, 2, 4))
     assert part(found, "model.layers.0.self_attn.k_proj.weight") == {0: (0, ((0, 8),)), 2: (0, ((8, 16),))}
 
 
