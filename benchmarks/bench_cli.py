@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.rows import GPUS, MODEL, TOKENS, Row, measure, rounds_wanted
+from benchmarks.common.rows import GPUS, MODEL, TOKENS, Row, measure, rounds_wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,13 +20,13 @@ import torch
 from attrs import asdict, evolve
 
 import tpplan
-from benchmarks import children
-from benchmarks.decode_options import numbers_of, parser_of
-from benchmarks.decode_order import CUTS, Order
-from benchmarks.decode_rows import HEAD, Row, cells, compared, reason
+from benchmarks.common import children
+from benchmarks.common.rows import ROOT
+from benchmarks.decode.options import numbers_of, parser_of
+from benchmarks.decode.order import CUTS, Order
+from benchmarks.decode.random_codes import quantised
+from benchmarks.decode.rows import HEAD, Row, cells, compared, reason
 from benchmarks.random_checkpoint import room_for, shortened, size_of, write
-from benchmarks.random_codes import quantised
-from benchmarks.rows import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ def execute(who: str, order: Order, seconds: float, tell: Callable[[Row], None])
         if row:
             tell(row)
 
-    module = "benchmarks.decode_run" if who == "tpplan" else "benchmarks.transformers_run"
+    module = "benchmarks.decode.run" if who == "tpplan" else "benchmarks.decode.transformers_run"
     command = [sys.executable, "-m", module, evolve(order, started=time.time()).dump()]
     failure = children.run(command, order.gpus if who == "transformers" else 1, seconds, line, ROOT)
     if failure:
@@ -109,7 +109,7 @@ def checkpoint(config: Mapping[str, Any], folder: str, *, asked: bool) -> Iterat
 
 
 def checkpoint_of(wanted: argparse.Namespace) -> AbstractContextManager[Path]:
-    """Make the checkpoint that options ask for, see :func:`benchmarks.decode_options.parser_of`."""
+    """Make the checkpoint that options ask for, see :func:`benchmarks.decode.options.parser_of`."""
     config = json.loads(Path(wanted.config or MODEL).read_text(encoding="utf-8"))
     config = quantised(shortened(config, wanted.layers), wanted.quantise)
     return checkpoint(config, wanted.folder, asked=bool(wanted.config or wanted.layers or wanted.quantise))

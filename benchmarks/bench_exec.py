@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 import tpplan
-from benchmarks.rows import GPUS, MODEL, TOKENS, Row, measure, rounds_wanted
+from benchmarks.common.rows import GPUS, MODEL, TOKENS, Row, measure, rounds_wanted
 from tpplan.core.axes import Axis
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.backends.cpu import Pending, VirtualDevices

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import tpplan
-from benchmarks.rows import GPUS, MODEL, PLANS, TOKENS, Row, measure, rounds_wanted
+from benchmarks.common.rows import GPUS, MODEL, PLANS, TOKENS, Row, measure, rounds_wanted
 from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES
 from tpplan.core.sizes import format_bytes
 from tpplan.hardware import catalogue

@@ -19,8 +19,8 @@ import torch
 from torch import distributed
 
 import tpplan
-from benchmarks import children
-from benchmarks.rows import ROOT
+from benchmarks.common import children
+from benchmarks.common.rows import ROOT
 from tpplan import Axis, Device
 from tpplan import exec as tpx
 

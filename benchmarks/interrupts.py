@@ -26,7 +26,7 @@ import torch
 from attrs import Factory, define, evolve
 
 import tpplan
-from benchmarks.interruption import EVERYWHERE, AtOpcode, Blocks, noted_blocks
+from benchmarks.reliability.interruption import EVERYWHERE, AtOpcode, Blocks, noted_blocks
 from benchmarks.soak import plan_for
 from tpplan import exec as tpx
 from tpplan.core.axes import Axis

@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from benchmarks import children
 from benchmarks.bench_decode import checkpoint_of
-from benchmarks.decode_options import numbers_of, parser_of
-from benchmarks.decode_order import Order
-from benchmarks.rows import ROOT
+from benchmarks.common import children
+from benchmarks.common.rows import ROOT
+from benchmarks.decode.options import numbers_of, parser_of
+from benchmarks.decode.order import Order
 
 if TYPE_CHECKING:
     import argparse
@@ -34,7 +34,7 @@ def main() -> None:
                 tokens=wanted.steps,
                 prefill=wanted.prefill,
             )
-            command = [sys.executable, "-m", "benchmarks.profile_run", order.dump()]
+            command = [sys.executable, "-m", "benchmarks.decode.profile_run", order.dump()]
             failure = children.run(command, 1, wanted.watchdog, lambda line: print(line, flush=True), ROOT)
             if failure:
                 print(f"{gpus} GPUs: {failure}", file=sys.stderr, flush=True)

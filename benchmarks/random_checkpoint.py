@@ -28,7 +28,7 @@ from tpplan.weights import iter_slices
 with needing("a checkpoint of random weights"):
     import torch
 
-    from benchmarks.random_codes import METHODS, block_of, constant_of, kind_of, quantised
+    from benchmarks.decode.random_codes import METHODS, block_of, constant_of, kind_of, quantised
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ def write(directory: Path, config: Mapping[str, Any], seed: int = 1) -> int:
 
     Args:
         directory: that is there.
-        config: of a family whose tensors all have its dtype, or of :func:`benchmarks.random_codes.quantised`.
+        config: of a family whose tensors all have its dtype, or of :func:`benchmarks.decode.random_codes.quantised`.
         seed: of the weights.
     """
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -19,9 +19,9 @@ import torch
 from attrs import Factory, define
 
 import tpplan
-from benchmarks.memory_use import MIB, Driver, Growth, foretold, is_enough, multiply
-from benchmarks.rows import ROOT
-from benchmarks.stress import Stress
+from benchmarks.common.rows import ROOT
+from benchmarks.reliability.lost_device import MIB, Driver, Growth, foretold, is_enough, multiply
+from benchmarks.reliability.stress import Stress
 from tpplan import exec as tpx
 from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec.options import TRANSPORTS
@@ -255,7 +255,7 @@ def _tell_overheads(driver: Driver, overheads: list[int], problems: list[str]) -
 
 def _tell_losses(plan: SplitPlan, transports: list[str], wanted: argparse.Namespace, problems: list[str]) -> None:
     """Lose a device by each transport, and soak a new context afterwards."""
-    from benchmarks.lost_device import lose  # noqa: PLC0415 (needs CUDA's packages)
+    from benchmarks.reliability.lost_device import lose  # noqa: PLC0415 (needs CUDA's packages)
 
     print("\n| transport | rows | a lost device ends in an error after, s | a new context, wrong |\n|---|---|---|---|")
     large = {"peer": plan.request.max_rows, "host": FRAMED_ROWS}

@@ -13,8 +13,8 @@ import torch
 
 import tpplan
 from benchmarks import bench_decode, random_checkpoint
-from benchmarks.random_codes import quantised
-from benchmarks.rows import ROOT
+from benchmarks.common.rows import ROOT
+from benchmarks.decode.random_codes import quantised
 from tests.bench_decode_cases import CONFIG, different, order
 from tests.checkpoints import saved_values
 from tests.weight_plans import fine_units
@@ -23,7 +23,7 @@ from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from benchmarks.decode_order import Order
+    from benchmarks.decode.order import Order
 
 __all__ = ["fine_units", "order"]  # fixtures
 

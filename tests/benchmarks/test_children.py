@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks import children
+from benchmarks.common import children
 
 if TYPE_CHECKING:
     from pathlib import Path

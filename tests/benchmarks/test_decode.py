@@ -9,11 +9,12 @@ import torch
 from attrs import evolve
 
 import tpplan
-from benchmarks import bench_decode, decode_memory, decode_run, random_checkpoint
-from benchmarks.decode_memory import Buckets
-from benchmarks.decode_order import CUTS, Order
-from benchmarks.decode_rows import Part, Row, cells, compared
-from benchmarks.random_codes import quantised
+from benchmarks import bench_decode, random_checkpoint
+from benchmarks.decode import run
+from benchmarks.decode.order import CUTS, Order
+from benchmarks.decode.random_codes import quantised
+from benchmarks.decode.rows import Part, Row, cells, compared
+from benchmarks.decode.run import Buckets
 from tests.bench_decode_cases import CONFIG, TOKENS, generated, order
 from tests.weight_plans import fine_units
 
@@ -28,7 +29,7 @@ def test_a_run_measures_all_parts_and_makes_the_right_tokens(order: Order, cut: 
     """Every part has a figure, and the tokens are those that the decoder makes of the same plan."""
     order = evolve(order, cut=cut)
     rows: list[Row] = []
-    decode_run.measure(order, rows.append)
+    run.measure(order, rows.append)
     found = {row.what: row for row in rows}
     plan = order.plan()
     assert len(found) == len(rows)
@@ -52,7 +53,7 @@ def test_a_run_measures_all_parts_and_makes_the_right_tokens(order: Order, cut: 
 def test_prompts_are_not_read_again_where_there_are_no_graphs(order: Order) -> None:
     """What is asked for is what there is already."""
     rows: list[Row] = []
-    decode_run.measure(evolve(order, eager=True, batches=(1,)), rows.append)
+    run.measure(evolve(order, eager=True, batches=(1,)), rows.append)
     assert [row.who for row in rows if row.what.startswith("prefill")] == ["tpplan"]
 
 
@@ -72,10 +73,10 @@ def test_cuts_are_what_their_names_say() -> None:
 
 def test_the_limit_is_the_slowest_devices_weights(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the embedding, a step reads single rows: it does not count."""
-    monkeypatch.setattr(decode_run, "_bandwidth", lambda _: 1e6)
+    monkeypatch.setattr(run, "_bandwidth", lambda _: 1e6)
     rows: list[Row] = []
     order = evolve(order, batches=(3,))
-    decode_run.measure(order, rows.append)
+    run.measure(order, rows.append)
     (limit,) = (row.limit for row in rows if row.what == "decode, batch 3")
     plan = order.plan()
     rows_of = {part.device: part.end - part.start for part in plan.slices("vocab")}
@@ -87,10 +88,10 @@ def test_the_limit_is_the_slowest_devices_weights(order: Order, monkeypatch: pyt
 def test_a_step_of_a_quantised_model_reads_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its limit is their bytes and those of scales and zeros, and everything is measured as of another model."""
     random_checkpoint.write(tmp_path, quantised(CONFIG, "awq"))
-    monkeypatch.setattr(decode_run, "_bandwidth", lambda _: 1e6)
+    monkeypatch.setattr(run, "_bandwidth", lambda _: 1e6)
     rows: list[Row] = []
     order = Order(directory=str(tmp_path), gpus=1, backend="cpu", batches=(2,), tokens=TOKENS, prefill=40)
-    decode_run.measure(order, rows.append)
+    run.measure(order, rows.append)
     assert all(row.value for row in rows)
     (decoded,) = (row for row in rows if row.what == "decode, batch 2")
     assert decoded.limit == pytest.approx(2 * 1e6 / (tpplan.read_model(tmp_path).weight_bytes - 203 * 64 * 4))
@@ -101,10 +102,10 @@ def test_a_step_reads_the_experts_that_are_chosen(tmp_path: Path, monkeypatch: p
     """Three rows with two of four experts each leave one in eight out, if all are equally likely."""
     mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     random_checkpoint.write(tmp_path, {**CONFIG, **mixture, "num_experts_per_tok": 2})
-    monkeypatch.setattr(decode_run, "_bandwidth", lambda _: 1e6)
+    monkeypatch.setattr(run, "_bandwidth", lambda _: 1e6)
     rows: list[Row] = []
     order = Order(directory=str(tmp_path), gpus=1, backend="cpu", batches=(1, 3), tokens=TOKENS, prefill=40)
-    decode_run.measure(order, rows.append)
+    run.measure(order, rows.append)
     experts = CONFIG["num_hidden_layers"] * 4 * 3 * CONFIG["hidden_size"] * CONFIG["intermediate_size"] * 4
     others = tpplan.read_model(tmp_path).weight_bytes - experts - CONFIG["vocab_size"] * CONFIG["hidden_size"] * 4
     limits = {row.what: row.limit for row in rows}
@@ -120,9 +121,9 @@ def test_a_part_that_fails_leaves_the_others(order: Order, monkeypatch: pytest.M
     def broken(_: Path) -> float:
         raise OSError("the disk | is gone")
 
-    monkeypatch.setattr(decode_run, "read_rate", broken)
+    monkeypatch.setattr(run, "read_rate", broken)
     rows: list[Row] = []
-    decode_run.measure(order, rows.append)
+    run.measure(order, rows.append)
     assert [(row.what, row.note) for row in rows if row.value is None] == [
         ("load", "failed: OSError: the disk / is gone")
     ]
@@ -131,7 +132,7 @@ def test_a_part_that_fails_leaves_the_others(order: Order, monkeypatch: pytest.M
 
 def test_transformers_makes_the_same_tokens(order: Order) -> None:
     """It measures the same parts from the same prompts, so that figures can be compared."""
-    from benchmarks import transformers_run  # noqa: PLC0415 - transformers takes seconds
+    from benchmarks.decode import transformers_run  # noqa: PLC0415 - transformers takes seconds
 
     rows: list[Row] = []
     transformers_run.measure(evolve(order, gpus=1), 0, rows.append)
@@ -149,10 +150,10 @@ def test_transformers_makes_the_same_tokens(order: Order) -> None:
 
 def test_memory_is_told_by_bucket(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes between two looks belongs to the bucket that is named; all that is used is one of the ledger's."""
-    mib = decode_memory.MIB
+    mib = run.MIB
     handed_out = iter([5, 15, 45, 115, 160, 190, 128])
     plan = evolve(order, gpus=1).plan()
-    monkeypatch.setattr(decode_memory, "requested", lambda *_: next(handed_out) * mib)
+    monkeypatch.setattr(run, "requested", lambda *_: next(handed_out) * mib)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 200 * mib)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (200 * mib, 1000 * mib))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
@@ -200,6 +201,6 @@ def test_tokens_are_compared_with_the_first() -> None:
 def test_a_transport_can_be_asked_for(order: Order) -> None:
     """Machines without links between their GPUs can be measured on any other, and the rows say which way data went."""
     rows: list[Row] = []
-    decode_run.measure(evolve(order, transport="host", batches=(1,)), rows.append)
+    run.measure(evolve(order, transport="host", batches=(1,)), rows.append)
     assert rows[0].note.endswith("transport host")
     assert list(next(row for row in rows if row.what == "decode, batch 1").tokens) == generated(order, order.plan())

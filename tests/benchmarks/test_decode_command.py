@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import tpplan
 from benchmarks import bench_decode
-from benchmarks.decode_order import WARM, Order
+from benchmarks.decode.order import WARM, Order
 from tests.bench_decode_cases import CONFIG, generated, order, run_command
 from tests.checkpoints import saved_values
 from tests.weight_plans import fine_units

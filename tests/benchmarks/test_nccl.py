@@ -9,9 +9,10 @@ import torch
 from attrs import evolve
 
 import tpplan
-from benchmarks import decode_run, random_checkpoint
-from benchmarks.decode_order import WARM, Order
-from benchmarks.nccl_context import NcclContext
+from benchmarks import random_checkpoint
+from benchmarks.decode import run
+from benchmarks.decode.nccl_context import NcclContext
+from benchmarks.decode.order import WARM, Order
 from tests.bench_decode_cases import CONFIG, TOKENS, order
 from tests.flash_cases import flash_calls
 from tests.graph_cases import FakeGraph
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from benchmarks.decode_rows import Row
+    from benchmarks.decode.rows import Row
     from tpplan.decoder import Decoder
 
 __all__ = ["fine_units", "flash_calls", "order"]  # fixtures
@@ -56,7 +57,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_decoder_over_nccl_makes_the_same_tokens(order: Order) -> None:
     """Only the movement differs, and the rows say whose it was."""
     rows: list[Row] = []
-    decode_run.measure(evolve(order, nccl=True, batches=(1,)), rows.append)
+    run.measure(evolve(order, nccl=True, batches=(1,)), rows.append)
     mine, others = ([row for row in rows if row.who == who and row.unit == "tokens/s"] for who in ("tpplan", "NCCL"))
     assert [row.what for row in others] == [row.what for row in mine] == ["decode, batch 1", "prefill of 40 tokens"]
     assert others[0].tokens == mine[0].tokens
@@ -69,7 +70,7 @@ def test_prompts_are_read_by_graphs_and_without(tmp_path: Path, monkeypatch: pyt
     random_checkpoint.write(tmp_path, {**CONFIG, "torch_dtype": "bfloat16"})
     captured: list[str] = []
     read: list[str] = []
-    run = PromptGraphs.run
+    replay = PromptGraphs.run
 
     def capture(self: Decoder, issue: Callable[[], None], what: str) -> FakeGraph:
         captured.append(type(self.context).__name__)
@@ -78,7 +79,7 @@ def test_prompts_are_read_by_graphs_and_without(tmp_path: Path, monkeypatch: pyt
 
     def noted(self: PromptGraphs, numbers: Tensor) -> tuple[Tensor, ...]:
         read.append(type(self._decoder.context).__name__)
-        return run(self, numbers)
+        return replay(self, numbers)
 
     monkeypatch.setattr(model, "graphs_of", lambda decoder, cap, **_: graphs_of(decoder, cap, graphs=True))
     monkeypatch.setattr(model.Decoder, "captured", capture)
@@ -92,7 +93,7 @@ def test_prompts_are_read_by_graphs_and_without(tmp_path: Path, monkeypatch: pyt
         read.clear()
 
     order = Order(directory=str(tmp_path), gpus=2, backend="cpu", batches=(2,), tokens=TOKENS, prefill=96, max_rows=32)
-    decode_run.measure(evolve(order, eager=True, nccl=True), tell)
+    run.measure(evolve(order, eager=True, nccl=True), tell)
     long, several = "prefill of 96 tokens", "prefill of 2 prompts of 32 tokens"  # three passes and two, each five times
     assert found == [
         ("tpplan", long, ["TPContext"] * 15),

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from benchmarks import bench_decode, profile_decode, profile_run, random_checkpoint
-from benchmarks.decode_order import Order, prompts
-from benchmarks.kernel_times import KINDS, OWN, REST, Work, busy, tables, works_of
+from benchmarks import bench_decode, profile_decode, random_checkpoint
+from benchmarks.decode import profile_run
+from benchmarks.decode.order import Order, prompts
+from benchmarks.decode.profile_run import KINDS, OWN, REST, Work, busy, tables, works_of
 from tests.bench_decode_cases import CONFIG, order, run_command
 from tests.weight_plans import fine_units
 from tpplan.decoder import Decoder, Sampling

@@ -11,10 +11,10 @@ import torch
 from attrs import evolve
 
 from benchmarks import soak as command
-from benchmarks.contents import Lane
-from benchmarks.memory_use import MIB, Growth, foretold, is_enough
+from benchmarks.reliability.contents import Lane
+from benchmarks.reliability.lost_device import MIB, Growth, foretold, is_enough
+from benchmarks.reliability.stress import Stress
 from benchmarks.soak import plan_for, soak
-from benchmarks.stress import Stress
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.lost_device import _Losing, lose
+from benchmarks.reliability.lost_device import _Losing, lose
 from benchmarks.soak import FRAMED_ROWS, plan_for, soak
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.cuda.probe_driver import TorchDriver

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from benchmarks.interruption import CONTEXT, EVERYWHERE, FILES, AtOpcode, Blocks, noted_blocks, sees_opcodes, within
+from benchmarks.reliability.interruption import (
+    CONTEXT,
+    EVERYWHERE,
+    FILES,
+    AtOpcode,
+    Blocks,
+    noted_blocks,
+    sees_opcodes,
+    within,
+)
 from tests.contexts import UNEVEN, context, little_room
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tpplan
-from benchmarks import children
+from benchmarks.common import children
 from tests.decoder_cases import LENGTH, model_of
 from tpplan.cli.main import main
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import children
+from benchmarks.common import children
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from benchmarks.decode_order import WARM, Order, long_prompt, prompts, synchronize
-from benchmarks.decode_rows import Part
+from benchmarks.decode.order import WARM, Order, long_prompt, prompts, synchronize
+from benchmarks.decode.rows import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from benchmarks.decode_rows import Row
+    from benchmarks.decode.rows import Row
 
 _PREFILLS = 3
 

@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from benchmarks.random_codes import METHODS
+from benchmarks.decode.random_codes import METHODS
 from tpplan.exec.options import TRANSPORTS
 
 

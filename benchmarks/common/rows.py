@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "Llama-3.1-70B" / "config.json"
 PLANS = ROOT / "examples" / "plans"
 GPUS = "RTX5090,2xRTX4090,RTX3090,A100-80GB,A6000,2x16GiB"

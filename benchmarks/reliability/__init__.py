@@ -1,0 +1,1 @@
+"""Parts of ``soak``, ``interrupts`` and ``lost_process``."""
