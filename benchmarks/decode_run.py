@@ -19,8 +19,6 @@ from benchmarks.nccl_context import NcclContext
 from benchmarks.random_checkpoint import read_rate
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling
-from tpplan.decoder.decoding.prefill_graphs import PromptGraphs
-from tpplan.decoder.decoding.steps import Steps
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.programs.program import HOST
 from tpplan.exec.tools.bench import run as bench_limits
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from benchmarks.decode_rows import Row
+    from tpplan.decoder.decoding.steps import Steps
     from tpplan.exec import TPContext
 
 #: Readings of a prompt that are timed, and before these: a pass runs as it is written, and is captured.
@@ -100,9 +99,9 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
             decoder.stack.context = NcclContext(context)  # type: ignore[assignment]
             decoder.stack.processors_left = 0  # with 8, NCCL took a twentieth longer for 2,048 rows
             if graphs:  # of its own, too
-                decoder.prompt_graphs = PromptGraphs(decoder, graphs.sizes)
+                decoder.prompt_graphs = decoder.new_prompt_graphs(graphs.sizes)
             other = Part(tell, gpus=order.gpus, cut=order.cut, who="NCCL")
-            _decode(other, order, lambda batch: Steps(decoder, batch), given, least)
+            _decode(other, order, decoder.new_steps, given, least)
             _prefill(other, order, decoder, given)
 
 

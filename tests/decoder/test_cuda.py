@@ -74,7 +74,7 @@ def test_graphs_draw_what_is_drawn_without() -> None:
         for count in (2, 1, 2):
             drawn, expected = (
                 [taken.start(model.prompts[:count], sampling), *(taken.step() for _ in range(40))]
-                for taken in (decoder.steps(count), steps.Steps(decoder, count, graphs=False))
+                for taken in (decoder.steps(count), decoder.new_steps(count, graphs=False))
             )
             assert drawn == expected
 

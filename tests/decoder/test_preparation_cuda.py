@@ -60,7 +60,7 @@ def test_what_cannot_be_captured_is_read_as_it_is_written(tmp_path: Path, caplog
         weights = load_weights(plan, tmp_path, context)
         decoder, eager = (Decoder(context, tmp_path, weights, graphs=graphs) for graphs in (None, False))
         expected = context.gather(eager.read(prompts), Axis.VC).tensor.clone()
-        run, calls = decoder.run, []
+        run, calls = decoder.forward.prefill, []
 
         def broken(numbers: list[torch.Tensor], *rest: list[Stretch]) -> tuple[torch.Tensor, ...]:
             xs = run(numbers, *rest)
@@ -69,7 +69,7 @@ def test_what_cannot_be_captured_is_read_as_it_is_written(tmp_path: Path, caplog
                 raise RuntimeError("no memory")
             return xs
 
-        with patch.object(decoder, "run", broken):
+        with patch.object(decoder.forward, "prefill", broken):
             for _ in range(3):
                 found = context.gather(decoder.read(prompts), Axis.VC).tensor
                 assert (found - expected).norm() < 0.03 * expected.norm()

@@ -329,7 +329,7 @@ def test_graphs_are_for_gpus(
         weights = load_weights(context.plan, model.directory, context)
         decoder = Decoder(context, model.directory, weights, cache="fp32", graphs=False)
         with patch.multiple(context, devices=devices, all_devices=tuple(devices)):
-            found: object = prompt_graphs.graphs_of(decoder, None, graphs=graphs)
+            found: object = prompt_graphs.graphs_of(decoder.forward, decoder.captured, graphs=graphs)
     assert found == expected
 
 

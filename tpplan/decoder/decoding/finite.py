@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.decoder.decoder import Decoder
+    from tpplan.decoder.forward import Forward
     from tpplan.decoder.weights.device import Held
 
 #: Tensors that the error names.
@@ -23,18 +23,18 @@ _NAMED: Final = 3
 _AT_ONCE: Final = 2**22
 
 
-def not_finite(decoder: Decoder, when: str) -> ExecutionError:
+def not_finite(forward: Forward, when: str) -> ExecutionError:
     """Return the error for logits that are not finite, with the names of weights that are not, in any process.
 
     All processes call this at once: their logits come from the weights of all.
 
     Args:
-        decoder: the decoder.
+        forward: computed the logits.
         when: after which tokens of which texts, in words.
     """
-    context, plan = decoder.context, decoder.context.plan
+    context, plan = forward.context, forward.context.plan
     what = f"the logits of {plan.model.name} are not finite (NaN or infinity) {when}"
-    own = [f"{name} on device {device}" for device, held in decoder.weights.items() for name in _names(held)]
+    own = [f"{name} on device {device}" for device, held in forward.weights.items() for name in _names(held)]
     told = context.tell((len(own), own[:_NAMED]))
     count, names = sum(each for each, _ in told), [name for _, some in told for name in some]
     if names:

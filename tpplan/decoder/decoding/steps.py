@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Final
-from weakref import proxy
 
 import torch
 
@@ -17,11 +16,12 @@ from tpplan.errors import RequestError
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from tpplan.decoder.decoder import Decoder
+    from tpplan.decoder.decoding.prefill_graphs import Capture
+    from tpplan.decoder.forward import Forward
     from tpplan.decoder.layer.steps import Plain
     from tpplan.exec.context import TPContext
     from tpplan.exec.cuda.graph import Graph
@@ -69,23 +69,36 @@ _SHORTEST_SPAN: Final = 256
 
 
 class Steps:
-    """Decodes the first sequences of a decoder's cache, one token of each in a step.
+    """Decodes the first sequences of the KV cache, one token of each in a step.
 
     On CUDA devices a step is one graph: the first step of a span runs without a graph, the second is captured. If that
     fails, a warning is logged and all later steps run without graphs, unless the context has failed too.
     """
 
     @torch.inference_mode()
-    def __init__(self, decoder: Decoder, sequences: int, *, graphs: bool | None = None) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        sequences: int,
+        read: Callable[[Sequence[Prompt]], tuple[Tensor, ...]],
+        capture: Capture,
+        *,
+        graphs: bool | None = None,
+    ) -> None:
         """Allocate tokens and positions on every device.
 
         Args:
-            decoder: the decoder, which must outlive this object.
+            forward: computes the steps.
             sequences: number of sequences.
+            read: processes prompts, and returns the logits of the token after each, see
+                :meth:`tpplan.decoder.decoder.Decoder.read`.
+            capture: captures work as a graph.
             graphs: whether to capture steps; by default on CUDA devices.
         """
-        self._decoder: Decoder = proxy(decoder)  # it refers to this object: a cycle would delay freeing its memory
-        self._context = decoder.context
+        self._forward = forward
+        self._read = read
+        self._capture = capture
+        self._context = forward.context
         places = [device.device for device in self._context.devices.values()]
         self._tokens, self._positions = (
             [torch.zeros(1, sequences, dtype=torch.int64, device=place) for place in places] for _ in range(2)
@@ -116,7 +129,7 @@ class Steps:
             raise RequestError(f"{len(prompts)} prompts for the steps of {count} sequences", "give one for each")
         self._sampling = sampling
         self._generator.manual_seed(sampling.seed)
-        logits = self._decoder.read([Prompt(prompt, sequence) for sequence, prompt in enumerate(prompts)])
+        logits = self._read([Prompt(prompt, sequence) for sequence, prompt in enumerate(prompts)])
         self._lengths, self._new = [*map(len, prompts)], 0
         first = self._checked(self._choose(logits).tolist())
         self._set(self._tokens, first)
@@ -132,7 +145,7 @@ class Steps:
             RequestError: the cache has no room for them.
             ExecutionError: the model's logits are not finite.
         """
-        if self._longest == self._decoder.length:
+        if self._longest == self._forward.length:
             what = f"the longest text has {self._longest} tokens, as many as the plan caches of a sequence"
             raise RequestError(what, "plan with a larger --context")
         self._longest += 1
@@ -162,10 +175,10 @@ class Steps:
     def _spans(self) -> Iterator[int]:
         """Yield the spans that steps may have, in ascending order."""
         span = _SHORTEST_SPAN
-        while span < self._decoder.length and self._decoder.stack.looks_at_spans:
+        while span < self._forward.length and self._forward.stack.looks_at_spans:
             yield span
             span *= 2
-        yield self._decoder.length
+        yield self._forward.length
 
     def _run(self, span: int) -> None:
         """Run a step of a span, by its graph if there is one."""
@@ -176,7 +189,7 @@ class Steps:
             return
         captured = self._graphs[key]
         if captured is None:
-            self._graphs[key] = captured = self._decoder.captured(partial(self._issue, span), "a step")
+            self._graphs[key] = captured = self._capture(partial(self._issue, span), "a step")
         if captured is None:
             self._captures = False
             self._issue(span)
@@ -185,7 +198,7 @@ class Steps:
 
     def _issue(self, span: int) -> None:
         """Launch a step on the devices, without waiting."""
-        logits = self._decoder.decode([t[0] for t in self._tokens], [p[0] for p in self._positions], span)
+        logits = self._forward.decode([t[0] for t in self._tokens], [p[0] for p in self._positions], span)
         if self._sampling.temperature:  # copied to one place for the host, as each graph has logits of its own
             self._logits = self._logits or tuple(map(torch.empty_like, logits))
             for kept, new in zip(self._logits, logits, strict=True):
@@ -222,11 +235,11 @@ class Steps:
             new = f" and {self._new} new ones" if self._new else ""
             more = f", and of {len(texts) - 1} other texts" if len(texts) > 1 else ""
             when = f"behind the {self._lengths[texts[0]]} tokens of prompt {texts[0]}{new}{more}"
-            raise not_finite(self._decoder, when)
+            raise not_finite(self._forward, when)
         return [*map(int, tokens)]
 
     def _likeliest(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return likeliest(self._context, logits, self._decoder.stack.steps, self._tokens[0].shape[1])
+        return likeliest(self._context, logits, self._forward.stack.steps, self._tokens[0].shape[1])
 
     def _set(self, tensors: list[Tensor], values: Sequence[int]) -> None:
         """Write values into the tensor of every device."""
