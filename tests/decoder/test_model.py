@@ -30,7 +30,7 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
 from tpplan.decoder.decoding import steps
-from tpplan.decoder.decoding.steps import likeliest
+from tpplan.decoder.decoding.steps import greedy
 from tpplan.decoder.forward import Forward
 from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.exec import compile as compile_plan
@@ -240,7 +240,7 @@ def test_a_step_can_be_a_graph(model_type: str) -> None:
             everywhere = [[torch.zeros(batch, dtype=torch.int64)] * len(decoder.context.all_devices) for _ in range(2)]
             calls.names.clear()
             with torch.inference_mode():
-                likeliest(decoder.context, decoder.decode(everywhere[0], everywhere[1]), decoder.stack.steps, batch)
+                greedy(decoder.context, decoder.decode(everywhere[0], everywhere[1]), decoder.stack.steps, batch)
             assert any("attention" in name or "softmax" in name for name in calls.names)
             assert not calls.names & WAITING
 

@@ -21,7 +21,7 @@ from tpplan.weights import load_weights
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.decoder.prompts import Stretch
+    from tpplan.decoder.prompts import PromptSlice
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -62,7 +62,7 @@ def test_what_cannot_be_captured_is_read_as_it_is_written(tmp_path: Path, caplog
         expected = context.gather(eager.read(prompts), Axis.VC).tensor.clone()
         run, calls = decoder.forward.prefill, []
 
-        def broken(numbers: list[torch.Tensor], *rest: list[Stretch]) -> tuple[torch.Tensor, ...]:
+        def broken(numbers: list[torch.Tensor], *rest: list[PromptSlice]) -> tuple[torch.Tensor, ...]:
             xs = run(numbers, *rest)
             calls.append(torch.cuda.is_current_stream_capturing())
             if calls[-1]:

@@ -23,8 +23,8 @@ from tpplan.decoder.model.settings import facts_of as settings_facts
 from tpplan.decoder.model.settings import settings_of
 from tpplan.decoder.prompts import Prompt, check, check_step, cut, facts_of, length_of, numbers_of
 from tpplan.decoder.weights.convert import matrices_of
-from tpplan.decoder.weights.fuse import check_weights, joined
-from tpplan.decoder.weights.products import made_at_once
+from tpplan.decoder.weights.fuse import check_weights, fuse_weights
+from tpplan.decoder.weights.products import elements_at_once
 from tpplan.errors import ExecutionError
 from tpplan.exec.processes.agreement import agree
 from tpplan.exec.programs.program import HOST
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tpplan.core.model import ModelSpec
     from tpplan.decoder.decoding.prefill_graphs import Capture
     from tpplan.decoder.model.settings import Settings
-    from tpplan.decoder.prompts import Stretch
+    from tpplan.decoder.prompts import PromptSlice
     from tpplan.exec.context import TPContext
     from tpplan.exec.cuda.graph import Graph
     from tpplan.weights import Weights
@@ -95,7 +95,7 @@ class Decoder:
                 several processes, one failed, or their arguments or config.json differ: the same error in all.
         """
         request = context.plan.request
-        asked = {
+        arguments = {
             "cache": cache or request.cache.kind,
             "graphs": str(graphs),
             "kernels": str(kernels),
@@ -106,7 +106,9 @@ class Decoder:
             model = read_model(directory)
             return model, settings_of(directory, model)
 
-        model, self._settings = agree(context, "the decoder", read, lambda found: asked | settings_facts(found[1]))
+        model, self._settings = agree(
+            context, "the decoder", read, lambda result: arguments | settings_facts(result[1])
+        )
         self.batch = request.batch
         self.length = length_of(request)
         self._steps: dict[int, Steps] = {}
@@ -138,7 +140,7 @@ class Decoder:
         self.weights = {}
         for device in context.devices:  # before there is a cache: rearranging codes takes memory
             matrices = matrices_of(weights[device], slices[device], self._settings.scheme)
-            self.weights[device] = joined(weights[device], matrices, layers, self._settings, context.dtype)
+            self.weights[device] = fuse_weights(weights[device], matrices, layers, self._settings, context.dtype)
             rearranged = matrices or self._settings.family.experts.fused
             if rearranged and context.devices[device].device.type == "cuda":
                 torch.cuda.empty_cache()  # frees the memory that rearranging took
@@ -160,7 +162,7 @@ class Decoder:
                 joint=joint,
                 experts=experts,
                 codes=codes_of(self.weights[device]),
-                at_once=made_at_once(room[device].scratch_bytes // context.dtype.itemsize),
+                at_once=elements_at_once(room[device].scratch_bytes // context.dtype.itemsize),
             )
             for device in context.devices
         }
@@ -282,21 +284,22 @@ class Decoder:
         agree(self.context, "the prompts", lambda: check(prompts, self.context.plan), lambda _: facts_of(prompts))
         ends: list[list[Tensor]] = [[] for _ in self.context.devices]
         xs: tuple[Tensor, ...] = ()
-        for tokens, stretches in cut(prompts, self.context.max_rows):
-            numbers = torch.tensor([tokens, *numbers_of(stretches)]).T.contiguous()  # the same shape but for the rows
+        for tokens, prompt_slices in cut(prompts, self.context.max_rows):
+            # A pass differs from others only in its number of rows.
+            numbers = torch.tensor([tokens, *numbers_of(prompt_slices)]).T.contiguous()
             xs = ()  # frees memory for the next pass
             if self.prompt_graphs:
                 xs = self.prompt_graphs.run(numbers)
                 if self.prompt_graphs.has_failed:
                     self.prompt_graphs = None
-            xs = xs or self.run(self.context.broadcast(numbers, source=HOST), stretches)
-            last = [torch.cat([x_RD[each.ends] for each in stretches]) for x_RD in xs]
+            xs = xs or self.run(self.context.broadcast(numbers, source=HOST), prompt_slices)
+            last = [torch.cat([x_RD[each.ends] for each in prompt_slices]) for x_RD in xs]
             ends = [[*kept, new_RD] for kept, new_RD in zip(ends, last, strict=True)]
         return self.forward.logits([torch.cat(kept) for kept in ends])
 
-    def run(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> tuple[Tensor, ...]:
+    def run(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> tuple[Tensor, ...]:
         """Return the residual stream after a prefill pass; see :meth:`tpplan.decoder.forward.Forward.prefill`."""
-        return self.forward.prefill(numbers, stretches)
+        return self.forward.prefill(numbers, prompt_slices)
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:

@@ -11,11 +11,11 @@ import torch
 from torch.nn import functional
 
 from tpplan.core.axes import Axis
-from tpplan.decoder.cache.store import Where
+from tpplan.decoder.cache.store import CachePlaces
 from tpplan.decoder.layer.agree import room_for
 from tpplan.decoder.layer.attention import Group
 from tpplan.decoder.layer.passes import Decode, Prefill
-from tpplan.decoder.prompts import Extent
+from tpplan.decoder.prompts import PassShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tpplan.decoder.layer.stack import Stack
     from tpplan.decoder.model.ropes import Angles
     from tpplan.decoder.model.settings import Settings
-    from tpplan.decoder.prompts import Stretch
-    from tpplan.decoder.weights.device import Held
+    from tpplan.decoder.prompts import PromptSlice
+    from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.exec.context import TPContext
 
 #: Minimum rows of half a pass for the halves to be interleaved, and a multiple that the first half is rounded down to.
@@ -49,7 +49,7 @@ class Forward:
         self,
         stack: Stack,
         settings: Settings,
-        weights: Mapping[int, Held],
+        weights: Mapping[int, DeviceWeights],
         tables: Mapping[int, tuple[Tensor, Tensor]],
         *,
         batch: int,
@@ -88,19 +88,20 @@ class Forward:
         """The compiled plan."""
         return self.stack.context
 
-    def prefill(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> tuple[Tensor, ...]:
+    def prefill(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> tuple[Tensor, ...]:
         """Return the residual stream after a prefill pass.
 
         Args:
             numbers: on each device, for each row its token and its
                 :func:`tpplan.decoder.prompts.numbers_of`.
-            stretches: stretches of all rows; left out if the pass must not depend on them, and may end with padding.
+            prompt_slices: slices of prompts that make up all rows; left out if the work must not depend on them, as in
+                a graph. Only then may the last rows be padding.
         """
         xs = self._embed([one[:, 0] for one in numbers])
         count = len(numbers[0])
         half = count // 2 // _EVEN * _EVEN
-        if not self._in_turns or stretches or half < _HALF:
-            return self.stack.run(xs, self._pass_of(numbers, stretches))
+        if not self._in_turns or prompt_slices or half < _HALF:
+            return self.stack.run(xs, self._pass_of(numbers, prompt_slices))
         halves = [
             (tuple(x_RD[some] for x_RD in xs), self._pass_of([one[some] for one in numbers]))
             for some in (slice(half), slice(half, count))
@@ -108,19 +109,19 @@ class Forward:
         self.stack.run_in_turns(halves)
         return xs
 
-    def _pass_of(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> Prefill:
+    def _pass_of(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> Prefill:
         """Return what layers need to know of a prefill pass of these rows."""
         _, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
         count = len(numbers[0])
-        extent = Extent.of(stretches) if stretches else Extent.of_any(count, self.batch, self.length)
+        pass_shape = PassShape.of(prompt_slices) if prompt_slices else PassShape.of_any(count, self.batch, self.length)
         cap, held = self.settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]
-        some_attend = len(stretches) != 1 and any(each.attend_at_once(extent, cap) for each in held)
+        some_attend = len(prompt_slices) != 1 and any(each.attend_at_once(pass_shape, cap) for each in held)
         groups = {
-            device: Group.of(positions, sequences, before, extent, is_filled=not stretches)
+            device: Group.of(positions, sequences, before, pass_shape, is_filled=not prompt_slices)
             for device, positions, sequences, before in zip(self.context.devices, *others, strict=True)
             if device in self._tables and some_attend
         }
-        return Prefill(self._angles(others[0]), groups, stretches)
+        return Prefill(self._angles(others[0]), groups, prompt_slices)
 
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int) -> tuple[Tensor, ...]:
         """Return the logits after one token of each sequence; see :meth:`tpplan.decoder.decoder.Decoder.decode`."""
@@ -128,12 +129,12 @@ class Forward:
 
     def _decode(self, positions: Sequence[Tensor], span: int) -> Decode:
         lengths = {heads.cache.length for each in self.stack.heads for heads in each.values()}
-        where = {
-            device: {length: Where.of(at, length, span, self.context.dtype) for length in lengths}
+        places = {
+            device: {length: CachePlaces.of(at, length, span, self.context.dtype) for length in lengths}
             for device, at in zip(self.context.devices, positions, strict=True)
             if device in self._tables
         }
-        return Decode(self._angles(positions), where)
+        return Decode(self._angles(positions), places)
 
     def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
         """Return the RoPE angles of rows at these positions on each device that has KV heads."""

@@ -44,7 +44,7 @@ class Prompt:
 
 
 @frozen
-class Stretch:
+class PromptSlice:
     """Rows of a pass that are successive tokens of a sequence, or equally many of each of several sequences.
 
     Attributes:
@@ -67,7 +67,7 @@ class Stretch:
 
     @property
     def rows(self) -> slice:
-        """All rows of the stretch."""
+        """All rows of the slice."""
         return slice(self.first, self.first + self.count * self.size)
 
     @property
@@ -77,7 +77,7 @@ class Stretch:
 
 
 @frozen
-class Extent:
+class PassShape:
     """Upper bounds on the size of a pass.
 
     Attributes:
@@ -93,14 +93,14 @@ class Extent:
     rows: int
 
     @classmethod
-    def of(cls, stretches: Sequence[Stretch]) -> Self:
-        """Return the extent of a pass of these stretches."""
-        longest, most = max(each.size for each in stretches), max(each.start + each.size for each in stretches)
-        return cls(sum(each.count for each in stretches), longest, most, stretches[-1].rows.stop)
+    def of(cls, prompt_slices: Sequence[PromptSlice]) -> Self:
+        """Return the shape of a pass of these prompt slices."""
+        longest, most = max(each.size for each in prompt_slices), max(each.start + each.size for each in prompt_slices)
+        return cls(sum(each.count for each in prompt_slices), longest, most, prompt_slices[-1].rows.stop)
 
     @classmethod
     def of_any(cls, rows: int, batch: int, length: int) -> Self:
-        """Return the extent of any pass of ``rows`` rows, of ``batch`` sequences of at most ``length`` tokens."""
+        """Return the shape of any pass of ``rows`` rows, of ``batch`` sequences of at most ``length`` tokens."""
         return cls(batch, min(rows, length), length, rows)
 
     def beside(self, length: int) -> int:
@@ -203,15 +203,15 @@ def check_step(tokens: Sequence[Tensor], positions: Sequence[Tensor], devices: i
         raise RequestError(what, "plan with a larger --batch" if count else "give one of each sequence")
 
 
-def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[Stretch]]]:
-    """Yield the tokens and stretches of each pass; prompts follow each other, and are cut where a pass is full.
+def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[PromptSlice]]]:
+    """Yield the tokens and prompt slices of each pass; prompts follow each other, and are cut where a pass is full.
 
     Args:
         prompts: prompts of different sequences.
         most: maximum rows of a pass.
     """
     tokens: list[int] = []
-    stretches: list[Stretch] = []
+    prompt_slices: list[PromptSlice] = []
     for prompt in prompts:
         read = 0
         while read < len(prompt.tokens):
@@ -220,21 +220,21 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
             size = len(tokens) - first
             read += size
             is_last = read == len(prompt.tokens)
-            new = Stretch(first, size, start, prompt.sequence, 1, is_last=is_last, is_full=size == most)
-            stretches[-1:] = _joined(stretches[-1:], new)
+            new = PromptSlice(first, size, start, prompt.sequence, 1, is_last=is_last, is_full=size == most)
+            prompt_slices[-1:] = _joined(prompt_slices[-1:], new)
             if len(tokens) == most:
-                yield tokens, stretches
-                tokens, stretches = [], []
+                yield tokens, prompt_slices
+                tokens, prompt_slices = [], []
     if tokens:
-        yield tokens, stretches
+        yield tokens, prompt_slices
 
 
-def numbers_of(stretches: Iterable[Stretch]) -> tuple[list[int], list[int], list[int]]:
+def numbers_of(prompt_slices: Iterable[PromptSlice]) -> tuple[list[int], list[int], list[int]]:
     """Return for each row its position, the index of its sequence, and how many sequences have rows before it."""
     positions: list[int] = []
     sequences: list[int] = []
     before: list[int] = []
-    for each in stretches:
+    for each in prompt_slices:
         positions += [*range(each.start, each.start + each.size)] * each.count
         for sequence in range(each.sequence, each.sequence + each.count):
             before += [before[-1] + 1 if before else 0] * each.size
@@ -242,10 +242,10 @@ def numbers_of(stretches: Iterable[Stretch]) -> tuple[list[int], list[int], list
     return positions, sequences, before
 
 
-def _joined(before: list[Stretch], new: Stretch) -> list[Stretch]:
-    """Join a new stretch to the latest one if they are alike, so that they are computed at once.
+def _joined(before: list[PromptSlice], new: PromptSlice) -> list[PromptSlice]:
+    """Join a new slice to the latest one if they are alike, so that they are computed at once.
 
-    Only stretches at the start of sequences are joined: the tokens that many sequences already have may take too much
+    Only slices at the start of sequences are joined: the tokens that many sequences already have may take too much
     memory.
     """
     for old in before:

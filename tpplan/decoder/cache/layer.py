@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.decoder.math import AT_ONCE, side_by_side, together
+from tpplan.decoder.math import AT_ONCE, concat, stack_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ class LayerCache:
         pieces = [
             [find(some, keys) for keys in _slices(heads, most_heads)] for some in _slices(sequences, most_sequences)
         ]
-        return together([together(row, dim=1) for row in pieces], dim=0)
+        return concat([concat(row, dim=1) for row in pieces], dim=0)
 
     def heads_at_once(self, tokens: int) -> int:
         """Return the number of KV heads of which so many tokens can be beside the cache at a time, 0 if too many."""
@@ -114,9 +114,9 @@ class LayerCache:
                 self._store.write(sequences, heads, each, piece)
         return k, v, self.window if end - first > self.window else 0
 
-    def in_a_row(self) -> tuple[Tensor, Tensor, int]:
-        """Return the cache as rows; see :meth:`Store.in_a_row`."""
-        return self._store.in_a_row()
+    def as_rows(self) -> tuple[Tensor, Tensor, int]:
+        """Return the cache as rows; see :meth:`Store.as_rows`."""
+        return self._store.as_rows()
 
     def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor) -> None:
         """Write one token for each row.
@@ -127,7 +127,7 @@ class LayerCache:
             k_RHK: keys.
             v_RHK: values.
         """
-        self._store.write(sequences_R, slice(None), places_R, side_by_side(k_RHK, v_RHK))
+        self._store.write(sequences_R, slice(None), places_R, stack_heads(k_RHK, v_RHK))
 
     def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[B, H, count, K]`` of the first ``count`` places."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from tpplan.decoder.layer.agree import agreed
-from tpplan.decoder.prompts import NOBODY, Extent
+from tpplan.decoder.prompts import NOBODY, PassShape
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
@@ -43,13 +43,14 @@ def graphs_of(forward: Forward, capture: Capture, *, graphs: bool | None = None)
     ahead = len(context.all_devices) == 1 and not any(weights.quantised for weights in forward.weights.values())
     possible = sizes_of(context.max_rows, batch * length, _MOST_ALONE if ahead else None) if wanted else []
     fixed = [
-        is_fixed(forward.stack, forward.settings.attention_cap, Extent.of_any(size, batch, length)) for size in possible
+        is_fixed(forward.stack, forward.settings.attention_cap, PassShape.of_any(size, batch, length))
+        for size in possible
     ]
     sizes = [size for size, is_one in zip(possible, agreed(context, fixed), strict=True) if is_one]
     return PrefillGraphs(forward, capture, sizes) if sizes else None
 
 
-def is_fixed(stack: Stack, cap: float | None, extent: Extent) -> bool:
+def is_fixed(stack: Stack, cap: float | None, pass_shape: PassShape) -> bool:
     """Tell whether passes of the same size differ only in values in device memory, whatever their prompts are.
 
     They do if in every layer all rows of a pass attend in one kernel call, and kernels group the rows by their experts
@@ -61,10 +62,10 @@ def is_fixed(stack: Stack, cap: float | None, extent: Extent) -> bool:
     Args:
         stack: the model's layers.
         cap: soft cap of the attention scores.
-        extent: extent of any pass of this size.
+        pass_shape: shape of any pass of this size.
     """
     heads = [each for layer in stack.heads for each in layer.values()]
-    return all(each.attend_at_once(extent, cap) for each in heads) and stack.has_fixed_experts(extent.rows)
+    return all(each.attend_at_once(pass_shape, cap) for each in heads) and stack.has_fixed_experts(pass_shape.rows)
 
 
 def sizes_of(max_rows: int, room: int, most: int | None = None) -> list[int]:

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from tpplan.exec.cuda.graph import Graph
 
 
-def likeliest(
-    context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain], rows: int
-) -> tuple[Tensor, ...]:
+def greedy(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain], rows: int) -> tuple[Tensor, ...]:
     """Return the likeliest tokens ``[B]``, in float32, on every device in use.
 
     Where the largest logit is not finite, it is ``NO_TOKEN``.
@@ -46,7 +44,7 @@ def likeliest(
     every = context.plan.slices(Axis.VC)
     here = [(i, part) for i, part in enumerate(every) if part.device in context.devices]
     bests = [
-        steps[part.device].best(logits_BV, part.start, i, len(every))
+        steps[part.device].argmax(logits_BV, part.start, i, len(every))
         for (i, part), logits_BV in zip(here, logits, strict=True)
     ]
     out = None if bests else room_for(context, rows, 2 * len(every), torch.float32)
@@ -204,7 +202,7 @@ class Steps:
             for kept, new in zip(self._logits, logits, strict=True):
                 kept.copy_(new)
         else:
-            for tokens, new in zip(self._tokens, self._likeliest(logits), strict=True):
+            for tokens, new in zip(self._tokens, self._greedy(logits), strict=True):
                 tokens[0].copy_(new)
         for positions in self._positions:
             positions.add_(1)
@@ -212,7 +210,7 @@ class Steps:
     def _choose(self, logits: tuple[Tensor, ...]) -> Tensor:
         """Choose tokens from logits, and return them in host memory."""
         if not self._sampling.temperature:
-            return self._likeliest(logits)[0].cpu()
+            return self._greedy(logits)[0].cpu()
         out = None
         if not logits:  # the vocabulary is on other processes' devices
             shape = self._tokens[0].shape[1], self._context.plan.split(Axis.VC).size
@@ -238,8 +236,8 @@ class Steps:
             raise not_finite(self._forward, when)
         return [*map(int, tokens)]
 
-    def _likeliest(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return likeliest(self._context, logits, self._forward.stack.steps, self._tokens[0].shape[1])
+    def _greedy(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return greedy(self._context, logits, self._forward.stack.steps, self._tokens[0].shape[1])
 
     def _set(self, tensors: list[Tensor], values: Sequence[int]) -> None:
         """Write values into the tensor of every device."""

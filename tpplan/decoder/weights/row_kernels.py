@@ -26,7 +26,7 @@ _VECTOR, _ITEM = 16, 2
 M = TypeVar("M", bound=Matrix)
 
 
-class FewRows(ABC, Generic[M]):
+class RowKernels(ABC, Generic[M]):
     """Kernels for one device and one 16-bit dtype of rows.
 
     They may only be called with tensors that :meth:`takes` accepts, and do not check this. Rows must be in the order of
@@ -81,7 +81,7 @@ class FewRows(ABC, Generic[M]):
         """
 
 
-class JointRows(FewRows[M]):
+class AllReduceKernels(RowKernels[M]):
     """Kernels for few rows, some of which add up the products of several devices."""
 
     @abstractmethod

@@ -43,7 +43,7 @@ def names_of(dtype: torch.dtype, kinds: Collection[str] = KINDS) -> list[str]:
     return [f"dense_{DTYPES[dtype]}_{kind}" for kind in kinds]
 
 
-class Dense:
+class Dequantiser:
     """Dequantisation kernels for one device and dtype.
 
     They may only be called with matrices that :meth:`takes` accepts, and do not check this.

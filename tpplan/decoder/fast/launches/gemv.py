@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
-from tpplan.decoder.weights.row_kernels import GATES, JointRows, bias_of, is_vectors
+from tpplan.decoder.weights.row_kernels import GATES, AllReduceKernels, bias_of, is_vectors
 from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def joint_names_of(dtype: torch.dtype) -> list[str]:
     return [f"gemv_joint_{DTYPES[dtype]}_{count}" for count in (1, 2)]
 
 
-class Gemv(JointRows[Tensor]):
+class Gemv(AllReduceKernels[Tensor]):
     """Kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:

@@ -87,12 +87,13 @@ class _Groups:
     order: Tensor
 
 
-class Grouped:
-    """Kernels for one device and dtype; each method returns None if no kernel takes its tensors, or others are faster.
+class GroupedGemm:
+    """Grouped GEMM of experts on one device, for rows of one dtype.
 
-    Choices are as :class:`tpplan.decoder.fast.launches.experts.Experts` makes them. Scales of codes are rounded to 16
-    bits, then the elements that they make are, and the experts' outputs before they are weighed and added up. NaN codes
-    of e4m3 count as 480; scales of e2m1 above 2 ** 33 count as that.
+    Each method returns None if no kernel supports its tensors, or if other kernels or torch are faster. Choices are
+    those of :meth:`tpplan.decoder.fast.launches.experts.ExpertGemv.choose`. Scales of codes are rounded to 16 bits, and
+    so are the dequantised elements, and the outputs of the experts before their weighted sum. NaN codes of e4m3 count
+    as 480, and scales of e2m1 above 2 ** 33 as 2 ** 33.
     """
 
     def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, codes: Collection[str] = ()) -> None:
@@ -130,7 +131,10 @@ class Grouped:
         return self._is_faster(rows, chosen, downs) and self._down(downs) is not None
 
     def up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor) -> Tensor | None:
-        """Do what :meth:`tpplan.decoder.fast.launches.experts.Experts.up` does; return None if not by these kernels."""
+        """Return the intermediate activations of the chosen experts, or None if other kernels are to compute them.
+
+        See :meth:`tpplan.decoder.fast.launches.experts.ExpertGemv.up`.
+        """
         rows, chosen = len(x_RD), choice_RC.shape[1] // 2
         if not _is_of_choices(choice_RC) or not self._is_faster(rows, chosen, gates):
             return None

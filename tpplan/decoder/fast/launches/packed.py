@@ -16,7 +16,7 @@ from tpplan.decoder.fast.kernels.scale_kinds import FORMS
 from tpplan.decoder.fast.launches.dense import block_of, kind_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
 from tpplan.decoder.weights.quantised import IntMatrix, Matrix, Quantised
-from tpplan.decoder.weights.row_kernels import JointRows, is_vectors
+from tpplan.decoder.weights.row_kernels import AllReduceKernels, is_vectors
 from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def names_of(dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False)
     return [f"{family}_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in counts]
 
 
-class Packed(JointRows[Quantised]):
+class QuantisedSkinnyGemm(AllReduceKernels[Quantised]):
     """Kernels for one device and dtype.
 
     NaN codes of e4m3 count as 480.
@@ -114,12 +114,12 @@ class Packed(JointRows[Quantised]):
             kinds: kinds of codes; those without kernels are ignored.
             joint: whether to load the kernels that add up the products of several devices, too.
         """
-        self._alone = {
+        self._single = {
             kind: [Launcher(name, place) for name in names_of(dtype, [kind])] for kind in kinds if kind in STEPS
         }
         self._joint = {
             kind: Launcher(name, place, is_array=True)
-            for kind in (self._alone if joint else ())
+            for kind in (self._single if joint else ())
             for name in names_of(dtype, [kind], joint=True)
         }
         self._dtype = dtype
@@ -136,7 +136,7 @@ class Packed(JointRows[Quantised]):
             matrix_NK: the matrix.
             gated: whether a gate follows.
         """
-        if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._alone:
+        if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._single:
             return False
         return 0 < len(x_RK) <= MOST_ROWS and is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
 
@@ -146,7 +146,7 @@ class Packed(JointRows[Quantised]):
 
     def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
         blocks, threads, words = self._words(y, x, matrix, plus)
-        self._alone[kind_of(matrix)][len(x) > _EIGHT](blocks, threads, *words, mode)
+        self._single[kind_of(matrix)][len(x) > _EIGHT](blocks, threads, *words, mode)
 
     def _run_joint(  # noqa: PLR0917
         self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], channel: Channel, device: int

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
-from tpplan.decoder.weights.row_kernels import JointRows, is_vectors
+from tpplan.decoder.weights.row_kernels import AllReduceKernels, is_vectors
 from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def joint_name_of(dtype: torch.dtype) -> str:
     return f"skinny_joint_{DTYPES[dtype]}_{_EIGHT}"
 
 
-class Skinny(JointRows[Tensor]):
+class SkinnyGemm(AllReduceKernels[Tensor]):
     """Kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
@@ -77,7 +77,7 @@ class Skinny(JointRows[Tensor]):
             dtype: 16-bit dtype of rows and matrices.
             joint: whether to load the kernels that add up the products of several devices, too.
         """
-        self._alone = [Launcher(name, place) for name in names_of(dtype)]
+        self._single = [Launcher(name, place) for name in names_of(dtype)]
         self._joint = [Launcher(joint_name_of(dtype), place, is_array=True)] if joint else []
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
@@ -112,7 +112,7 @@ class Skinny(JointRows[Tensor]):
 
     def _run(self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], mode: int) -> None:
         blocks, threads, words = self._words(y, x, matrix, plus)
-        self._alone[len(x) > _EIGHT](blocks, threads, *words, mode)
+        self._single[len(x) > _EIGHT](blocks, threads, *words, mode)
 
     def _run_joint(  # noqa: PLR0917
         self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], channel: Channel, device: int

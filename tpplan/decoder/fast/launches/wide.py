@@ -16,7 +16,7 @@ from tpplan.decoder.fast.launches.dense import kind_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
 from tpplan.decoder.fast.launches.packed import STEPS, is_read, words_of
 from tpplan.decoder.weights.quantised import IntMatrix, Matrix, Quantised
-from tpplan.decoder.weights.row_kernels import FewRows, is_vectors
+from tpplan.decoder.weights.row_kernels import RowKernels, is_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -105,7 +105,7 @@ def paired_of(rows: int, step: int, limits: tuple[int, ...]) -> int:
     return next((warps for warps in sizes if _FEWEST_STAGES * stage_bytes(rows, step, warps) <= room), 0)
 
 
-class Wide(FewRows[Quantised]):
+class QuantisedGemm(RowKernels[Quantised]):
     """Kernels for one device and dtype.
 
     NaN codes of e4m3 count as 480. Elements of the matrix are rounded to 16 bits, and so are scales. Launches of one
