@@ -192,9 +192,9 @@ class Decoder:
         plan = self.context.plan
         is_even = not plan.request.cache.tokens % plan.request.batch
         for device in self.context.devices:
-            taken, counted = self.cache_bytes(device), plan.memory[device].cache_bytes
-            if taken > counted or (is_even and taken < counted):
-                what = f"the cache takes {taken} bytes on device {device}, the plan for {plan.model.name}"
+            size, counted = self.cache_bytes(device), plan.memory[device].cache_bytes
+            if size > counted or (is_even and size < counted):
+                what = f"the cache takes {size} bytes on device {device}, the plan for {plan.model.name}"
                 raise ExecutionError(f"{what} counts {counted}", "make the plan again with tpplan plan")
 
     def steps(self, sequences: int) -> Steps:
@@ -294,8 +294,8 @@ class Decoder:
                     self.prompt_graphs = None
             xs = xs or self.run(self.context.broadcast(numbers, source=HOST), prompt_slices)
             last = [torch.cat([x_RD[each.ends] for each in prompt_slices]) for x_RD in xs]
-            ends = [[*kept, new_RD] for kept, new_RD in zip(ends, last, strict=True)]
-        return self.forward.logits([torch.cat(kept) for kept in ends])
+            ends = [[*rows, new_RD] for rows, new_RD in zip(ends, last, strict=True)]
+        return self.forward.logits([torch.cat(rows) for rows in ends])
 
     def run(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> tuple[Tensor, ...]:
         """Return the residual stream after a prefill pass; see :meth:`tpplan.decoder.forward.Forward.prefill`."""

@@ -114,8 +114,8 @@ class Forward:
         _, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
         count = len(numbers[0])
         pass_shape = PassShape.of(prompt_slices) if prompt_slices else PassShape.of_any(count, self.batch, self.length)
-        cap, held = self.settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]
-        some_attend = len(prompt_slices) != 1 and any(each.attend_at_once(pass_shape, cap) for each in held)
+        cap, heads = self.settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]
+        some_attend = len(prompt_slices) != 1 and any(each.attend_at_once(pass_shape, cap) for each in heads)
         groups = {
             device: Group.of(positions, sequences, before, pass_shape, is_filled=not prompt_slices)
             for device, positions, sequences, before in zip(self.context.devices, *others, strict=True)
@@ -148,10 +148,10 @@ class Forward:
         parts = []
         for part in self.context.split(Axis.VC):
             size = part.end - part.start
-            asked = ids[part.device] - part.start
-            own = asked.clamp(0, size - 1)
+            local = ids[part.device] - part.start
+            own = local.clamp(0, size - 1)
             x_RD = functional.embedding(own, self.weights[part.device]["model.embed_tokens.weight"])
-            parts.append(x_RD.mul_((own == asked)[:, None]))
+            parts.append(x_RD.mul_((own == local)[:, None]))
         hidden = self.context.plan.split(Axis.RS).size
         out = None if parts else room_for(self.context, len(tokens[0]), hidden, self.context.dtype)
         xs = self.context.all_reduce(parts, axis=Axis.VC, out=out)

@@ -1,7 +1,7 @@
 """Functions of a layer on one device in plain torch: RMS norm, RoPE and attention.
 
 Shapes are suffixes of names: R rows (tokens of a pass), B batch, S sequence (queries), T keys, D hidden, H heads (KV
-heads of keys and values), K elements of a head, P pairs of elements that RoPE turns, I intermediate.
+heads of keys and values), K elements of a head, P pairs of elements that RoPE rotates, I intermediate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AT_ONCE: Final = 2**24
 #: Rows that are converted to float32 at a time.
 _WIDENED: Final = 512
 
-#: The head size that the flash kernel takes is a multiple of this.
+#: FlashAttention supports head sizes that are multiples of this.
 _FLASH_HEADS: Final = 8
 
 
@@ -84,7 +84,7 @@ def angles(sin_RP: Tensor, cos_RP: Tensor) -> Tensor:
 
 
 def rotate(x_RHK: Tensor, by: Tensor, *, are_neighbours: bool = False) -> None:
-    """Rotate the leading elements of heads in place by the rows' :func:`angles` (RoPE).
+    """Rotate the leading elements of heads in place by the rows' :func:`angles` (RoPE, arXiv:2104.09864).
 
     Pairs are elements i and i + P, or neighbours 2i and 2i + 1. This takes two kernels, because each half is read for
     both halves before it is overwritten.
@@ -123,7 +123,7 @@ def attend(
     """Return the attention output ``[B, H, S, K]``.
 
     Args:
-        q_BHSK: queries; each KV head is shared by the same number of successive query heads.
+        q_BHSK: queries; each KV head is shared by equally many successive query heads (GQA, arXiv:2305.13245).
         k_BHTK: keys.
         v_BHTK: values.
         mask: mask from :func:`additive_mask`, ``[B or 1, 1, S, T]``; None for causal attention, where the queries
@@ -157,7 +157,7 @@ def attend(
 
 
 def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:
-    """Tell whether the flash kernel takes these tensors, with query heads that share KV heads."""
+    """Tell whether torch's FlashAttention supports these tensors, with query heads that share KV heads."""
     params = SDPAParams(q_BHSK, k_BHTK, v_BHTK, None, 0.0, False, True)  # noqa: FBT003
     return not q_BHSK.shape[3] % _FLASH_HEADS and can_use_flash_attention(params)
 
@@ -230,7 +230,7 @@ def _masked_attention(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tens
 
 
 def argmax_columns(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
-    """Return each row's largest logit and its token, in two columns of an otherwise zero ``[B, 2 × places]``.
+    """Return each row's largest logit and its token (argmax), in two columns of an otherwise zero ``[B, 2 × places]``.
 
     Args:
         logits_BV: logits of a range of tokens.

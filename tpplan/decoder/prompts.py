@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.plan import Request, SplitPlan
 
-#: Numbers of a padding row at the end of a pass: its token, and its numbers as from :func:`numbers_of`.
+#: Numbers of a padding row at the end of a pass: its token, then those that :func:`numbers_of` gives for a row.
 NOBODY: Final = 0, 0, -1, 2**31 - 1
 
 #: Maximum characters of an invalid token or prompt in an error.
@@ -78,7 +78,7 @@ class PromptSlice:
 
 @frozen
 class PassShape:
-    """Upper bounds on the size of a pass.
+    """Upper bounds on the sizes of a prefill pass, on which the shapes of its tensors depend.
 
     Attributes:
         count: number of sequences with rows in the pass.
@@ -169,9 +169,9 @@ def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
             raise RequestError(f"token {number}, the model's are 0 to {size - 1}", "use the model's own tokenizer")
 
 
-def _shown(given: object) -> str:
+def _shown(value: object) -> str:
     """Return the representation of an object, shortened."""
-    return " ".join(repr(given).split())[:_SHOWN]
+    return " ".join(repr(value).split())[:_SHOWN]
 
 
 def facts_of(prompts: Sequence[Prompt]) -> dict[str, str]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @frozen
 class HeadRun:
-    """Successive KV heads, each read by the same number of successive query heads.
+    """Successive KV heads, each shared by the same number of successive query heads (GQA, arXiv:2305.13245).
 
     Attributes:
         queries: the slice of query heads, among those of the device.

@@ -106,10 +106,10 @@ class LayerCache:
         else:  # new tokens overwrite older ones, which the first new tokens still see
             new_2BHSK = torch.stack((k_BHSK, v_BHSK))
             k, v = self._store.read_before(sequences, heads, self._places(first, start), new_2BHSK)
-            kept = max(start, end - self.length)
-            places = self._places(kept, end)
+            oldest = max(start, end - self.length)
+            places = self._places(oldest, end)
             sizes = [each.stop - each.start for each in places]
-            pieces = torch.split_with_sizes(new_2BHSK[:, :, :, kept - start :], sizes, dim=3)
+            pieces = torch.split_with_sizes(new_2BHSK[:, :, :, oldest - start :], sizes, dim=3)
             for each, piece in zip(places, pieces, strict=True):
                 self._store.write(sequences, heads, each, piece)
         return k, v, self.window if end - first > self.window else 0

@@ -57,10 +57,10 @@ def check_kind(kind: str, head_dim: int) -> None:
         ExecutionError: it has none.
     """
     if kind not in _KINDS or (kind == "q8" and head_dim % _GROUP):
-        known = ", ".join(known for known in _KINDS if known in CACHE_KINDS)
+        kinds = ", ".join(each for each in _KINDS if each in CACHE_KINDS)
         raise ExecutionError(
             f"the decoder has no cache of kind {kind} for heads of {head_dim} elements",
-            f"plan with --cache {known}; q8 takes multiples of {_GROUP}",
+            f"plan with --cache {kinds}; q8 takes multiples of {_GROUP}",
         )
 
 
@@ -128,8 +128,8 @@ class Store:
         end = start + k_BHSK.shape[2]
         if self.is_plain:  # few torch calls: with many devices, the host limits the speed of a pass
             k_BHTK, v_BHTK = (half[sequences, heads, :end] for half in self.halves)
-            for kept, new in ((k_BHTK, k_BHSK), (v_BHTK, v_BHSK)):
-                slice_of(kept, slice(start, end), dim=2).copy_(new)
+            for to, new in ((k_BHTK, k_BHSK), (v_BHTK, v_BHSK)):
+                slice_of(to, slice(start, end), dim=2).copy_(new)
         else:
             self.write(sequences, heads, slice(start, end), torch.stack((k_BHSK, v_BHSK)))
             k_BHTK, v_BHTK = self.read(sequences, heads, slice(0, end))
@@ -166,7 +166,7 @@ class Store:
 
 @frozen
 class CachePlaces:
-    """Where one new token of each sequence goes in caches of a length, and what it attends to; equal for all layers.
+    """The cache places of one new token of each sequence, and those that it attends to, for all caches of a length.
 
     No shape depends on the positions, so that a graph can be captured.
 
@@ -186,7 +186,7 @@ class CachePlaces:
 
     @classmethod
     def of(cls, positions_B: Tensor, length: int, span: int, dtype: torch.dtype) -> Self:
-        """Return where tokens go.
+        """Return the places of tokens in the cache.
 
         Args:
             positions_B: positions of the tokens, of any integer dtype and stride.

@@ -39,9 +39,9 @@ def graphs_of(forward: Forward, capture: Capture, *, graphs: bool | None = None)
         graphs: whether to use graphs if passes are fixed, see :func:`is_fixed`; by default on CUDA devices.
     """
     context, batch, length = forward.context, forward.batch, forward.length
-    wanted = context.can_capture if graphs is None else graphs
+    captures = context.can_capture if graphs is None else graphs
     ahead = len(context.all_devices) == 1 and not any(weights.quantised for weights in forward.weights.values())
-    possible = sizes_of(context.max_rows, batch * length, _MOST_ALONE if ahead else None) if wanted else []
+    possible = sizes_of(context.max_rows, batch * length, _MOST_ALONE if ahead else None) if captures else []
     fixed = [
         is_fixed(forward.stack, forward.settings.attention_cap, PassShape.of_any(size, batch, length))
         for size in possible

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 
 def greedy(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain], rows: int) -> tuple[Tensor, ...]:
-    """Return the likeliest tokens ``[B]``, in float32, on every device in use.
+    """Return the greedy choice of tokens, the argmax of the logits ``[B]``, in float32, on every device in use.
 
-    Where the largest logit is not finite, it is ``NO_TOKEN``.
+    The token is ``NO_TOKEN`` where the largest logit is not finite.
 
-    Each device finds its own best token. One small all-reduce collects these, as every device has columns of its own.
-    float32 holds every token number exactly, and all devices choose by the same bits.
+    Each device finds the largest logit of its part of the vocabulary, and writes it and its token to two columns that
+    are zero on all other devices, so that one small all-reduce collects all of them. float32 represents every token
+    number exactly, and all devices choose from the same bits.
 
     Args:
         context: the compiled plan.
@@ -199,8 +200,8 @@ class Steps:
         logits = self._forward.decode([t[0] for t in self._tokens], [p[0] for p in self._positions], span)
         if self._sampling.temperature:  # copied to one place for the host, as each graph has logits of its own
             self._logits = self._logits or tuple(map(torch.empty_like, logits))
-            for kept, new in zip(self._logits, logits, strict=True):
-                kept.copy_(new)
+            for to, new in zip(self._logits, logits, strict=True):
+                to.copy_(new)
         else:
             for tokens, new in zip(self._tokens, self._greedy(logits), strict=True):
                 tokens[0].copy_(new)

@@ -1,4 +1,4 @@
-"""The computation steps of a layer on a CUDA device by tpplan's fused kernels, each in place of several of torch."""
+"""The computation steps of a layer on a CUDA device by fused kernels, each of which replaces several of torch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def steps_on(
         head_dims: head sizes of all layers, in elements.
         kind: kind of cache.
         kernels: whether to use fused kernels.
-        joint: whether to load kernels that add up the products of several devices.
+        joint: whether to load kernels with an all-reduce over the devices as epilogue.
         experts: whether any layer has experts.
         codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.fast.launches.dense.KINDS`.
         at_once: elements of a quantised matrix to dequantise at a time.
@@ -89,7 +89,7 @@ def codes_of(weights: DeviceWeights) -> list[str]:
 
 
 class Fused(Plain):
-    """The steps of a layer by fused kernels, in 16 bits; tensors that no kernel takes are left to torch."""
+    """The steps of a layer by fused kernels, in 16 bits; torch computes with tensors that no kernel supports."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Fused(Plain):
             settings: settings of the model.
             head_dims: head sizes of all layers, in elements.
             kind: kind of cache.
-            joint: whether to load kernels that add up the products of several devices.
+            joint: whether to load kernels with an all-reduce over the devices as epilogue.
             experts: whether any layer has experts.
             codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.fast.launches.dense.KINDS`.
             at_once: elements of a quantised matrix to dequantise at a time.
@@ -142,7 +142,7 @@ class Fused(Plain):
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._experts = ExpertGemv(place, dtype, self._name, codes) if experts else None
         self._grouped = GroupedGemm(place, dtype, self._name, codes) if experts else None
-        self._products = [each for each in (self._grouped, self._experts) if each]  # whose few rows the latter take
+        self._products = [each for each in (self._grouped, self._experts) if each]  # the latter for few rows
         self._dense = Dequantiser(place, dtype, codes)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -194,7 +194,7 @@ class Fused(Plain):
         return super().gated(x_RD, norm, weights, fused, names)
 
     def kernels(self, x: Tensor, matrix: Matrix, *, gated: bool = False) -> RowKernels[Any] | None:
-        """Return the kernels for a product of few rows and a matrix, or None if none take it."""
+        """Return the kernels for a product of few rows and a matrix, or None if none support it."""
         return next((each for each in self._few if each.takes(x, matrix, gated=gated)), None)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class Fused(Plain):
             super().append_kv(qkv_RHK, heads, norm_rope, sequences, places, rows_to_write=rows_to_write)
 
     def _norm_and_rope(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope, to: Places | None = None) -> bool:
-        """Turn heads, and write keys and values to the cache if told where, by a kernel; tell whether it takes them."""
+        """Apply norms and RoPE by a kernel, and write keys and values to ``to`` if given; return False if none can."""
         if norm_rope.are_neighbours or (norm_rope.norms and norm_rope.norms_last):
             return False
         return self._pointwise.norm_and_rope(

@@ -1,4 +1,4 @@
-"""What a decoder does for the sake of several processes that own its devices: agree, and give room for results."""
+"""Helpers for devices that several processes own: agreeing on facts, and allocating room for results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Attention of the rows of several sequences by one call of a kernel that reads the cache, or a copy of its windows.
+"""Prefill attention of several sequences by one call of FlashAttention (arXiv:2307.08691) with variable lengths.
+
+It reads the KV cache in place or, for a sliding window, a copy of the windows with the new rows behind them.
 
 Shapes: R rows, T places of a cache, H heads, K elements of a head.
 """
@@ -26,15 +28,16 @@ if TYPE_CHECKING:
 
 @frozen
 class Ring:
-    """The rows of a pass, each sequence's behind the tokens of its ring; equal for all caches of a length.
+    """Indices that unroll ring buffers of a sliding window, with the rows of a pass behind; shared by all such layers.
 
-    Each sequence has as many rows as the cache has places, for the tokens of its ring, oldest first, and then its rows
-    of the pass. If it has fewer tokens, the first of its rows are meaningless; so are all behind the last sequence.
+    The unrolled keys and values have, for each sequence, a row for each place of its ring buffer, oldest first, and
+    then its rows of the pass. If a sequence has fewer tokens than places, its first rows are meaningless; so are all
+    rows behind the last sequence.
 
     Attributes:
         sources: for each row, the sequence and the place in the cache of its token, ``[T]``; meaningless for rows of
             the pass.
-        goals: which of all rows each row of the pass is, ``[R]``.
+        goals: index among the unrolled rows of each row of the pass, ``[R]``.
         starts: first row of each sequence that has a token, then one meaningless value, in int32.
         counts: rows of each sequence that have tokens, in int32.
         rows_to_write: for each row of the pass, the row whose keys and values are written: the last of its sequence
@@ -68,16 +71,16 @@ class Ring:
         places = every.sub_((firsts[:-1] - before).index_select(0, whose)).remainder_(length)
         sources = group.numbers.index_select(0, whose).long(), places
 
-        kept = rows if group.rows_to_write is None else group.rows_to_write
-        last = bounds[1:].sub(1).index_select(0, owners).index_select(0, kept)
-        kept = kept + (last - kept).div_(length, rounding_mode="floor").mul_(length)
-        sequences, positions = (x.index_select(0, kept) for x in (group.sequences, group.positions))
+        rows_to_write = rows if group.rows_to_write is None else group.rows_to_write
+        last = bounds[1:].sub(1).index_select(0, owners).index_select(0, rows_to_write)
+        rows_to_write = rows_to_write + (last - rows_to_write).div_(length, rounding_mode="floor").mul_(length)
+        sequences, positions = (x.index_select(0, rows_to_write) for x in (group.sequences, group.positions))
         return cls(
             sources,
             rows + (owners + 1) * length,
             starts.int(),
             (cached + new).int(),
-            kept,
+            rows_to_write,
             (sequences, positions.remainder_(length)),
         )
 
@@ -141,15 +144,15 @@ class Group:
             pass_shape: shape of the pass.
             is_filled: whether the last rows may be padding.
         """
-        kept = None
+        rows_to_write = None
         if is_filled:
-            kept = torch.arange(len(before), device=before.device)
-            kept.mul_(sequences >= 0)
+            rows_to_write = torch.arange(len(before), device=before.device)
+            rows_to_write.mul_(sequences >= 0)
         counts = torch.arange(pass_shape.count + 1, device=before.device)
         bounds = torch.searchsorted(before - before[0], counts, out_int32=True)
         numbers = sequences.index_select(0, bounds.clamp(max=len(before) - 1)).int().clamp_(min=0)
         ends = positions.index_select(0, bounds[1:] - 1).add_(1).int()
-        return cls(sequences, positions, bounds, numbers, ends, pass_shape, kept)
+        return cls(sequences, positions, bounds, numbers, ends, pass_shape, rows_to_write)
 
     def attention(
         self, steps: Plain, heads: Heads, qkv_RHK: Tensor, norm_rope: NormAndRope, scoring: Scoring

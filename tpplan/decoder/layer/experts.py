@@ -1,4 +1,4 @@
-"""A mixture of experts on one device in plain torch: routing, and the products with the chosen experts' matrices.
+"""A mixture of experts (arXiv:1701.06538) on one device in plain torch: top-k routing, and the experts' products.
 
 Where no shape may depend on the choice, few rows are multiplied by copies of the chosen matrices, and many rows by all
 experts. The kernels in :mod:`tpplan.decoder.fast.launches.experts` need no copies.

@@ -1,4 +1,4 @@
-"""The two kinds of pass through a model: the next tokens of some sequences, and one token of each sequence.
+"""The two kinds of pass: prefill, over the next tokens of some sequences, and decode, over one token of each.
 
 Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a head.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @frozen
 class Prefill:
-    """A pass over the next tokens of several sequences; shapes depend on the tokens, and the host may wait for devices.
+    """A prefill pass: shapes depend on the number of tokens, and the host may wait for devices.
 
     Attributes:
         angles: RoPE angles of the rows, by device.
@@ -89,7 +89,7 @@ class Prefill:
 
 @frozen
 class Decode:
-    """A pass over one token of each sequence; it can be captured, as no shape depends on a value and nothing waits.
+    """A decode step; it can be captured as a graph, as no shape depends on a value and the host does not wait.
 
     Attributes:
         angles: RoPE angles of the rows, by device.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Partial(NamedTuple):
-    """The output of an attention or MLP on each device, to be combined and added to the residual stream.
+    """The partial output of attention or an MLP on each device, to be combined and added to the residual stream.
 
     Attributes:
         ys: one tensor for each device; the stream itself if the output is already added to it.
@@ -53,8 +53,9 @@ class Stack:
         heads: attention heads of each layer, by device.
         steps: the computation steps of each device.
         looks_at_spans: whether the work of a step depends on how many places of the cache it may read.
-        processors_left: multiprocessors that matrix products leave free while passes take turns; otherwise the sums of
-            one wait for a product of the other. With more than 8, products lost more time than sums gained.
+        processors_left: multiprocessors that matrix products leave free while passes are interleaved, so that the
+            all-reduce of one pass need not wait for a product of the other. With more than 8, products lost more time
+            than all-reduces gained.
     """
 
     processors_left = 8
@@ -103,7 +104,7 @@ class Stack:
         return xs
 
     def run_in_turns(self, passes: Sequence[tuple[tuple[Tensor, ...], Pass]]) -> None:
-        """Run several passes in turn, updating their residual streams in place.
+        """Run several passes interleaved, sublayer by sublayer, updating their residual streams in place.
 
         While one pass is computed, the devices' outputs of the others are combined. A pass may attend to keys and
         values of the passes before it, as it comes after them in every layer.
@@ -148,7 +149,7 @@ class Stack:
         return self.steps[device].normed(x_RD, weights[f"{norm}.weight"] if norm else None, weights, fused, names)
 
     def _sublayers(self, block: Block) -> tuple[Callable[[int, tuple[Tensor, ...], Pass], Partial], ...]:
-        """Return what computes the two halves of a layer."""
+        """Return the functions that compute the two sublayers of a layer: attention, and the MLP or the experts."""
         return self._attention, self._mixture if block.experts else self._mlp
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
@@ -256,7 +257,7 @@ class Stack:
         return self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer, out=out)
 
     def _most_joint(self, steps: Iterable[Plain]) -> int:
-        """Return the most elements of the stream for which one kernel multiplies and all-reduces; 0 for none."""
+        """Return the maximum elements of rows for which one kernel multiplies and all-reduces; 0 if none can."""
         if not self._reduce or self._norms.of_outputs:
             return 0
         return min(each.joint_rows for each in steps) * self.context.plan.split(Axis.RS).bounds[-1]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @frozen
 class NormAndRope:
-    """The norms and rotation applied to queries and keys before attention.
+    """The norms and RoPE (arXiv:2104.09864) applied to queries and keys before attention.
 
     Attributes:
         angles: RoPE angles of the rows, from :func:`tpplan.decoder.math.angles`.
@@ -91,7 +91,7 @@ class Plain:
         add_linear(to, x, weights.matrix(name), weights.bias(name), self._options)
 
     def kernels(self, x: Tensor, matrix: Matrix) -> RowKernels[Any] | None:
-        """Return kernels for a product of rows and a matrix that torch is slower for, or None."""
+        """Return kernels that are faster than torch for a product of rows and a matrix, or None."""
         del x, matrix
         return None
 
@@ -143,7 +143,7 @@ class Plain:
         return self.gate(gate_RI, up_RI)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return the gate of two projections, see :func:`tpplan.decoder.model.gates.gated`; ``gate`` is overwritten."""
+        """Return the output of a gate; see :func:`tpplan.decoder.model.gates.gated`. ``gate`` is overwritten."""
         return gated(self._activation, gate, up)
 
     def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:

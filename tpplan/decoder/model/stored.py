@@ -89,7 +89,7 @@ SCALES: Final = (".weight_scale_inv", ".weight_scale")
 _OF_FLOAT8: Final = (*FLOATS, "F8_E8M0")
 #: Suffixes of the codes and scales of MXFP4.
 MXFP4: Final = ("_blocks", "_scales")
-#: What decoders do not use: activations and caches are not quantised as the checkpoint's tool would.
+#: Suffixes of tensors that are not used: the decoder does not quantise activations, and its cache has own scales.
 _UNUSED: Final = frozenset({
     ".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".input_scale_ub"
 })  # fmt: skip
@@ -103,7 +103,7 @@ _TAKEN: Final = "it takes GPTQ and compressed-tensors of 4 and 8 bits, AWQ of 4 
 
 
 def config_values(scheme: Scheme, key: str) -> frozenset[int]:
-    """Return what a config says of a parameter of its formats, such as ``group``; several if modules differ."""
+    """Return the config's values of a parameter of its formats, such as ``group``; several if modules differ."""
     forms = [rule.form for rule in scheme.rules if rule.form]
     return frozenset(form.group if key == "group" else form.known.get(key, 0) for form in forms) - {0}
 
@@ -212,11 +212,11 @@ def _are_ints(layout: Layout, shapes: Mapping[str, tuple[int, ...]], scheme: Sch
 
 def _are_floats(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> bool:
     """Return whether a module has 8-bit floats with scales for the matrix, its rows, or blocks of a known size."""
-    given = [shapes[suffix] for suffix in SCALES if suffix in shapes]
+    scale_shapes = [shapes[suffix] for suffix in SCALES if suffix in shapes]
     codes = shapes[".weight"]
-    if len(given) != 1 or len(codes) != 2:  # noqa: PLR2004 (dimensions)
+    if len(scale_shapes) != 1 or len(codes) != 2:  # noqa: PLR2004 (dimensions)
         return False
-    (scales,) = given
+    (scales,) = scale_shapes
     if scales in {(), (1,), codes[:1], (codes[0], 1)}:
         return True
     sizes = zip(codes, scales, ("rows", "columns"), strict=False)

@@ -18,7 +18,7 @@ from tpplan.decoder.text.files import read_object, read_text
 from tpplan.decoder.text.tokenizer import check_text
 from tpplan.errors import ExecutionError, ModelError, RequestError
 
-if find_spec("jinja2") is None:  # said before anything is read; templates.py imports it
+if find_spec("jinja2") is None:  # reported before anything is read; templates.py imports it
     raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
 
 #: Maximum characters of names in an error.
@@ -77,16 +77,16 @@ class ChatTemplate:
         """
         check_text(system, "--system")
         check_text(user, "the prompt")
-        said = {"system": system, "user": user} if system else {"user": user}
-        given = {
-            "messages": [{"role": role, "content": content} for role, content in said.items()],
+        messages = {"system": system, "user": user} if system else {"user": user}
+        variables = {
+            "messages": [{"role": role, "content": content} for role, content in messages.items()],
             "add_generation_prompt": True,
             "tools": None,  # templates compare these with None
             "documents": None,
         }
         request: dict[str, Any] = {
             "template": self.text,
-            "variables": {**self.tokens, **given},
+            "variables": {**self.tokens, **variables},
             "now": datetime.now().isoformat(),  # noqa: DTZ005 - the user's local date
         }
         answer = _answered(request)

@@ -1,8 +1,8 @@
 """Conversion of a device's quantised matrices from the stored format to the decoder's layout, in the same memory.
 
-GPTQ and AWQ store the transposed matrix, in words of several columns or rows. The decoder's layout has the codes of a
-row one after the other. It takes no more memory, so that the plan's bytes stay right. For shapes see
-:mod:`tpplan.decoder.weights.quantised`.
+GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978) store the transposed matrix, in words of several columns or rows. The
+decoder's layout has the codes of a row one after the other. It takes no more memory, so that the plan's bytes stay
+right. For shapes see :mod:`tpplan.decoder.weights.quantised`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def rearranged(words: Tensor, size: tuple[int, int], bits: int, some: Callable[[
 
 _T = TypeVar("_T")
 
-#: Attribute of a tensor whose memory is rearranged: what is made of it, or None until that is done.
+#: Attribute of a tensor whose memory is rearranged: the converted matrix, or None while the conversion runs.
 _CONVERTED: Final = "tpplan_matrix"
 
 
@@ -147,7 +147,7 @@ def matrices_of(
 
 
 def convert_once(memory: Tensor, name: str, make: Callable[[], _T]) -> _T:
-    """Return what is made of a tensor in its own memory, making it in the first call.
+    """Convert a tensor in its own memory by the first call, and return the result of that in later ones.
 
     Args:
         memory: the tensor.
@@ -166,7 +166,7 @@ def convert_once(memory: Tensor, name: str, make: Callable[[], _T]) -> _T:
 
 
 def begin_overwriting(memory: Tensor) -> None:
-    """Note that a tensor is overwritten from here on, see :func:`convert_once`."""
+    """Note that a tensor is being overwritten from here on, see :func:`convert_once`."""
     setattr(memory, _CONVERTED, None)
 
 

@@ -94,19 +94,19 @@ def check_weights(
         RequestError: tensors are missing or have wrong shapes.
         ModelError: the plan is for another model.
     """
-    held: dict[int, Mapping[str, Tensor]] = {}
+    tensors_of: dict[int, Mapping[str, Tensor]] = {}
     slices: dict[int, dict[str, TensorSlice]] = {}
     for part in iter_slices(plan, model):
         if part.device not in devices:
             continue
-        if part.device not in held:
+        if part.device not in tensors_of:
             slices[part.device] = {}
             try:
-                held[part.device] = weights[part.device]
+                tensors_of[part.device] = weights[part.device]
             except LookupError:
-                held[part.device] = {}
+                tensors_of[part.device] = {}
         slices[part.device][part.name] = part
-        tensor = held[part.device].get(part.name)
+        tensor = tensors_of[part.device].get(part.name)
         if tensor is None or tensor.shape != part.shape:
             found = "is missing" if tensor is None else f"has the shape {list(tensor.shape)}, not {list(part.shape)}"
             what = f"the weights are not those of the plan for {plan.model.name}: {part.name} of device {part.device}"

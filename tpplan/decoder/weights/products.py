@@ -46,12 +46,12 @@ def no_kernels(x_RK: Tensor, matrix_NK: Matrix) -> None:
 
 @frozen
 class ProductOptions:
-    """How products with matrices are made.
+    """How products with matrices are computed.
 
     Attributes:
         rows: dequantises rows of a matrix, from a row number on, into a tensor ``[R, K]``.
         at_once: elements to dequantise at a time.
-        kernels: returns kernels for rows and a matrix that torch is slower for, or None.
+        kernels: returns kernels that are faster than torch for rows and a matrix, or None.
     """
 
     rows: Callable[[Quantised, int, Tensor], None] = by_torch
@@ -75,7 +75,7 @@ def linear(
         x_RK: rows.
         matrix_NK: the matrix.
         bias_N: the bias, if there is one.
-        options: how to make the product.
+        options: how to compute the product.
         out: tensor for the result; a new one if not given.
     """
     is_plain = bias_N is None or bias_N.is_contiguous()  # others are biases of gpt_oss

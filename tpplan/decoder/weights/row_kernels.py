@@ -1,4 +1,4 @@
-"""The common interface of kernels that multiply few rows by a matrix, followed by a gate or a sum.
+"""The common interface of kernels that multiply few rows by a matrix, with a gate or a sum as epilogue.
 
 Shapes are suffixes of names: R rows, K columns of the matrix, N rows of the matrix, I intermediate.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec.cuda.channel import Channel
 
-#: Numbers by which kernels know the gates of :func:`tpplan.decoder.model.gates.gated`; 0 is none.
+#: The kernels' numbers for the gates of :func:`tpplan.decoder.model.gates.gated`; 0 is none.
 GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, SWIGLU_OAI: 4}
 
 #: Bytes of one access, and of an element.
@@ -82,7 +82,7 @@ class RowKernels(ABC, Generic[M]):
 
 
 class AllReduceKernels(RowKernels[M]):
-    """Kernels for few rows, some of which add up the products of several devices."""
+    """Kernels for few rows, some of which have an all-reduce over the devices as epilogue."""
 
     @abstractmethod
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:

@@ -143,10 +143,16 @@ def _stack_ints(matrices: Sequence[IntMatrix], join: Join) -> IntMatrix | None:
             return None
         if a.columns is not None and b.columns is not None and not torch.equal(a.columns, b.columns):
             return None
-    codes, given = join([each.codes for each in matrices]), [each.zeros for each in matrices if each.zeros is not None]
-    if codes is None or len({each.dtype for each in given}) > 1:
+    codes, zero_points = (
+        join([each.codes for each in matrices]),
+        [each.zeros for each in matrices if each.zeros is not None],
+    )
+    if codes is None or len({each.dtype for each in zero_points}) > 1:
         return None
-    scales, zeros = _joined([each.scales for each in matrices], join), _joined(given, join) if given else None
+    scales, zeros = (
+        _joined([each.scales for each in matrices], join),
+        _joined(zero_points, join) if zero_points else None,
+    )
     return evolve(matrices[0], codes=codes, scales=scales, zeros=zeros)
 
 

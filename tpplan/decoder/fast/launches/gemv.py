@@ -1,4 +1,4 @@
-"""Products of one or two rows and a matrix in one kernel, with a norm before and a gate or a sum after.
+"""GEMV: products of one or two rows and a matrix, with an RMS norm in front and a gate or a sum as epilogue.
 
 Shapes are suffixes of names: R rows (one or two), K columns of the matrix, N rows of the matrix, I intermediate.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Maximum rows of a kernel: for more, kernels with tensor cores are faster, even with a separate one for the norm.
 MOST_ROWS: Final = 2
 
-#: Maximum bytes of rows that are normed in shared memory.
+#: Maximum bytes of rows whose norm is computed in shared memory.
 _NORMED: Final = 2**15
 _ITEM: Final = 2
 #: Bytes that one access moves, columns that a warp reads at a time, matrix rows that it reads at a time.
@@ -69,16 +69,16 @@ class Shape:
 
 @cache
 def shape_of(batches: int, width: int, processors: int) -> Shape:
-    """Return how warps share a matrix: all in blocks of about eight.
+    """Return how warps share a matrix, in blocks of about eight warps.
 
-    They are all on the GPU from the start where registers are enough for two on a multiprocessor, as on sm_90.
-    A warp has two steps on their way, so a team is the largest in which fewest are without columns, if all make an even
-    number of steps: 8 of 4,096 columns, 7 of 3,584, 2 of 1,024.
+    All blocks are resident from the start where a multiprocessor has registers for two, as on sm_90. A warp loads two
+    steps ahead, so that it makes an even number of them. A team is the largest that leaves fewest of its warps without
+    columns: 8 for 4,096 columns, 7 for 3,584, 2 for 1,024.
 
     Args:
-        batches: times that four rows of it are read.
-        width: columns.
-        processors: of the GPU.
+        batches: groups of matrix rows, each of which a team reads at once.
+        width: columns of the matrix.
+        processors: multiprocessors of the GPU.
     """
     pairs = -(-width // (2 * _STEP))
     team = min(range(_BLOCK_WARPS, 0, -1), key=lambda size: -pairs % size)
@@ -99,7 +99,7 @@ def joint_names_of(dtype: torch.dtype) -> list[str]:
 
 
 class Gemv(AllReduceKernels[Tensor]):
-    """Kernels for one device and dtype."""
+    """GEMV kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
         """Load the kernels.
@@ -107,7 +107,7 @@ class Gemv(AllReduceKernels[Tensor]):
         Args:
             place: a CUDA device.
             dtype: 16-bit dtype of rows and matrices.
-            joint: whether to load the kernels that add up the products of several devices, too.
+            joint: whether to load the kernels whose epilogue is an all-reduce over the devices, too.
         """
         self._plain, self._normed = ([Launcher(name, place) for name in names] for names in names_of(dtype))
         self._dtype = dtype

@@ -71,8 +71,8 @@ class Launcher:
             ExecutionError: the driver refuses the launch.
         """
         count = 1 if self._is_array else len(words)
-        kept = (ctypes.c_uint64 * len(words))(*words)
-        first = ctypes.addressof(kept)
+        parameters = (ctypes.c_uint64 * len(words))(*words)
+        first = ctypes.addressof(parameters)
         pointers = ctypes.addressof(of_words := (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8)))
         x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks
         stream = stream_handle(self._place.index)

@@ -1,4 +1,4 @@
-"""Launches of the kernels between a layer's matrix products: norms, gates, rotation and argmax.
+"""Launches of the kernels between a layer's matrix products: RMS norm, gates, RoPE with cache append, and argmax.
 
 Shapes: R rows, D hidden, I intermediate, H heads, K elements of a head, W columns of a RoPE table, T places of a cache.
 """
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 GATES: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", SWIGLU_OAI: SWIGLU_OAI}
 
 _ITEM: Final = 2
-#: Bytes that are loaded at once, and elements of so many.
+#: Bytes of a vector access, and its elements.
 _VECTOR: Final = 16
 _ELEMENTS: Final = _VECTOR // _ITEM
-#: Of the rows' numbers.
+#: Bytes of the sequence or the place of a row.
 _NUMBER: Final = 8
 
 _WARP: Final = 32
 _MOST_THREADS: Final = 1024
-#: Of a block that needs no others.
+#: Maximum threads of a block that shares no results with other threads.
 _THREADS: Final = 256
 
 
@@ -62,7 +62,7 @@ def names_of(dtype: torch.dtype, activation: str, kind: str = "fp16") -> list[st
 
 
 class Pointwise:
-    """Norms, gates and rotation in 16 bits on one CUDA device; each method's result tells whether it takes its tensors.
+    """Norms, gates, RoPE and argmax in 16 bits on one CUDA device; each method returns whether it supports its tensors.
 
     Rows of tensors must begin at, and consist of, multiples of 16 bytes.
     """
