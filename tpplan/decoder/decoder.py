@@ -285,7 +285,7 @@ class Decoder:
         ends: list[list[Tensor]] = [[] for _ in self.context.devices]
         xs: tuple[Tensor, ...] = ()
         for tokens, prompt_slices in cut(prompts, self.context.max_rows):
-            # A pass differs from others only in its number of rows.
+            # One tensor for all numbers of the rows: passes differ only in its first dimension.
             numbers = torch.tensor([tokens, *numbers_of(prompt_slices)]).T.contiguous()
             xs = ()  # frees memory for the next pass
             if self.prompt_graphs:

@@ -107,7 +107,7 @@ def attend_by_runs(
     *,
     scoring: Scoring,
 ) -> Tensor:
-    """Return the attention output ``[R, H × K]`` of the query heads of some runs, computed by ``attending``."""
+    """Return the attention output ``[R, H × K]`` of the query heads of some runs; ``attending`` computes each run."""
     parts = []
     for run in runs:
         kv = [slice_of(x_BHTK, run.keys, dim=1) for x_BHTK in (k_BHTK, v_BHTK)]

@@ -76,11 +76,11 @@ class LayerCache:
         return concat([concat(row, dim=1) for row in pieces], dim=0)
 
     def heads_at_once(self, tokens: int) -> int:
-        """Return the number of KV heads of which so many tokens can be beside the cache at a time, 0 if too many."""
+        """Return the number of KV heads whose ``tokens`` keys and values may be copied at a time; 0 if not even one."""
         return AT_ONCE // (2 * tokens * self._store.head_dim)
 
     def slices(self, tokens: int) -> list[slice]:
-        """Return slices of all KV heads, each of as many as :meth:`heads_at_once`, which must not be 0."""
+        """Return slices of the KV heads, each of at most :meth:`heads_at_once` heads, which must not be 0."""
         return _slices(self._store.heads, self.heads_at_once(tokens))
 
     def extend(

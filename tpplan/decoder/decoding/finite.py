@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Tensors that the error names.
 _NAMED: Final = 3
-#: Elements of 8 bits that are looked at at a time.
+#: 8-bit elements that are checked at a time.
 _AT_ONCE: Final = 2**22
 
 

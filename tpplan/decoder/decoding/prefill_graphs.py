@@ -1,4 +1,4 @@
-"""Passes of prompts as graphs: each pass is padded to one of a few sizes, with one graph for each size."""
+"""CUDA graphs of prefill passes: each pass is padded to one of a few sizes, with one graph for each size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.layer.stack import Stack
     from tpplan.exec.cuda.graph import Graph
 
-    #: Captures as a graph what a function issues, which the text names; returns None if that fails.
+    #: Captures the work that a function issues as a graph, or returns None if it fails. The text names the work.
     Capture = Callable[[Callable[[], None], str], Graph | None]
 
 #: Minimum rows of a graph. With half of them, a pass takes a GPU nearly as long, as it still reads all weights.
@@ -86,7 +86,7 @@ def sizes_of(max_rows: int, room: int, most: int | None = None) -> list[int]:
 
 
 class PrefillGraphs:
-    """Runs passes of prompts, each padded to the smallest graph that has room for its rows.
+    """Runs prefill passes, each padded to the smallest graph that has room for its rows.
 
     The first pass of a size runs without a graph, the second is captured, and later ones replay the graph. If capturing
     fails, all later prompts are to run without graphs.

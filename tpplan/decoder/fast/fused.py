@@ -207,11 +207,11 @@ class Fused(Plain):
         return super().choose(scores_RE, count, normalised=normalised) if found is None else found
 
     def takes_experts_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
-        """Tell whether :meth:`experts_up` has kernels for which many rows are no slower than by torch."""
+        """Tell whether :meth:`experts_up` has kernels that are no slower than torch for this number of rows."""
         return self._grouped is not None and self._grouped.takes_up(rows, chosen, gates, ups)
 
     def takes_experts_down(self, rows: int, chosen: int, downs: Projection) -> bool:
-        """Tell whether :meth:`experts_down` has kernels for which many rows are no slower than by torch."""
+        """Tell whether :meth:`experts_down` has kernels that are no slower than torch for this number of rows."""
         return self._grouped is not None and self._grouped.takes_down(rows, chosen, downs)
 
     def experts_up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor, *, fixed: bool) -> Tensor:
@@ -275,6 +275,6 @@ class Fused(Plain):
         return concat(found, dim=1)
 
     def argmax(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
-        """Return the largest logits of rows and their tokens."""
+        """Return the largest logits of rows and their tokens (argmax)."""
         found = self._pointwise.argmax(logits_BV, start, place, places)
         return super().argmax(logits_BV, start, place, places) if found is None else found

@@ -86,7 +86,7 @@ class AllReduceKernels(RowKernels[M]):
 
     @abstractmethod
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
+        """Return whether there is a kernel with an all-reduce as epilogue for rows and a matrix."""
 
     def joint(self, to_RN: Tensor, x_RK: Tensor, matrix_NK: M, channel: Channel, device: int) -> None:
         """Add the sum of all devices' products to rows in place, rounding once.

@@ -72,7 +72,7 @@ class Dequantiser:
         return has_quotients(rows, size) and has_quotients(columns // _COLUMNS, width // _COLUMNS)
 
     def __call__(self, matrix: Quantised, start: int, end: int, out_RK: Tensor) -> None:
-        """Dequantise rows, as the matrix's own ``dense`` does: computed in float32, rounded once.
+        """Dequantise rows as :meth:`dense` of the matrix does: in float32, rounded once.
 
         Args:
             matrix: a matrix on the device, with contiguous rows; only those of MXFP4 may have another stride.

@@ -53,7 +53,7 @@ def names_of(dtype: torch.dtype, codes: Collection[str] = ()) -> list[str]:
 
 
 class ExpertGemv:
-    """Kernels of experts for one device and dtype; each method returns None if no kernel takes its tensors.
+    """Kernels of experts for one device and dtype; each method returns None if no kernel supports its tensors.
 
     Choices are ``[R, 2 × C]`` in float32: for each row the weights of its experts, then their numbers.
     """

@@ -28,7 +28,7 @@ _NORMED: Final = 2**15
 _ITEM: Final = 2
 #: Bytes that one access moves, columns that a warp reads at a time, matrix rows that it reads at a time.
 _VECTOR, _STEP, _FOUR = 16, 256, 4
-#: Warps of a block, and of a multiprocessor, whose registers are enough for two such blocks (on sm_90).
+#: Warps of a block, and the warps that a multiprocessor has registers for: two such blocks (on sm_90).
 _BLOCK_WARPS, _WARPS = 8, 16
 
 
@@ -88,13 +88,13 @@ def shape_of(batches: int, width: int, processors: int) -> Shape:
 
 
 def names_of(dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """Return the names of the kernels for a dtype, for one row and two, and of those with a norm."""
+    """Return the names of the kernels for a dtype: without a norm for one and two rows, then with a norm."""
     name = DTYPES[dtype]
     return [f"gemv_{name}_{count}" for count in (1, 2)], [f"gemv_norm_{name}_{count}" for count in (1, 2)]
 
 
 def joint_names_of(dtype: torch.dtype) -> list[str]:
-    """Return the names of the kernels that add up the products of several devices."""
+    """Return the names of the kernels whose epilogue is an all-reduce over the devices."""
     return [f"gemv_joint_{DTYPES[dtype]}_{count}" for count in (1, 2)]
 
 
@@ -133,11 +133,11 @@ class Gemv(AllReduceKernels[Tensor]):
         return isinstance(matrix_NK, Tensor) and all(is_vectors(each, self._dtype) for each in (x_RK, matrix_NK))
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
+        """Return whether there is a kernel with an all-reduce as epilogue for rows and a matrix."""
         return self.takes(x_RK, matrix_NK)
 
     def normed(self, x_RK: Tensor, matrix_NK: Tensor, norm: Norm, bias_N: Tensor | None = None) -> Tensor:
-        """Return ``linear`` of the norm of rows."""
+        """Return the result of :meth:`linear` for the norm of rows."""
         y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK)))
         self._run(y_RN, x_RK, matrix_NK, bias_of(bias_N), 0, norm)
         return y_RN
@@ -145,7 +145,7 @@ class Gemv(AllReduceKernels[Tensor]):
     def normed_gated(
         self, x_RK: Tensor, matrix_NK: Tensor, gate: str, norm: Norm, bias_N: Tensor | None = None
     ) -> Tensor:
-        """Return ``gated`` of the norm of rows."""
+        """Return the result of :meth:`gated` for the norm of rows."""
         h_RI = x_RK.new_empty((len(x_RK), len(matrix_NK) // 2))
         self._run(h_RI, x_RK, matrix_NK, bias_of(bias_N), GATES[gate], norm)
         return h_RI

@@ -124,11 +124,11 @@ class GroupedGemm:
         self._latest: _Groups | None = None
 
     def takes_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
-        """Tell whether these kernels take gate and up projections for ``rows`` rows of ``chosen`` experts each."""
+        """Tell whether these kernels support gate and up projections for ``rows`` rows of ``chosen`` experts each."""
         return self._is_faster(rows, chosen, gates) and self._pair(gates, ups) is not None
 
     def takes_down(self, rows: int, chosen: int, downs: Projection) -> bool:
-        """Tell whether these kernels take down projections for ``rows`` rows of ``chosen`` experts each."""
+        """Tell whether these kernels support down projections for ``rows`` rows of ``chosen`` experts each."""
         return self._is_faster(rows, chosen, downs) and self._down(downs) is not None
 
     def up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor) -> Tensor | None:
@@ -150,7 +150,7 @@ class GroupedGemm:
         return h_RCI
 
     def down(self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None) -> Tensor | None:
-        """Return the weighted sum of the chosen experts' outputs, ``[R, D]``; None if not by these kernels.
+        """Return the weighted sum of the chosen experts' outputs, ``[R, D]``; None if other kernels are to compute it.
 
         Args:
             h_RCI: intermediate activations of the experts; copied if not contiguous.

@@ -32,7 +32,7 @@ MOST_JOINT: Final = 8
 #: that a warp reads in one step.
 STEPS: Final = {"4": 128, "8": 64, "e4m3": 64}
 
-#: Rows of one instruction, and matrix rows of a tile for every eight rows.
+#: Rows of one mma instruction, and matrix rows of a tile for every eight rows.
 _EIGHT, _TILE = 8, 16
 #: Dtypes of their stored zero points.
 _ZEROS: Final = {"4": torch.int32, "8": torch.uint8}
@@ -141,7 +141,7 @@ class QuantisedSkinnyGemm(AllReduceKernels[Quantised]):
         return 0 < len(x_RK) <= MOST_ROWS and is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
+        """Return whether there is a kernel with an all-reduce as epilogue for rows and a matrix."""
         return len(x_RK) <= MOST_JOINT and self.takes(x_RK, matrix_NK)
 
     def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:

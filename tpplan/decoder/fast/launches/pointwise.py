@@ -226,7 +226,7 @@ class Pointwise:
         return True
 
     def _words_of(self, to: Places | None) -> Sequence[int] | None:
-        """Return the kernel's parameters for a cache, or None if it does not take that cache."""
+        """Return the kernel's parameters for a cache, or None if it does not support that cache."""
         if to is None:
             return (0,) * 10
         k_THK, v_THK, sequences, places = to.keys, to.values, to.sequences, to.places

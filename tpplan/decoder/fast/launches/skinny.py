@@ -62,7 +62,7 @@ def names_of(dtype: torch.dtype) -> list[str]:
 
 
 def joint_name_of(dtype: torch.dtype) -> str:
-    """Return the name of the kernel that adds up the products of several devices."""
+    """Return the name of the kernel whose epilogue is an all-reduce over the devices."""
     return f"skinny_joint_{DTYPES[dtype]}_{_EIGHT}"
 
 
@@ -101,7 +101,7 @@ class SkinnyGemm(AllReduceKernels[Tensor]):
         return rows <= MOST_ROWS and self._reads(x_RK, matrix_NK)
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
+        """Return whether there is a kernel with an all-reduce as epilogue for rows and a matrix."""
         return len(x_RK) <= MOST_JOINT and self._reads(x_RK, matrix_NK)
 
     def _reads(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
