@@ -43,15 +43,15 @@ def row(name: str, work: Callable[[], object], calls: int = CALLS, aim: float = 
 def operations(ctx: TPContext) -> dict[str, Callable[[], object]]:
     """Return a call of each operation."""
     x = torch.randn(1, COLUMNS).bfloat16()
-    everywhere, parts = ctx.broadcast(x), ctx.scatter(x, Axis.RS)
+    everywhere, parts = ctx.broadcast(x), ctx.scatter(x, Axis.RESIDUAL)
     return {
         "broadcast": lambda: ctx.broadcast(x),
-        "scatter": lambda: ctx.scatter(x, Axis.RS),
-        "gather": lambda: ctx.gather(parts, Axis.RS).tensor,
-        "allgather": lambda: ctx.allgather(parts, Axis.RS),
+        "scatter": lambda: ctx.scatter(x, Axis.RESIDUAL),
+        "gather": lambda: ctx.gather(parts, Axis.RESIDUAL).tensor,
+        "allgather": lambda: ctx.allgather(parts, Axis.RESIDUAL),
         "all_reduce": lambda: ctx.all_reduce(everywhere),
         "all_reduce with residual": lambda: ctx.all_reduce(everywhere, everywhere),
-        "add_residual": lambda: ctx.add_residual(parts, everywhere, Axis.RS),
+        "add_residual": lambda: ctx.add_residual(parts, everywhere, Axis.RESIDUAL),
     }
 
 
@@ -69,10 +69,10 @@ def calls_alone() -> dict[str, Callable[[], object]]:
     for lead in ((1,), (1, 1)):
         ctx = compile_plan(plan, backend="cpu")
         x = torch.randn(*lead, COLUMNS).bfloat16()
-        outs, sums, parts = ctx.broadcast(x), ctx.broadcast(x), ctx.scatter(x, Axis.RS)
+        outs, sums, parts = ctx.broadcast(x), ctx.broadcast(x), ctx.scatter(x, Axis.RESIDUAL)
         found |= {
             f"broadcast, {len(lead) + 1}-D": partial(ctx.broadcast, x, out=outs),
-            f"allgather, {len(lead) + 1}-D": partial(ctx.allgather, parts, Axis.RS, out=outs),
+            f"allgather, {len(lead) + 1}-D": partial(ctx.allgather, parts, Axis.RESIDUAL, out=outs),
             f"all_reduce, {len(lead) + 1}-D": partial(ctx.all_reduce, outs, out=sums),
             f"all_reduce in place, {len(lead) + 1}-D": partial(ctx.all_reduce, outs, out=outs),
         }
@@ -82,7 +82,7 @@ def calls_alone() -> dict[str, Callable[[], object]]:
 def by_hand(plan: SplitPlan, devices: int) -> dict[str, Callable[[], object]]:
     """Return the same as somebody would write it in torch: a new tensor for each device, nothing checked."""
     x = torch.randn(1, COLUMNS).bfloat16()
-    cuts = [(s.start, s.end) for s in plan.slices(Axis.RS)]
+    cuts = [(s.start, s.end) for s in plan.slices(Axis.RESIDUAL)]
     everywhere, parts = [x.clone() for _ in range(devices)], [x[:, a:b].clone() for a, b in cuts]
 
     def add_up(*more: torch.Tensor) -> list[torch.Tensor]:

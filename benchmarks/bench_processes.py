@@ -65,10 +65,10 @@ def pairs(ctx: TPContext, rows: int, place: torch.device) -> Iterator[Pair]:
     new = partial(torch.zeros, dtype=torch.bfloat16, device=place)
     x, out = new(rows, COLUMNS), new(rows, COLUMNS)
     yield Pair("all_reduce", rows, lambda: ctx.all_reduce([x], out=[x]), lambda: distributed.all_reduce(x))
-    parts = [new(rows, s.end - s.start) for s in ctx.split(Axis.RS)]
+    parts = [new(rows, s.end - s.start) for s in ctx.split(Axis.RESIDUAL)]
     gathered = new(distributed.get_world_size() * rows, parts[0].shape[1])  # one part behind the other, as NCCL does
     gather = partial(distributed.all_gather_into_tensor, gathered, parts[0])
-    yield Pair("allgather", rows, lambda: ctx.allgather(parts, Axis.RS, out=[out]), gather)
+    yield Pair("allgather", rows, lambda: ctx.allgather(parts, Axis.RESIDUAL, out=[out]), gather)
     given = x if process == 0 else torch.empty(rows, COLUMNS, dtype=x.dtype, device="meta")
     broadcast = partial(distributed.broadcast, out, 0)
     yield Pair("broadcast", rows, lambda: ctx.broadcast(given, source=ctx.all_devices[0], out=[out]), broadcast)

@@ -71,7 +71,7 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
         loaded = time.perf_counter()
         decoder = Decoder(context, order.directory, weights)
         memory.look("cache")
-        given = prompts(max(order.batches), plan.split(Axis.VC).size)
+        given = prompts(max(order.batches), plan.split(Axis.VOCAB).size)
         decoder.steps(1).start(given[:1], Sampling())
         first, now = time.perf_counter(), time.time()
         part.row(
@@ -125,7 +125,7 @@ def _decode(
 
 def _prefill(part: Part, order: Order, decoder: Decoder, given: Sequence[list[int]]) -> None:
     """Tell how many tokens a second a long prompt is read at, and those that are decoded from, if there are several."""
-    long = long_prompt(order.prefill, decoder.context.plan.split(Axis.VC).size)
+    long = long_prompt(order.prefill, decoder.context.plan.split(Axis.VOCAB).size)
     texts: dict[str, Sequence[list[int]]] = {f"prefill of {order.prefill} tokens": [long]}
     if len(given) > 1:
         texts[f"prefill of {len(given)} prompts of {PROMPT} tokens"] = given

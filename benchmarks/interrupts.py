@@ -134,9 +134,9 @@ class Bench:
 
     def use(self, ctx: TPContext) -> None:
         """Run an operation of each kind, and check the results."""
-        x, parts = self.x, ctx.scatter(self.x, Axis.RS)
+        x, parts = self.x, ctx.scatter(self.x, Axis.RESIDUAL)
         sums = ctx.all_reduce([x] * len(parts))
-        copies = *ctx.broadcast(x), *ctx.allgather(parts, Axis.RS), ctx.gather(parts, Axis.RS).tensor
+        copies = *ctx.broadcast(x), *ctx.allgather(parts, Axis.RESIDUAL), ctx.gather(parts, Axis.RESIDUAL).tensor
         _expect(all(torch.equal(each, x) for each in copies), "a copy is wrong")
         _expect(all(torch.equal(each, x * len(parts)) for each in sums), "a sum is wrong")
 

@@ -92,7 +92,7 @@ def lose(plan: SplitPlan, transport: str, rows: int = 1) -> Loss:
     dtype = getattr(torch, plan.model.dtype)
     before = [torch.cuda.memory_allocated(place) for place in places]
     context = build(plan, places, start, transport=transport, max_rows=plan.request.max_rows, dtype=dtype)
-    columns = plan.split(Axis.RS).size
+    columns = plan.split(Axis.RESIDUAL).size
     parts = [torch.ones(rows, columns, dtype=dtype, device=device.device) for device in context.devices.values()]
     context.all_reduce(parts)
     context.synchronize()

@@ -43,7 +43,7 @@ def measure(order: Order, tell: Callable[[str], None]) -> None:
         noting = Noting(context)
         weights = load_weights(plan, order.directory, context)
         decoder = Decoder(noting if order.backend == "cpu" else context, order.directory, weights)  # type: ignore[arg-type]
-        vocabulary, layers = plan.split(Axis.VC).size, len(decoder.stack.heads)
+        vocabulary, layers = plan.split(Axis.VOCAB).size, len(decoder.stack.heads)
         who = f"{order.gpus} GPUs" if order.backend == "cuda" else f"all of {order.gpus} virtual devices"
 
         def watch(what: str, call: Callable[[], object], times: int) -> None:

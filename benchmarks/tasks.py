@@ -93,7 +93,7 @@ class Tasks:
         self._context, self._random, self._largest = context, random, largest
         self._delays, self._shared = delays, shared
         self._cuts = cuts(context.plan)
-        hidden = context.plan.split(Axis.RS).size
+        hidden = context.plan.split(Axis.RESIDUAL).size
         self._widths = (1, 5, hidden, *(random.randint(1, hidden) for _ in range(5)))
         self._sources = random.sample(context.all_devices, min(_SOURCES, len(context.all_devices)))
 

@@ -86,33 +86,33 @@ def heads(bounds: Sequence[int], *, layers: str = "0-3", group: int = 2, replica
     """Return a cut of the KV heads, of 8 elements each, and of the query heads that go with it."""
     keys, queries = tuple(bounds), tuple(group * cut for cut in bounds)
     return (
-        Split(axis=Axis.KV, layers=layers, size=keys[-1], unit=1, width=8, replicas=replicas, bounds=keys),
-        Split(axis=Axis.Q, layers=layers, size=queries[-1], unit=1, width=8, bounds=queries),
+        Split(axis=Axis.KV_HEADS, layers=layers, size=keys[-1], unit=1, width=8, replicas=replicas, bounds=keys),
+        Split(axis=Axis.Q_HEADS, layers=layers, size=queries[-1], unit=1, width=8, bounds=queries),
     )
 
 
 #: Four devices, one of which is idle, and one without heads; every axis cut at other places.
 UNEVEN = plan_of(
     *heads((0, 3, 3, 3, 5)),
-    Split(axis=Axis.ID, layers="0-3", size=70, unit=8, bounds=(0, 16, 16, 48, 70)),
-    Split(axis=Axis.VC, size=101, unit=2, bounds=(0, 32, 32, 64, 101)),
-    Split(axis=Axis.RS, size=40, unit=1, bounds=(0, 11, 11, 29, 40)),
+    Split(axis=Axis.INTERMEDIATE, layers="0-3", size=70, unit=8, bounds=(0, 16, 16, 48, 70)),
+    Split(axis=Axis.VOCAB, size=101, unit=2, bounds=(0, 32, 32, 64, 101)),
+    Split(axis=Axis.RESIDUAL, size=40, unit=1, bounds=(0, 11, 11, 29, 40)),
 )
 #: One device has everything.
 ALONE = plan_of(
     *heads((0, 2)),
-    Split(axis=Axis.ID, layers="0-3", size=24, unit=8, bounds=(0, 24)),
-    Split(axis=Axis.VC, size=33, unit=2, bounds=(0, 33)),
-    Split(axis=Axis.RS, size=16, unit=1, bounds=(0, 16)),
+    Split(axis=Axis.INTERMEDIATE, layers="0-3", size=24, unit=8, bounds=(0, 24)),
+    Split(axis=Axis.VOCAB, size=33, unit=2, bounds=(0, 33)),
+    Split(axis=Axis.RESIDUAL, size=16, unit=1, bounds=(0, 16)),
 )
 #: Heads of which there are two each, and layers that are cut in two ways.
 REPLICATED = plan_of(
     *heads((0, 1, 3, 4), layers="0,2", replicas=2),
     *heads((0, 2, 2, 4), layers="1,3", replicas=2),
-    Split(axis=Axis.ID, layers="0,2", size=48, unit=8, bounds=(0, 16, 32, 48)),
-    Split(axis=Axis.ID, layers="1,3", size=40, unit=8, bounds=(0, 24, 24, 40)),
-    Split(axis=Axis.VC, size=64, unit=2, bounds=(0, 32, 64, 64)),
-    Split(axis=Axis.RS, size=24, unit=1, bounds=(0, 8, 16, 24)),
+    Split(axis=Axis.INTERMEDIATE, layers="0,2", size=48, unit=8, bounds=(0, 16, 32, 48)),
+    Split(axis=Axis.INTERMEDIATE, layers="1,3", size=40, unit=8, bounds=(0, 24, 24, 40)),
+    Split(axis=Axis.VOCAB, size=64, unit=2, bounds=(0, 32, 64, 64)),
+    Split(axis=Axis.RESIDUAL, size=24, unit=1, bounds=(0, 8, 16, 24)),
     request=Request("gather", "latency", Cache("q8", 32), 2, MAX_ROWS, "replicate"),
 )
 PLANS = {"uneven": UNEVEN, "alone": ALONE, "replicated": REPLICATED}

@@ -261,7 +261,7 @@ def check(model: Model, plan: SplitPlan, transport: str, new: int = NEW, *, back
         weights = load_weights(plan, model.directory, context)
         decoder = Decoder(context, model.directory, weights, cache="fp32")
         for sequence, prompt in enumerate(model.prompts):
-            logits = context.gather(decoder.prefill(prompt, sequence), Axis.VC).tensor
+            logits = context.gather(decoder.prefill(prompt, sequence), Axis.VOCAB).tensor
             torch.testing.assert_close(logits[0], model.logits[sequence], atol=_LOGITS, rtol=1e-4)
         for logits in read_and_stepped(decoder, model.prompts):
             torch.testing.assert_close(logits, model.logits, atol=_LOGITS, rtol=1e-4)
@@ -273,12 +273,12 @@ def read_and_stepped(decoder: Decoder, prompts: Sequence[list[int]]) -> tuple[to
     """Return the logits of what follows prompts, ``[B, V]``: of reading them, and of a step with their last tokens."""
     context = decoder.context
     read = decoder.read([Prompt(prompt, i) for i, prompt in enumerate(prompts)])
-    found = context.gather(read, Axis.VC).tensor.float()
+    found = context.gather(read, Axis.VOCAB).tensor.float()
     decoder.read([Prompt(prompt[:-1], i) for i, prompt in enumerate(prompts)])
     latest = torch.tensor([[prompt[-1] for prompt in prompts], [len(prompt) - 1 for prompt in prompts]])
     places = [device.device for device in context.devices.values()]
     tokens, positions = ([numbers.to(place) for place in places] for numbers in latest)
-    return found, context.gather(decoder.decode(tokens, positions), Axis.VC).tensor.float()
+    return found, context.gather(decoder.decode(tokens, positions), Axis.VOCAB).tensor.float()
 
 
 def check_sixteen_bits(

@@ -143,7 +143,7 @@ def assert_consistent(spec: ModelSpec) -> None:
     assert layers == list(range(spec.layer_count))
     assert [block.layers[0] for block in spec.blocks] == sorted(block.layers[0] for block in spec.blocks)
     assert len({(b.attention, b.parameters, b.intermediate) for b in spec.blocks}) == len(spec.blocks)
-    outer = {Axis.RS: spec.hidden_size, Axis.VC: spec.vocab_size}
+    outer = {Axis.RESIDUAL: spec.hidden_size, Axis.VOCAB: spec.vocab_size}
     for block, parameters in [(None, spec.parameters), *((block, block.parameters) for block in spec.blocks)]:
         sizes = {**outer, **(dict(block.sizes()) if block else {})}
         for parameter in parameters:

@@ -55,12 +55,12 @@ def _per_layer(draw: st.DrawFn, devices: int, kv_mode: str) -> tuple[Split, ...]
         replicas = draw(st.sampled_from((1, 1, 2, 3))) if kv_mode == "replicate" else 1
         heads, group = draw(st.integers(1, 9)) * replicas, draw(st.integers(1, 4))
         width = draw(st.sampled_from((64, 128)))
-        cut = draw(bounds(Axis.KV, heads, 1, devices))
+        cut = draw(bounds(Axis.KV_HEADS, heads, 1, devices))
         splits += [
-            Split(axis=Axis.KV, size=heads, unit=1, width=width, replicas=replicas, bounds=cut),
-            Split(axis=Axis.Q, size=heads * group, unit=1, width=width, bounds=tuple(group * b for b in cut)),
+            Split(axis=Axis.KV_HEADS, size=heads, unit=1, width=width, replicas=replicas, bounds=cut),
+            Split(axis=Axis.Q_HEADS, size=heads * group, unit=1, width=width, bounds=tuple(group * b for b in cut)),
         ]
-    for axis in draw(st.sets(st.sampled_from((Axis.ID, Axis.EX, Axis.SX, Axis.LH)))):
+    for axis in draw(st.sets(st.sampled_from((Axis.INTERMEDIATE, Axis.EXPERT_INTERMEDIATE, Axis.SHARED_INTERMEDIATE, Axis.LINEAR_HEADS)))):
         unit, size = draw(st.sampled_from((32, 128))), draw(st.integers(1, 2000))
         splits.append(Split(axis=axis, size=size, unit=unit, bounds=draw(bounds(axis, size, unit, devices))))
     return tuple(splits)
@@ -87,7 +87,7 @@ def _splits(draw: st.DrawFn, layers: int, devices: int, kv_mode: str) -> tuple[S
         for s, n in where.items()
     ]
     first = {format_layers(n): n[0] for n in where.values()}
-    for axis in (Axis.VC, Axis.RS):
+    for axis in (Axis.VOCAB, Axis.RESIDUAL):
         size = draw(st.integers(1, 5000))
         inner.append(Split(axis=axis, size=size, unit=32, bounds=draw(bounds(axis, size, 32, devices))))
     order = list(Axis)

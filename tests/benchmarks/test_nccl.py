@@ -117,7 +117,7 @@ def test_nccl_operations_give_what_tpplans_give(order: Order, source: int, monke
         outs = [torch.zeros(2, 3) for _ in context.all_devices]
         assert all(torch.equal(copy, x) for copy in other.broadcast(x, source=source, out=outs))
         assert torch.equal(outs[2], x)
-        for axis in (Axis.KV, Axis.RS):
+        for axis in (Axis.KV_HEADS, Axis.RESIDUAL):
             givers = context.devices_of(axis)
             parts = [x + device for device in givers]
             wanted = context.all_reduce(parts, axis=axis)
@@ -128,9 +128,9 @@ def test_nccl_operations_give_what_tpplans_give(order: Order, source: int, monke
             assert all(map(torch.equal, other.all_reduce(parts, residual, axis=axis, out=residual), wanted))
             assert all(map(torch.equal, residual, wanted))
         with pytest.raises(NotImplementedError, match="allgather"):
-            other.allgather(parts, Axis.RS)
+            other.allgather(parts, Axis.RESIDUAL)
         monkeypatch.setattr(context, "gather", None)  # it is not tpplan that gathers
         whole = torch.arange(2.0 * 203).view(2, 203)
-        logits = context.scatter(whole, Axis.VC)
+        logits = context.scatter(whole, Axis.VOCAB)
         assert len({part.shape for part in logits}) > 1
-        assert torch.equal(other.gather(logits, Axis.VC).tensor, whole)
+        assert torch.equal(other.gather(logits, Axis.VOCAB).tensor, whole)

@@ -71,7 +71,7 @@ def test_a_smaller_cache_loses_a_little(kind: str, error: float) -> None:
             decoder.prefill(model.prompts[1][:-1])
             everywhere = [torch.tensor([number]) for number in (model.prompts[1][-1], len(model.prompts[1]) - 1)]
             tokens, positions = ([x] * len(decoder.context.all_devices) for x in everywhere)
-            found.append(decoder.context.gather(decoder.decode(tokens, positions), Axis.VC).tensor)
+            found.append(decoder.context.gather(decoder.decode(tokens, positions), Axis.VOCAB).tensor)
     torch.testing.assert_close(found[0][0], model.logits[1], atol=1e-4, rtol=1e-4)
     assert 0 < (found[1] - found[0]).abs().max() < error
 
@@ -106,5 +106,5 @@ def test_texts_grow_in_pieces(model_type: str, kv: str, kind: str, monkeypatch: 
             read = decoder.read([Prompt(range(7, 20), 0), Prompt(range(30, 45), 1)])
             tokens, positions = ([torch.tensor(numbers)] * len(used) for numbers in ([3, 4], [13, 15]))
             both = read, decoder.decode(tokens, positions)
-            found += [decoder.context.gather(logits, Axis.VC).tensor.clone() for logits in both]
+            found += [decoder.context.gather(logits, Axis.VOCAB).tensor.clone() for logits in both]
     torch.testing.assert_close(found[2:], found[:2], atol=1e-4, rtol=1e-4)

@@ -202,7 +202,7 @@ def check_passes(
             stored.fill_(torch.nan)
 
         def read(by: Decoder, prompts: Sequence[Prompt]) -> torch.Tensor:
-            return context.gather(by.read(prompts), Axis.VC).tensor.clone()
+            return context.gather(by.read(prompts), Axis.VOCAB).tensor.clone()
 
         for prompts in mixtures(Random(5), batch, max_rows):
             before = [stored.clone() for stored in stores[0]]
@@ -296,11 +296,11 @@ def check_kernels(directory: Path, devices: int, backend: str) -> None:
 
         def said(decoder: Decoder, count: int) -> torch.Tensor:
             if not count:
-                return context.gather(decoder.read(prompts), Axis.VC).tensor.float()
+                return context.gather(decoder.read(prompts), Axis.VOCAB).tensor.float()
             places = [device.device for device in context.devices.values()]
             numbers = torch.arange(count), torch.tensor([len(each.tokens) for each in prompts[:count]])
             tokens, positions = ([each.to(place) for place in places] for each in numbers)
-            return context.gather(decoder.decode(tokens, positions), Axis.VC).tensor.float()
+            return context.gather(decoder.decode(tokens, positions), Axis.VOCAB).tensor.float()
 
         for count in (0, 1, 2, 4, 5):
             found, expected = (said(decoder, count) for decoder in decoders)

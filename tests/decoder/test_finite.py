@@ -115,7 +115,7 @@ def test_the_step_is_named(temperature: float) -> None:
         first, second = next(texts)
         assert first != second
         assert second is not None
-        for part in ctx.split(Axis.VC):
+        for part in ctx.split(Axis.VOCAB):
             if part.start <= second < part.end:
                 decoder.weights[part.device]["model.embed_tokens.weight"][second - part.start] = math.nan
         with pytest.raises(ExecutionError, match=r"\) behind the 2 tokens of prompt 1 and 2 new ones, because .*embed"):
@@ -144,7 +144,7 @@ def test_no_token_stands_for_logits_that_are_not_finite(transport: str) -> None:
         whole[3, :20] = -math.inf
         whole[4] = -math.inf
         steps = dict.fromkeys(ctx.all_devices, Plain(1e-5, "silu"))
-        found = greedy(ctx, ctx.scatter(whole, Axis.VC), steps, len(whole))
+        found = greedy(ctx, ctx.scatter(whole, Axis.VOCAB), steps, len(whole))
         assert all(tokens.tolist() == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 50, NO_TOKEN] for tokens in found)
     drawn = Sampling(1e-3).draw(whole, torch.Generator().manual_seed(1))
     assert drawn.tolist() == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 50, NO_TOKEN]

@@ -53,7 +53,7 @@ def said(directory: Path, plan: SplitPlan) -> Iterator[torch.Tensor]:
             tokens, positions = (
                 [x] * everywhere for x in (torch.tensor([5, 9 + step]), torch.tensor([3 + step, 100 + step]))
             )
-            yield context.gather(decoder.decode(tokens, positions), Axis.VC).tensor.float()
+            yield context.gather(decoder.decode(tokens, positions), Axis.VOCAB).tensor.float()
 
 
 @pytest.mark.parametrize("layout", ["reduce", "gather"])

@@ -41,13 +41,13 @@ def test_several_attend_at_once(model_type: str, flash_calls: FlashCalls) -> Non
         decoder.prefill(short[:2], 1)
         whole = [Prompt(short[2:], 1, 2), Prompt(short[:1], 4), Prompt(short[:2], 3)]  # a pass
         whole += [Prompt(long[:3], 0), Prompt(long[:1], 2)]  # and another
-        logits = ctx.gather(decoder.read(whole), Axis.VC).tensor
+        logits = ctx.gather(decoder.read(whole), Axis.VOCAB).tensor
         torch.testing.assert_close(logits[0], model.logits[0], atol=1e-4, rtol=1e-4)
         rests = [(short, 1, 4), (short, 2, 3), (long, 3, 0), (long, 1, 2)]
         for i, (prompt, start, sequence) in enumerate(rests, 1):
-            rest = ctx.gather(decoder.prefill(prompt[start:], sequence, start), Axis.VC).tensor[0]
+            rest = ctx.gather(decoder.prefill(prompt[start:], sequence, start), Axis.VOCAB).tensor[0]
             torch.testing.assert_close(rest, model.logits[int(prompt is long)], atol=1e-4, rtol=1e-4)
-            alone = ctx.gather(decoder.prefill(prompt[:start], 1), Axis.VC).tensor[0]
+            alone = ctx.gather(decoder.prefill(prompt[:start], 1), Axis.VOCAB).tensor[0]
             torch.testing.assert_close(logits[i], alone, atol=1e-4, rtol=1e-4)
     expected = {((3, 5), (1, 1), (2, 2)), ((3, 3), (1, 1))} if model_type != "gemma2" else set()
     assert set(map(tuple, flash_calls)) == expected
@@ -74,7 +74,7 @@ def test_groups_of_all_kinds(model_type: str, kv: str, kind: str, at_once: set[i
                 decoder.read([Prompt(texts[i], i) for i in some])
             used = ctx.all_devices
             tokens, positions = ([torch.tensor(each)] * len(used) for each in ([3, 4, 5], [12, 1, 9]))
-            found.append(ctx.gather(decoder.decode(tokens, positions), Axis.VC).tensor.clone())
+            found.append(ctx.gather(decoder.decode(tokens, positions), Axis.VOCAB).tensor.clone())
         expected = [
             [(1, 1), (12, 12), (9, 9)]
             for layer in at_once
@@ -131,16 +131,16 @@ def test_texts_in_any_pieces(seed: int, flash_calls: FlashCalls, monkeypatch: py
         weights = load_weights(plan, model.directory, ctx)
         decoder = Decoder(ctx, model.directory, weights, cache="fp32")
         for call in calls:
-            logits = ctx.gather(decoder.read(call), Axis.VC).tensor
+            logits = ctx.gather(decoder.read(call), Axis.VOCAB).tensor
             found |= {prompt.sequence: row.clone() for prompt, row in zip(call, logits, strict=True)}
         assert any(len(call) > 1 and any(keys > queries for queries, keys in call) for call in flash_calls)
         monkeypatch.undo()
         assert not math.takes_flash(*[torch.zeros(1, 1, 1, 8)] * 3)
         alone = Decoder(ctx, model.directory, weights, cache="fp32")
         for i, text in enumerate(texts):
-            expected = ctx.gather(alone.prefill(text, i), Axis.VC).tensor[0]
+            expected = ctx.gather(alone.prefill(text, i), Axis.VOCAB).tensor[0]
             torch.testing.assert_close(found[i], expected, atol=1e-4, rtol=1e-4)
         latest = torch.tensor([[1] * batch, [*map(len, texts)]])
         tokens, positions = ([numbers] * len(ctx.all_devices) for numbers in latest)
-        steps = [ctx.gather(each.decode(tokens, positions), Axis.VC).tensor.clone() for each in (decoder, alone)]
+        steps = [ctx.gather(each.decode(tokens, positions), Axis.VOCAB).tensor.clone() for each in (decoder, alone)]
         torch.testing.assert_close(*steps, atol=1e-4, rtol=1e-4)

@@ -41,7 +41,7 @@ def said(directory: Path, plan: SplitPlan, count: int) -> torch.Tensor:
         FakeGemv.calls.clear()
         FakeSkinny.calls.clear()
         tokens, positions = ([x] * len(context.all_devices) for x in (torch.arange(count) + 7, torch.full((count,), 2)))
-        return context.gather(decoder.decode(tokens, positions), Axis.VC).tensor.float()
+        return context.gather(decoder.decode(tokens, positions), Axis.VOCAB).tensor.float()
 
 
 @pytest.mark.parametrize(

@@ -82,22 +82,22 @@ CUTS: dict[str, tuple[str, dict[Axis, tuple[int, ...]]]] = {
     "every device lacks some axis": (
         "idle",
         {
-            Axis.KV: (0, 0, 3, 4, 4),
-            Axis.ID: (0, 72, 72, 72, 72),
-            Axis.VC: (0, 0, 0, 100, 203),
-            Axis.RS: (0, 0, 24, 24, 48),
+            Axis.KV_HEADS: (0, 0, 3, 4, 4),
+            Axis.INTERMEDIATE: (0, 72, 72, 72, 72),
+            Axis.VOCAB: (0, 0, 0, 100, 203),
+            Axis.RESIDUAL: (0, 0, 24, 24, 48),
         },
     ),
     "an idle device": (
         "idle",
         {
-            Axis.KV: (0, 1, 1, 2, 4),
-            Axis.ID: (0, 8, 8, 40, 72),
-            Axis.VC: (0, 52, 52, 52, 203),
-            Axis.RS: (0, 4, 4, 20, 48),
+            Axis.KV_HEADS: (0, 1, 1, 2, 4),
+            Axis.INTERMEDIATE: (0, 8, 8, 40, 72),
+            Axis.VOCAB: (0, 52, 52, 52, 203),
+            Axis.RESIDUAL: (0, 4, 4, 20, 48),
         },
     ),
-    "repeated heads that are torn": ("replicate", {Axis.KV: (0, 3, 3, 4, 6, 8)}),
+    "repeated heads that are torn": ("replicate", {Axis.KV_HEADS: (0, 3, 3, 4, 6, 8)}),
 }
 
 
@@ -107,7 +107,7 @@ def test_cuts_that_leave_something_out(name: str, layout: str) -> None:
     """Devices without heads, MLP, vocabulary or residual stream, and with half of a repeated head's queries."""
     model = model_of("qwen3")
     kv, cut = CUTS[name]
-    plan = plan_of(model.directory, len(cut[Axis.KV]) - 1, request_of(layout, kv), cut, seed=1)
+    plan = plan_of(model.directory, len(cut[Axis.KV_HEADS]) - 1, request_of(layout, kv), cut, seed=1)
     check(model, plan, "events", new=8)
 
 

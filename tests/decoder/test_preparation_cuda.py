@@ -42,9 +42,9 @@ def test_nothing_is_captured_after_that(tmp_path: Path) -> None:
         prepare(decoder, 2, sampling=sampling)
         with patch.object(decoder, "captured", side_effect=AssertionError):
             texts = list(generate(decoder, few, LENGTH - 5, sampling=sampling))
-            found = context.gather(decoder.read(prompts), Axis.VC).tensor.clone()
+            found = context.gather(decoder.read(prompts), Axis.VOCAB).tensor.clone()
             assert decoder.prompt_graphs is not None
-        expected = context.gather(eager.read(prompts), Axis.VC).tensor
+        expected = context.gather(eager.read(prompts), Axis.VOCAB).tensor
         assert (found - expected).norm() < 0.03 * expected.norm()
         assert texts == list(generate(other, few, LENGTH - 5, sampling=sampling))
 
@@ -59,7 +59,7 @@ def test_what_cannot_be_captured_is_read_as_it_is_written(tmp_path: Path, caplog
     with compile_plan(plan, backend="cuda", scratch=False) as context:
         weights = load_weights(plan, tmp_path, context)
         decoder, eager = (Decoder(context, tmp_path, weights, graphs=graphs) for graphs in (None, False))
-        expected = context.gather(eager.read(prompts), Axis.VC).tensor.clone()
+        expected = context.gather(eager.read(prompts), Axis.VOCAB).tensor.clone()
         run, calls = decoder.forward.prefill, []
 
         def broken(numbers: list[torch.Tensor], *rest: list[PromptSlice]) -> tuple[torch.Tensor, ...]:
@@ -71,7 +71,7 @@ def test_what_cannot_be_captured_is_read_as_it_is_written(tmp_path: Path, caplog
 
         with patch.object(decoder.forward, "prefill", broken):
             for _ in range(3):
-                found = context.gather(decoder.read(prompts), Axis.VC).tensor
+                found = context.gather(decoder.read(prompts), Axis.VOCAB).tensor
                 assert (found - expected).norm() < 0.03 * expected.norm()
         assert calls == [False, True, *[False] * 5]
         assert decoder.prompt_graphs is None

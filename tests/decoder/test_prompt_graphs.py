@@ -101,7 +101,7 @@ def check_same(decoders: tuple[Decoder, Decoder], random: Random) -> list[tuple[
         stored.fill_(torch.nan)
     with capturing(captured, events):
         for prompts in mixtures(random, captured.batch, context.max_rows):
-            logits, expected = (context.gather(each.read(prompts), Axis.VC).tensor.clone() for each in decoders)
+            logits, expected = (context.gather(each.read(prompts), Axis.VOCAB).tensor.clone() for each in decoders)
             torch.testing.assert_close(logits, expected, atol=accuracy, rtol=accuracy)
             for xs in graphs._xs.values():  # which is lost before the next
                 for x in xs:
@@ -166,8 +166,8 @@ def test_sizes_whose_experts_torch_computes_have_no_graph(
     for layer in range(len(decoder.stack.heads)):
         if layer == 1:  # which the config says has none
             continue
-        devices = context.devices_of(Axis.EX, layer)
-        whose = {2: devices, 1: devices if layout == "reduce" else context.devices_of(Axis.RS)}
+        devices = context.devices_of(Axis.EXPERT_INTERMEDIATE, layer)
+        whose = {2: devices, 1: devices if layout == "reduce" else context.devices_of(Axis.RESIDUAL)}
         steps = [(id(decoder.stack.steps[device]), count) for count in whose for device in whose[count]]
         expected.update((step, rows, count) for rows in sizes for step, count in steps)
     assert Counter({key: count for key, count in asked.items() if key[1] <= most}) == expected
@@ -259,10 +259,10 @@ def test_as_transformers(model_type: str) -> None:
         assert len(long) + len(short) == 3 * MAX_ROWS
         with capturing(decoder, events):
             for _ in range(3):
-                logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VC).tensor
+                logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VOCAB).tensor
                 torch.testing.assert_close(logits.flip(0), model.logits, atol=1e-4, rtol=1e-4)
             for sequence, prompt in enumerate(model.prompts):
-                logits = context.gather(decoder.prefill(prompt, sequence), Axis.VC).tensor
+                logits = context.gather(decoder.prefill(prompt, sequence), Axis.VOCAB).tensor
                 torch.testing.assert_close(logits[0], model.logits[sequence], atol=1e-4, rtol=1e-4)
     assert events == [("capture", MAX_ROWS), *[("replay", MAX_ROWS)] * 11]
 
@@ -294,7 +294,7 @@ def test_caches_and_devices_without_the_kernel_have_no_graph(
         assert not made(context, "qwen3", "q8").prompt_graphs
         monkeypatch.setattr(layers, "can_use_flash_attention", lambda _: False)
         decoder = made(context, "qwen3")
-        logits = context.gather(decoder.prefill(model.prompts[1]), Axis.VC).tensor
+        logits = context.gather(decoder.prefill(model.prompts[1]), Axis.VOCAB).tensor
         torch.testing.assert_close(logits[0], model.logits[1], atol=1e-4, rtol=1e-4)
     assert not decoder.prompt_graphs
     assert not flash_calls
@@ -341,7 +341,7 @@ def test_what_cannot_be_captured_is_read_as_it_is_written(caplog: pytest.LogCapt
     with compile_plan(plan_of(model.directory, 2, request_of(), {}, seed=9), backend="cpu") as context:
         decoder = made(context, "llama")
         for _ in range(3):
-            logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VC).tensor
+            logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VOCAB).tensor
             torch.testing.assert_close(logits.flip(0), model.logits, atol=1e-4, rtol=1e-4)
     assert not decoder.prompt_graphs
     (record,) = caplog.records
@@ -378,7 +378,7 @@ def test_a_pass_that_did_not_end_has_not_run() -> None:
             for expected in ([], [("capture", MAX_ROWS)]):
                 decoder.prefill(long[:MAX_ROWS])
                 assert events == expected
-            logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VC).tensor
+            logits = context.gather(decoder.read([Prompt(long, 0), Prompt(short, 1)]), Axis.VOCAB).tensor
     torch.testing.assert_close(logits.flip(0), model.logits, atol=1e-4, rtol=1e-4)
 
 

@@ -101,7 +101,7 @@ def test_together_as_alone(model_type: str) -> None:
         decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx), cache="fp32")
         decoder.prefill(long[:8], 0)
         assert len(long[8:]) + len(short) > MAX_ROWS  # in two passes, of which one has rows of both
-        logits = ctx.gather(decoder.read([Prompt(long[8:], 0, 8), Prompt(short, 1)]), Axis.VC).tensor
+        logits = ctx.gather(decoder.read([Prompt(long[8:], 0, 8), Prompt(short, 1)]), Axis.VOCAB).tensor
     torch.testing.assert_close(logits, model.logits.flip(0), atol=1e-4, rtol=1e-4)
 
 
@@ -113,10 +113,10 @@ def test_prompts_of_one_length(model_type: str) -> None:
     texts = [[(7 * i + 5 * t) % 200 for t in range(15)] for i in range(3)]
     with compile_plan(plan, backend="cpu") as ctx:
         decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx), cache="fp32")
-        alone = [ctx.gather(decoder.prefill(text), Axis.VC).tensor[0].clone() for text in texts]
+        alone = [ctx.gather(decoder.prefill(text), Axis.VOCAB).tensor[0].clone() for text in texts]
         for start, end in ((0, 8), (8, 15)):
             logits = decoder.read([Prompt(text[start:end], i, start) for i, text in enumerate(texts, 1)])
-        together = ctx.gather(logits, Axis.VC).tensor
+        together = ctx.gather(logits, Axis.VOCAB).tensor
     torch.testing.assert_close(together, torch.stack(alone), atol=1e-4, rtol=1e-4)
 
 

@@ -33,7 +33,7 @@ def test_the_likeliest_token_is_that_of_the_whole_row(transport: str) -> None:
         whole[range(6), best] = torch.tensor([9.0, 1e30, 9.5, 20.0, 9.0, 9.0])
         whole[4, :64] = -torch.inf
         steps = dict.fromkeys(ctx.all_devices, Plain(1e-5, "silu"))
-        found = greedy(ctx, ctx.scatter(whole, Axis.VC), steps, len(whole))
+        found = greedy(ctx, ctx.scatter(whole, Axis.VOCAB), steps, len(whole))
         assert len(found) == len(ctx.all_devices)
         assert all(tokens.tolist() == best for tokens in found)
 

@@ -40,10 +40,10 @@ NEW = 6
 
 #: Cuts in which each device lacks some axis: heads, intermediate, vocabulary or residual columns.
 LACKING: dict[Axis, tuple[int, ...]] = {
-    Axis.KV: (0, 4, 4, 4),
-    Axis.ID: (0, 0, 72, 72),
-    Axis.VC: (0, 0, 203, 203),
-    Axis.RS: (0, 0, 0, 48),
+    Axis.KV_HEADS: (0, 4, 4, 4),
+    Axis.INTERMEDIATE: (0, 0, 72, 72),
+    Axis.VOCAB: (0, 0, 203, 203),
+    Axis.RESIDUAL: (0, 0, 0, 48),
 }
 
 
@@ -57,7 +57,7 @@ def _told(plan: SplitPlan, model_type: str, sampling: Sampling) -> Callable[[TPC
         decoder = Decoder(context, model.directory, weights, cache="fp32")
         logits = decoder.prefill(model.prompts[1])
         out = None if logits else torch.empty(1, VOCAB)
-        whole = context.gather(logits, Axis.VC, out=out).tensor.clone()
+        whole = context.gather(logits, Axis.VOCAB, out=out).tensor.clone()
         return whole, [*generate(decoder, model.prompts, NEW, sampling=sampling)]
 
     return tell

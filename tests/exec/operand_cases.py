@@ -21,7 +21,7 @@ from tpplan.exec.rope.tables import Rope
 if TYPE_CHECKING:
     from tpplan.errors import TpplanError
 
-RS = Axis.RS
+RS = Axis.RESIDUAL
 ROPE = Rope(10000.0, 8, Default())
 COLUMNS = (11, 18, 11)  # of the residual stream, on devices 0, 2 and 3 of UNEVEN
 

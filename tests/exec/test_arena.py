@@ -212,11 +212,11 @@ def test_blocks_start_aligned() -> None:
 def test_a_ledger_s_workspace_is_an_arena() -> None:
     """Control, exchange and tables are kept; the slices that the workspace counts then fit, and take all of it."""
     cuts = [
-        Split(axis=Axis.KV, layers="0", size=2, unit=1, width=32, bounds=(0, 2)),
-        Split(axis=Axis.Q, layers="0", size=8, unit=4, width=32, bounds=(0, 8)),
-        Split(axis=Axis.ID, layers="0", size=640, unit=128, bounds=(0, 640)),
-        Split(axis=Axis.VC, size=320, unit=32, bounds=(0, 320)),
-        Split(axis=Axis.RS, size=256, unit=32, bounds=(0, 256)),
+        Split(axis=Axis.KV_HEADS, layers="0", size=2, unit=1, width=32, bounds=(0, 2)),
+        Split(axis=Axis.Q_HEADS, layers="0", size=8, unit=4, width=32, bounds=(0, 8)),
+        Split(axis=Axis.INTERMEDIATE, layers="0", size=640, unit=128, bounds=(0, 640)),
+        Split(axis=Axis.VOCAB, size=320, unit=32, bounds=(0, 320)),
+        Split(axis=Axis.RESIDUAL, size=256, unit=32, bounds=(0, 256)),
     ]
     (area,) = areas(cuts, "float16", Request("gather", "balanced", Cache("fp16", 100), 1, 6, "idle"))
     owner = arena(area.total_bytes)

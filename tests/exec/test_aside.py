@@ -71,14 +71,14 @@ def test_every_operation_goes_beside_other_work(transport: str, seed: int | None
         for rows in (1, 12):
             x = torch.randn(rows, 40)
             parts = [torch.randn(rows, 40) for _ in ctx.all_devices]
-            pieces = [torch.randn(rows, part.end - part.start) for part in ctx.split(Axis.RS)]
+            pieces = [torch.randn(rows, part.end - part.start) for part in ctx.split(Axis.RESIDUAL)]
             calls: list[Callable[[], Sequence[torch.Tensor] | Gathered]] = [
                 partial(ctx.broadcast, x),
                 partial(ctx.broadcast, x, source=HOST),
-                partial(ctx.scatter, x, Axis.RS),
-                partial(ctx.allgather, pieces, Axis.RS),
+                partial(ctx.scatter, x, Axis.RESIDUAL),
+                partial(ctx.allgather, pieces, Axis.RESIDUAL),
                 partial(ctx.all_reduce, parts, parts),
-                partial(ctx.gather, pieces, Axis.RS),
+                partial(ctx.gather, pieces, Axis.RESIDUAL),
             ]
             for call in calls:
                 alone, known = call(), set(ctx._engine._programs)

@@ -48,14 +48,14 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
         "the plan for Tiny has no axis heads",
     ),
     "an axis of other models": (
-        lambda c, t: c.broadcast(t(2, 40), Axis.EX),
+        lambda c, t: c.broadcast(t(2, 40), Axis.EXPERT_INTERMEDIATE),
         RequestError,
         "the plan for Tiny has no axis expert_intermediate",
     ),
     "no axis": (lambda c, t: c.scatter(t(2, 40), untyped(None)), RequestError, "the plan for Tiny has no axis None"),
     "two axes": (lambda c, t: c.broadcast(t(2, 40), untyped([RS])), RequestError, "the plan for Tiny has no axis"),
     "a layer that is not there": (
-        lambda c, t: c.scatter(t(2, 70), Axis.ID, layer=4),
+        lambda c, t: c.scatter(t(2, 70), Axis.INTERMEDIATE, layer=4),
         RequestError,
         "the plan for Tiny has no layer 4",
     ),
@@ -70,7 +70,7 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
         "the plan for Tiny has no layer 4",
     ),
     "a layer before the first": (
-        lambda c, t: c.all_reduce(t.wholes(count=2), axis=Axis.KV, layer=-1),
+        lambda c, t: c.all_reduce(t.wholes(count=2), axis=Axis.KV_HEADS, layer=-1),
         RequestError,
         "has no layer -1",
     ),
@@ -98,12 +98,12 @@ def test_an_axis_that_layers_cut_differently_needs_a_layer() -> None:
     with context(REPLICATED, "events") as ctx:
         for call in (ctx.split, ctx.devices_of, lambda axis: ctx.scatter(torch.ones(1, 48), axis)):
             with pytest.raises(RequestError, match="axis intermediate is split in 2 ways: layers 0,2 and layers 1,3"):
-                call(Axis.ID)
+                call(Axis.INTERMEDIATE)
 
 
 def test_an_axis_that_some_layers_lack() -> None:
     """Who asks for it in another layer, as for experts in a dense one, is told which layers have it."""
-    plan = evolve(REPLICATED, splits=tuple(s for s in REPLICATED.splits if (s.axis, s.layers) != (Axis.ID, "1,3")))
-    assert plan.bounds(Axis.ID, layer=2) == (0, 16, 32, 48)
+    plan = evolve(REPLICATED, splits=tuple(s for s in REPLICATED.splits if (s.axis, s.layers) != (Axis.INTERMEDIATE, "1,3")))
+    assert plan.bounds(Axis.INTERMEDIATE, layer=2) == (0, 16, 32, 48)
     with pytest.raises(RequestError, match="has no axis intermediate in layer 3\nhint: layers 0,2 have it"):
-        plan.bounds(Axis.ID, layer=3)
+        plan.bounds(Axis.INTERMEDIATE, layer=3)

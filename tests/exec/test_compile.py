@@ -202,7 +202,7 @@ def test_an_edited_plan_is_not_run(edit: str, plan: SplitPlan) -> None:
 
 def test_other_cuts_than_the_planners_run(plan: SplitPlan) -> None:
     """Cut by hand, with a ledger that is right for the cuts, a plan runs though planning again gives another one."""
-    by_hand = recut(plan, spec(), {Axis.ID: (0, 512, 2048)})
+    by_hand = recut(plan, spec(), {Axis.INTERMEDIATE: (0, 512, 2048)})
     assert not check({"plan": by_hand}, spec()).current
     tpx.compile(by_hand, backend="cpu", model=spec()).close()
 
@@ -294,7 +294,7 @@ def test_the_arguments_are_obeyed(plan: SplitPlan) -> None:
     """Fewer rows and another 16-bit dtype than planned are what the context then has."""
     with tpx.compile(plan, backend="cpu", devices=["cpu", "cpu"], max_rows=8, dtype=torch.float16) as ctx:
         assert ctx.max_rows == 8
-        assert {x.dtype for x in ctx.scratch(2, Axis.ID)} == {torch.float16}
+        assert {x.dtype for x in ctx.scratch(2, Axis.INTERMEDIATE)} == {torch.float16}
         with pytest.raises(ExecutionError, match="9 rows, but the context was compiled for 8"):
             ctx.broadcast(torch.ones(9, 512))
     with tpx.compile(plan, backend="cpu") as ctx:
@@ -325,7 +325,7 @@ def test_rope_tables_are_the_plans(plan: SplitPlan) -> None:
     rope = Rope(10000.0, 64, Default())
     with tpx.compile(plan, backend="cpu") as ctx:
         tables = ctx.rope_tables(rope)
-        assert len(tables) == len(ctx.devices_of(Axis.KV))
+        assert len(tables) == len(ctx.devices_of(Axis.KV_HEADS))
         truth = [table.bfloat16() for table in rope.tables(2048)]
         for pair in tables:
             assert all(same(table, right) for table, right in zip(pair, truth, strict=True))
@@ -360,7 +360,7 @@ def test_rope_tables_fit_everywhere_or_nowhere() -> None:
     uneven = contexts.plan_of(
         *contexts.heads((0, 2, 2, 4), layers="0-1"),
         *contexts.heads((0, 4, 4, 4), layers="2-3"),
-        *[split for split in contexts.REPLICATED.splits if split.axis in {Axis.VC, Axis.RS}],
+        *[split for split in contexts.REPLICATED.splits if split.axis in {Axis.VOCAB, Axis.RESIDUAL}],
     )
     first, second, third = (Rope(theta, 8, Default()) for theta in (1e4, 1e5, 1e6))
     with contexts.context(uneven, "events") as ctx:

@@ -65,8 +65,8 @@ def test_without_waiting_kernels_no_slots_are_pinned() -> None:
         assert ctx.get_pinned(0, 1).untyped_storage().nbytes() == pinned.total_bytes
         between = [way for way in ctx.explain().ways if way.transport != "local"]
         assert all(way.how.endswith(("part", "parts")) and way.buffers == ("host rings",) for way in between)
-        x = torch.randn(3, plan.split(Axis.RS).size).to(dtype)
-        assert all(same(y, x) for y in ctx.allgather(ctx.scatter(x, Axis.RS), Axis.RS))
+        x = torch.randn(3, plan.split(Axis.RESIDUAL).size).to(dtype)
+        assert all(same(y, x) for y in ctx.allgather(ctx.scatter(x, Axis.RESIDUAL), Axis.RESIDUAL))
         total = len(ctx.all_devices) * x.float()
         assert all(same(y, total.to(dtype)) for y in ctx.all_reduce([x for _ in ctx.all_devices]))
 
@@ -77,12 +77,12 @@ def test_large_plans_at_their_real_size(path: Path, transport: str) -> None:
     """With the real sizes of slots and stages, a decode step and a prefill of a large model move right."""
     plan = tpplan.load(path)
     with tpx.compile(plan, backend="cpu", transport=transport) as ctx:
-        hidden = plan.split(Axis.RS).size
+        hidden = plan.split(Axis.RESIDUAL).size
         for rows in (1, 30):
             x = torch.randn(rows, hidden).bfloat16()
-            parts = ctx.scatter(x, Axis.RS)
-            assert same(ctx.gather(parts, Axis.RS).tensor, x)
-            assert all(same(y, x) for y in ctx.allgather(parts, Axis.RS))
+            parts = ctx.scatter(x, Axis.RESIDUAL)
+            assert same(ctx.gather(parts, Axis.RESIDUAL).tensor, x)
+            assert all(same(y, x) for y in ctx.allgather(parts, Axis.RESIDUAL))
             total = x.float()
             for _ in ctx.all_devices:
                 total = total + x.float()

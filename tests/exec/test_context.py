@@ -53,7 +53,7 @@ def test_every_form_of_input_in_every_dtype(form: str, operation: str) -> None:
     with context(UNEVEN, "events") as ctx:
         for dtype in ADDABLE if operation in ADDING else DTYPES:
             for lead in ((4,), (), (2, 3)):
-                exam = Exam(ctx, Axis.ID, None, Random(3), lead, dtype, form=form)
+                exam = Exam(ctx, Axis.INTERMEDIATE, None, Random(3), lead, dtype, form=form)
                 getattr(exam, operation)()
 
 
@@ -65,7 +65,7 @@ def test_any_operation_of_any_plan(data: st.DataObject) -> None:
     operation = data.draw(st.sampled_from(OPERATIONS))
     axis, layer = data.draw(st.sampled_from(cuts(plan)))
     if operation == "all_reduce":  # a narrower model leaves room for less than a row of float32
-        assume(plan.split(Axis.RS).size >= 64)
+        assume(plan.split(Axis.RESIDUAL).size >= 64)
     random = Random(data.draw(st.integers(0, 999)))
     with context(plan, data.draw(st.sampled_from(TRANSPORTS)), data.draw(st.sampled_from((None, 4, 5)))) as ctx:
         exam = Exam(
@@ -137,7 +137,7 @@ def test_from_any_device_and_from_the_host(seed: int | None, transport: str) -> 
                 x = values((rows,), 40, torch.bfloat16, random)
                 truth = x.clone()
                 everywhere = ctx.broadcast(x, source=source)
-                slices = ctx.scatter(x, Axis.RS, source=source)
+                slices = ctx.scatter(x, Axis.RESIDUAL, source=source)
                 if source == HOST:
                     x.zero_()
                 ctx.synchronize()
@@ -179,7 +179,7 @@ def test_expanded_inputs() -> None:
         row, column = torch.randn(1, 40).expand(6, 40), torch.randn(6, 1).expand(6, 40)
         for x in (row, column, torch.randn(1, 1, 40).expand(2, 3, 40), torch.tensor(1.5).expand(40)):
             assert all(same(y, x) for y in ctx.broadcast(x))
-            assert same(ctx.gather(ctx.scatter(x, Axis.RS), Axis.RS).tensor, x)
+            assert same(ctx.gather(ctx.scatter(x, Axis.RESIDUAL), Axis.RESIDUAL).tensor, x)
             assert same(ctx.all_reduce([x, x, x])[2], total(x, x, x))
 
 
@@ -187,13 +187,13 @@ def test_layers_have_their_own_cuts() -> None:
     """Where layers are cut in two ways, ``layer`` chooses, also between the devices that take part."""
     with context(REPLICATED, "events") as ctx:
         x = torch.randn(2, 48 * 2)
-        assert [part.shape[-1] for part in ctx.scatter(x, Axis.ID, dim=2, layer=2)] == [32, 32, 32]
+        assert [part.shape[-1] for part in ctx.scatter(x, Axis.INTERMEDIATE, dim=2, layer=2)] == [32, 32, 32]
         y = torch.randn(2, 40)
-        assert [part.shape[-1] for part in ctx.scatter(y, Axis.ID, layer=1)] == [24, 16]
-        assert ctx.devices_of(Axis.ID, 1) == (0, 2)
+        assert [part.shape[-1] for part in ctx.scatter(y, Axis.INTERMEDIATE, layer=1)] == [24, 16]
+        assert ctx.devices_of(Axis.INTERMEDIATE, 1) == (0, 2)
         assert ctx.devices_of("kv_heads", 3) == (0, 2)
         assert ctx.devices_of(None) == ctx.all_devices == (0, 1, 2)
-        assert ctx.allgather(ctx.scatter(y, Axis.ID, layer=3), Axis.ID, Axis.ID, layer=3)[1].tolist() == y.tolist()
+        assert ctx.allgather(ctx.scatter(y, Axis.INTERMEDIATE, layer=3), Axis.INTERMEDIATE, Axis.INTERMEDIATE, layer=3)[1].tolist() == y.tolist()
 
 
 def test_an_idle_device_takes_no_part() -> None:
@@ -201,16 +201,16 @@ def test_an_idle_device_takes_no_part() -> None:
     with context(UNEVEN, "events") as ctx:
         assert ctx.all_devices == (0, 2, 3)
         assert set(ctx.devices) == {0, 2, 3}
-        assert ctx.devices_of(Axis.KV) == (0, 3)
+        assert ctx.devices_of(Axis.KV_HEADS) == (0, 3)
         assert len(ctx.broadcast(torch.ones(1, 5))) == 3
-        assert [s.device for s in ctx.split(Axis.ID)] == [0, 2, 3]
+        assert [s.device for s in ctx.split(Axis.INTERMEDIATE)] == [0, 2, 3]
 
 
 def test_axes_may_be_named() -> None:
     """An axis and its name in plan files are the same."""
     with context(UNEVEN, "events") as ctx:
         x = torch.randn(2, 70)
-        by_name, by_axis = (ctx.scatter(x, axis) for axis in ("intermediate", Axis.ID))
+        by_name, by_axis = (ctx.scatter(x, axis) for axis in ("intermediate", Axis.INTERMEDIATE))
         assert all(same(a, b) for a, b in zip(by_name, by_axis, strict=True))
 
 
@@ -219,10 +219,10 @@ def test_scratch_makes_a_good_out() -> None:
     with context(UNEVEN, "events") as ctx:
         ctx.begin_scratch()
         x = torch.randn(MAX_ROWS, 40).bfloat16()
-        out = ctx.scratch(MAX_ROWS, Axis.RS)
-        whole = ctx.scratch(MAX_ROWS, Axis.RS, full=True)
-        ctx.scatter(x, Axis.RS, out=out)
-        ctx.allgather(out, Axis.RS, out=whole)
+        out = ctx.scratch(MAX_ROWS, Axis.RESIDUAL)
+        whole = ctx.scratch(MAX_ROWS, Axis.RESIDUAL, full=True)
+        ctx.scatter(x, Axis.RESIDUAL, out=out)
+        ctx.allgather(out, Axis.RESIDUAL, out=whole)
         ctx.all_reduce([torch.randn_like(x)] * 3)
         assert all(same(y, x) for y in whole)
         assert [y.shape[-1] for y in out] == [11, 18, 11]

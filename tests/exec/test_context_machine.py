@@ -128,7 +128,7 @@ class ContextMachine(ContextCaller):
         """Add up parts, and a residual, in place or elsewhere."""
         name, layer = self.cut(axis)
         givers, takers = self.ctx.devices_of(name, layer), self.ctx.all_devices
-        columns = self.plan.split(Axis.RS).size
+        columns = self.plan.split(Axis.RESIDUAL).size
         parts: list[Value] = []
         for giver in givers:
             parts.append(self.input(giver, rows, columns, dtype, parts))
@@ -193,7 +193,7 @@ class ContextMachine(ContextCaller):
         """Copy into a buffer, send it from there, and copy something else into it at once."""
         if any(buffer == other for _, _, other in self.pending):
             return
-        x = values((rows,), self.plan.split(Axis.RS).size, torch.bfloat16, self.random)
+        x = values((rows,), self.plan.split(Axis.RESIDUAL).size, torch.bfloat16, self.random)
         pinned = self.ctx.copy_pinned(buffer, x)
         results = self.ctx.broadcast(pinned, source=HOST)
         self.ctx.copy_pinned(buffer, torch.zeros_like(x))

@@ -29,13 +29,13 @@ def test_no_later_call_changes_a_result(transport: str) -> None:
         for _ in range(3):
             for rows in (1, MAX_ROWS):
                 x, r = values((rows,), 40, torch.bfloat16, random), values((rows,), 40, torch.bfloat16, random)
-                parts = ctx.scatter(x, Axis.RS)
-                results = [*ctx.broadcast(x), *parts, *ctx.allgather(parts, Axis.RS), ctx.gather(parts, Axis.RS).tensor]
+                parts = ctx.scatter(x, Axis.RESIDUAL)
+                results = [*ctx.broadcast(x), *parts, *ctx.allgather(parts, Axis.RESIDUAL), ctx.gather(parts, Axis.RESIDUAL).tensor]
                 results += ctx.all_reduce([x, r, x], [r, r, r])
                 kept += [(result, result.clone()) for result in results]
                 ctx.copy_pinned(0, r)
                 ctx.begin_scratch()
-                for slot in ctx.scratch(rows, Axis.RS, full=True):
+                for slot in ctx.scratch(rows, Axis.RESIDUAL, full=True):
                     slot.fill_(1)
         assert all(same(result, truth) for result, truth in kept)
         storages = [result.untyped_storage().data_ptr() for result, _ in kept]
@@ -47,8 +47,8 @@ def test_results_are_the_callers(inference: bool) -> None:
     """Results have no history, may be written to, and may take part in autograd if the caller's mode allows it."""
     with context(UNEVEN, "host") as ctx, torch.inference_mode(inference):
         x = torch.randn(3, 40).requires_grad_(not inference)
-        parts = ctx.scatter(x, Axis.RS)
-        results = [*parts, *ctx.broadcast(x), *ctx.all_reduce([x, x, x]), ctx.gather(parts, Axis.RS).tensor]
+        parts = ctx.scatter(x, Axis.RESIDUAL)
+        results = [*parts, *ctx.broadcast(x), *ctx.all_reduce([x, x, x]), ctx.gather(parts, Axis.RESIDUAL).tensor]
         for result in results:
             assert result.grad_fn is None
             assert result.is_leaf
@@ -75,10 +75,10 @@ def test_no_call_changes_the_callers_state(mode: type, default: str, seed: int |
     with mode(), torch.device(default):
         before = state()
         ctx = context(UNEVEN, "host", seed)
-        parts = ctx.scatter(x, Axis.RS)
-        results = [*ctx.broadcast(x), *ctx.allgather(parts, Axis.RS), ctx.gather(parts, Axis.RS).tensor]
+        parts = ctx.scatter(x, Axis.RESIDUAL)
+        results = [*ctx.broadcast(x), *ctx.allgather(parts, Axis.RESIDUAL), ctx.gather(parts, Axis.RESIDUAL).tensor]
         sums = ctx.all_reduce([x, x, x], [x, x, x])
-        ctx.add_residual(ctx.scratch(MAX_ROWS, Axis.RS, dtype=torch.float32), parts, Axis.RS)
+        ctx.add_residual(ctx.scratch(MAX_ROWS, Axis.RESIDUAL, dtype=torch.float32), parts, Axis.RESIDUAL)
         ctx.copy_pinned(1, x)
         ctx.synchronize()
         ctx.close()
@@ -92,7 +92,7 @@ def test_zero_rows_move_nothing() -> None:
     with context(UNEVEN, "events") as ctx:
         empty = torch.empty(0, 40, dtype=torch.bfloat16)
         assert [y.shape for y in ctx.broadcast(empty)] == [(0, 40)] * 3
-        handle = ctx.gather(ctx.scatter(empty, Axis.RS), Axis.RS)
+        handle = ctx.gather(ctx.scatter(empty, Axis.RESIDUAL), Axis.RESIDUAL)
         assert handle.done()
         assert handle.tensor.shape == (0, 40)
         assert ctx.all_reduce([empty] * 3, [empty] * 3)[0].shape == (0, 40)

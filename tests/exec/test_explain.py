@@ -260,7 +260,7 @@ def test_the_table_has_120_columns(path: Path) -> None:
 
 def test_what_differs_is_told_of_the_axes_where_it_does() -> None:
     """In a graph and aside, of the rows too; the table says ``every axis`` only where that is so."""
-    cuts = {Axis.ID: (0, 16, 70), Axis.VC: (0, 32, 101), Axis.RS: (0, 20, 40)}
+    cuts = {Axis.INTERMEDIATE: (0, 16, 70), Axis.VOCAB: (0, 32, 101), Axis.RESIDUAL: (0, 20, 40)}
     splits = [Split(axis=axis, layers="0-3", size=cut[-1], unit=1, bounds=cut) for axis, cut in cuts.items()]
     places, tuning = (torch.device("cpu"),) * 2, Tuning(peer_fans_bytes=100, copies_fans_bytes=200)
     explanation = build(

@@ -103,7 +103,7 @@ def test_nothing_is_seen_before_it_is_complete(rows: int, transport: str) -> Non
     for seed in range(20):
         with context(UNEVEN, transport, seed) as ctx:
             x = values((rows,), 40, torch.bfloat16, Random(seed))
-            handle = ctx.gather(columns(x, (11, 18, 11)), Axis.RS)
+            handle = ctx.gather(columns(x, (11, 18, 11)), Axis.RESIDUAL)
             while not handle.done():
                 late += 1
             assert same(handle.tensor, x)
@@ -117,7 +117,7 @@ def test_handles_complete_in_any_order() -> None:
         xs = [values((rows,), 40, torch.float16, random) for rows in (1, 5, MAX_ROWS)]
 
         def handles() -> list[Gathered]:
-            return [ctx.gather(columns(x, (11, 18, 11)), Axis.RS) for x in xs]
+            return [ctx.gather(columns(x, (11, 18, 11)), Axis.RESIDUAL) for x in xs]
 
         async def together() -> list[torch.Tensor]:
             return await asyncio.gather(*handles())
@@ -139,8 +139,8 @@ def test_two_threads_on_two_contexts() -> None:
         with context(UNEVEN, TRANSPORTS[seed % 3]) as ctx:
             for _ in range(100):
                 x = values((random.choice((1, 3, MAX_ROWS)),), 40, torch.float32, random)
-                parts = ctx.scatter(x, Axis.RS)
-                whole = ctx.allgather(parts, Axis.RS)
+                parts = ctx.scatter(x, Axis.RESIDUAL)
+                whole = ctx.allgather(parts, Axis.RESIDUAL)
                 sums = ctx.all_reduce([x, x, x])
                 if not all(same(y, x) for y in whole) or not all(same(y, x + x + x) for y in sums):
                     return False
@@ -165,7 +165,7 @@ def test_two_threads_on_one_context(monkeypatch: pytest.MonkeyPatch) -> None:
     with context(UNEVEN, "peer") as ctx, ThreadPoolExecutor(2) as pool:
         first = pool.submit(ctx.broadcast, x)
         assert entered.wait(60)
-        for call in (lambda: ctx.broadcast(x), ctx.synchronize, lambda: ctx.scratch(1, Axis.RS)):
+        for call in (lambda: ctx.broadcast(x), ctx.synchronize, lambda: ctx.scratch(1, Axis.RESIDUAL)):
             with pytest.raises(ExecutionError, match="another thread is using this context"):
                 call()
         closing = pool.submit(ctx.close)
@@ -194,7 +194,7 @@ def test_a_closed_context_holds_no_memory() -> None:
     """Its memory is gone with the close, also while somebody still has the context."""
     ctx = context(UNEVEN, "host")
     result, *_ = ctx.broadcast(torch.ones(MAX_ROWS, 40))
-    held = [ctx.devices[0].control, ctx.devices[0].exchange, ctx.scratch(1, Axis.RS)[0], ctx.get_pinned(0, 1)]
+    held = [ctx.devices[0].control, ctx.devices[0].exchange, ctx.scratch(1, Axis.RESIDUAL)[0], ctx.get_pinned(0, 1)]
     storages = [weak_reference(tensor) for tensor in held]
     del held
     assert not any(storage.expired() for storage in storages)
@@ -219,7 +219,7 @@ def test_opening_and_closing_leaks_nothing() -> None:
         for i in range(count):
             with context(ALONE, "events") as ctx:
                 if not i % 10:
-                    ctx.gather(ctx.broadcast(x), Axis.RS).wait()
+                    ctx.gather(ctx.broadcast(x), Axis.RESIDUAL).wait()
         gc.collect()
         return resident_bytes(), len(gc.get_objects())
 

@@ -47,8 +47,8 @@ class _Operation(NamedTuple):
 PARTS = [X[:, start:stop].clone() for start, stop in ((0, 11), (11, 29), (29, 40))]
 OPERATIONS = {
     "broadcast": _Operation(lambda ctx: ctx.broadcast(X), [X] * 3),
-    "allgather": _Operation(lambda ctx: ctx.allgather(PARTS, Axis.RS), [X] * 3),
-    "gather": _Operation(lambda ctx: ctx.gather(PARTS, Axis.RS), [X]),
+    "allgather": _Operation(lambda ctx: ctx.allgather(PARTS, Axis.RESIDUAL), [X] * 3),
+    "gather": _Operation(lambda ctx: ctx.gather(PARTS, Axis.RESIDUAL), [X]),
     "all_reduce": _Operation(lambda ctx: ctx.all_reduce([X, X, X]), [X + X + X] * 3),
 }
 

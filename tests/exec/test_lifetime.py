@@ -28,9 +28,9 @@ def ctx(request: pytest.FixtureRequest) -> TPContext:
 def test_a_second_gather_into_the_same_memory_comes_second(ctx: TPContext) -> None:
     """Also where the memory is only partly the same, and nobody has waited for the first."""
     first, second, host = torch.randn(3, 40), torch.randn(3, 70), torch.zeros(3, 70)
-    parts = ctx.scatter(first, Axis.RS), ctx.scatter(second, Axis.ID)
-    ctx.gather(parts[0], Axis.RS, out=host[:, :40])
-    assert torch.equal(ctx.gather(parts[1], Axis.ID, out=host).tensor, second)
+    parts = ctx.scatter(first, Axis.RESIDUAL), ctx.scatter(second, Axis.INTERMEDIATE)
+    ctx.gather(parts[0], Axis.RESIDUAL, out=host[:, :40])
+    assert torch.equal(ctx.gather(parts[1], Axis.INTERMEDIATE, out=host).tensor, second)
     ctx.synchronize()
     assert torch.equal(host, second)
 
@@ -39,17 +39,17 @@ def test_a_second_gather_into_the_same_memory_comes_second(ctx: TPContext) -> No
 def test_what_a_gather_writes_is_read_when_it_is_there(ctx: TPContext, name: str) -> None:
     """An operation from host memory waits for a gather into it."""
     x, host = torch.randn(3, 40), torch.zeros(3, 40)
-    ctx.gather(ctx.scatter(x, Axis.RS), Axis.RS, out=host)
-    results = getattr(ctx, name)(host, Axis.RS, source=HOST)
+    ctx.gather(ctx.scatter(x, Axis.RESIDUAL), Axis.RESIDUAL, out=host)
+    results = getattr(ctx, name)(host, Axis.RESIDUAL, source=HOST)
     ctx.synchronize()
-    slices = [x[:, s.start : s.end] if name == "scatter" else x for s in ctx.split(Axis.RS)]
+    slices = [x[:, s.start : s.end] if name == "scatter" else x for s in ctx.split(Axis.RESIDUAL)]
     assert all(torch.equal(result, part) for result, part in zip(results, slices, strict=True))
 
 
 def test_host_buffers_wait_for_gathers(ctx: TPContext) -> None:
     """What is copied into a buffer is not overwritten by a gather from before."""
     x, later = torch.randn(3, 40).bfloat16(), torch.randn(3, 40).bfloat16()
-    ctx.gather(ctx.scatter(x, Axis.RS), Axis.RS, out=ctx.get_pinned(0, 3, 40))
+    ctx.gather(ctx.scatter(x, Axis.RESIDUAL), Axis.RESIDUAL, out=ctx.get_pinned(0, 3, 40))
     view = ctx.copy_pinned(0, later)
     ctx.synchronize()
     assert torch.equal(view, later)
@@ -58,14 +58,14 @@ def test_host_buffers_wait_for_gathers(ctx: TPContext) -> None:
 def test_an_unwanted_result_is_kept_until_it_is_written() -> None:
     """Host memory of a gather whose handle was dropped is nobody else's before the copies are done."""
     ctx = context(UNEVEN, "events", 1)
-    parts = ctx.scatter(torch.randn(3, 40), Axis.RS)
+    parts = ctx.scatter(torch.randn(3, 40), Axis.RESIDUAL)
     kept = []
     for _ in range(3):
-        ctx.gather(parts, Axis.RS)
+        ctx.gather(parts, Axis.RESIDUAL)
         kept.append([tensor.data_ptr() for tensor, _ in ctx._inflight._writes])
     assert [len(each) for each in kept] == [1, 2, 3]
     ctx.synchronize()
-    ctx.gather(parts, Axis.RS)
+    ctx.gather(parts, Axis.RESIDUAL)
     assert len(ctx._inflight._writes) == 1
 
 

@@ -82,7 +82,7 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
         r"scatter: x has shape \[2, 41\], expected \[2, 40\]",
     ),
     "dim forgotten": (
-        lambda c, t: c.scatter(t(2, 40), Axis.KV, dim=1),
+        lambda c, t: c.scatter(t(2, 40), Axis.KV_HEADS, dim=1),
         ExecutionError,
         r"scatter: x has shape \[2, 40\], expected \[2, 5\]\nhint: .* the head size; these are 8 times as many",
     ),
@@ -143,12 +143,12 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
         "all_reduce: parts: 4 tensors, expected one for each of the devices 0, 2, 3",
     ),
     "parts for devices without heads": (
-        lambda c, t: c.all_reduce(t.wholes(), axis=Axis.KV),
+        lambda c, t: c.all_reduce(t.wholes(), axis=Axis.KV_HEADS),
         ExecutionError,
         "all_reduce: parts: 3 tensors, expected one for each of the devices 0, 3",
     ),
     "too few residuals": (
-        lambda c, t: c.all_reduce(t.wholes(count=2), t.wholes(count=2), axis=Axis.KV),
+        lambda c, t: c.all_reduce(t.wholes(count=2), t.wholes(count=2), axis=Axis.KV_HEADS),
         ExecutionError,
         "all_reduce: residual: 2 tensors, expected one for each of the devices 0, 2, 3",
     ),
@@ -158,7 +158,7 @@ MISTAKES: dict[str, tuple[Call, type[TpplanError], str]] = {
         "add_residual: source: 2 tensors, expected",
     ),
     "too many outputs": (
-        lambda c, t: c.allgather(t.parts(), RS, Axis.KV, out=t.wholes()),
+        lambda c, t: c.allgather(t.parts(), RS, Axis.KV_HEADS, out=t.wholes()),
         ExecutionError,
         "allgather: out: 3 tensors, expected one for each of the devices 0, 3",
     ),

@@ -72,7 +72,7 @@ def ctx() -> Iterator[TPContext]:
 
 
 def _parts(ctx: TPContext, rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.randn(rows, part.end - part.start).to(dtype) for part in ctx.split(Axis.RS)]
+    return [torch.randn(rows, part.end - part.start).to(dtype) for part in ctx.split(Axis.RESIDUAL)]
 
 
 def test_in_place(ctx: TPContext, backend: Backend) -> None:
@@ -105,7 +105,7 @@ def test_what_comes_again_is_issued_at_once(ctx: TPContext, backend: Backend) ->
     for _ in range(3):
         for part in parts:
             part.normal_()
-        found = ctx.allgather(parts, Axis.RS, out=out)
+        found = ctx.allgather(parts, Axis.RESIDUAL, out=out)
         assert all(a is b for a, b in zip(found, out, strict=True))
         assert all(torch.equal(whole, torch.cat(parts, dim=1)) for whole in out)
     assert (backend.bound, backend.issued) == (1, 3)
@@ -116,12 +116,12 @@ def test_other_memory_shapes_and_dtypes_are_other_calls(ctx: TPContext, backend:
     parts, out = _parts(ctx, 4), _outputs(ctx, 4)
     copies = [part.clone() for part in parts]
     for _ in range(2):
-        ctx.allgather(parts, Axis.RS, out=out)
-        ctx.allgather([part[:2] for part in parts], Axis.RS, out=[each[:2] for each in out])
-        ctx.allgather(copies, Axis.RS, out=out)
-        ctx.allgather([part[None] for part in parts], Axis.RS, out=[each[None] for each in out])
+        ctx.allgather(parts, Axis.RESIDUAL, out=out)
+        ctx.allgather([part[:2] for part in parts], Axis.RESIDUAL, out=[each[:2] for each in out])
+        ctx.allgather(copies, Axis.RESIDUAL, out=out)
+        ctx.allgather([part[None] for part in parts], Axis.RESIDUAL, out=[each[None] for each in out])
     assert (backend.bound, backend.issued) == (4, 8)
-    ctx.allgather([part.view(torch.int32) for part in parts], Axis.RS, out=[each.view(torch.int32) for each in out])
+    ctx.allgather([part.view(torch.int32) for part in parts], Axis.RESIDUAL, out=[each.view(torch.int32) for each in out])
     assert (backend.bound, backend.issued) == (5, 9)
 
 
@@ -130,7 +130,7 @@ def test_what_goes_beside_other_work_is_another_call(ctx: TPContext, backend: Ba
     parts, out = _parts(ctx, 12), _outputs(ctx, 12)
     for turn in range(6):
         backend.asides = turn % 2
-        ctx.allgather(parts, Axis.RS, out=out)
+        ctx.allgather(parts, Axis.RESIDUAL, out=out)
     assert (backend.bound, backend.issued) == (2, 6)
 
 
@@ -139,8 +139,8 @@ def test_another_operation_on_the_same_tensors_is_another_call() -> None:
     with context(ALONE, "peer") as ctx:
         backend = _watched(ctx)
         x, y = torch.ones(2, 16), torch.zeros(2, 16)
-        ctx.gather((x,), Axis.RS, out=y).wait()
-        ctx.add_residual((y,), (x,), Axis.RS)
+        ctx.gather((x,), Axis.RESIDUAL, out=y).wait()
+        ctx.add_residual((y,), (x,), Axis.RESIDUAL)
     assert torch.equal(y, x + x)
     assert backend.bound == 2
 
@@ -149,10 +149,10 @@ def test_a_gather_that_comes_again_waits_for_what_writes_there(ctx: TPContext, b
     """No stream keeps it behind the one before."""
     parts, host = _parts(ctx, 3), torch.empty(3, 40)
     for _ in range(2):
-        ctx.gather(parts, Axis.RS, out=host).wait()
+        ctx.gather(parts, Axis.RESIDUAL, out=host).wait()
     earlier = Mock(done=lambda: False)
     ctx._inflight.add(host[1:2], earlier)
-    ctx.gather(parts, Axis.RS, out=host)
+    ctx.gather(parts, Axis.RESIDUAL, out=host)
     earlier.wait.assert_called_once()
     assert (backend.bound, backend.issued) == (1, 3)
 
@@ -175,15 +175,15 @@ def test_memory_is_pinned_as_long_as_its_tensor_is_the_same(monkeypatch: pytest.
         backend = _watched(ctx)
         parts, host = _parts(ctx, 3), torch.empty(3, 40)
         for _ in range(3):
-            ctx.gather(parts, Axis.RS, out=host).wait()
+            ctx.gather(parts, Axis.RESIDUAL, out=host).wait()
         assert (backend.bound, len(asked)) == (1, 1)
         view = host[:]
         for _ in range(2):
-            ctx.gather(parts, Axis.RS, out=view).wait()
+            ctx.gather(parts, Axis.RESIDUAL, out=view).wait()
         assert (backend.bound, len(asked)) == (1, 2)
         answer[0] = False
         for whole in (host[:], host, host[:]):
-            ctx.gather(parts, Axis.RS, out=whole).wait()
+            ctx.gather(parts, Axis.RESIDUAL, out=whole).wait()
         assert backend.names == ["gather by kernels of each device", "gather on each device"]
         assert backend.issued == 8
 
@@ -192,7 +192,7 @@ def test_what_is_captured_is_another_call(ctx: TPContext, backend: Backend) -> N
     """It may go another way, and nothing that was made for calls is in the graph."""
     parts, out = _parts(ctx, 4), _outputs(ctx, 4)
     for backend.captures in (False, True, False, True):
-        ctx.allgather(parts, Axis.RS, out=out)
+        ctx.allgather(parts, Axis.RESIDUAL, out=out)
     assert (backend.bound, backend.issued) == (2, 4)
 
 
@@ -200,29 +200,29 @@ def test_what_was_refused_is_refused_again(ctx: TPContext, backend: Backend) -> 
     """Outputs of other calls do not make up for inputs that do not fit."""
     parts = _parts(ctx, 2)
     out = _outputs(ctx, 2)
-    ctx.allgather(parts, Axis.RS, out=out)
+    ctx.allgather(parts, Axis.RESIDUAL, out=out)
     for _ in range(2):
         for wrong in (parts[:1], [*parts, parts[0]], parts[::-1][1:] + parts[2:]):
             with pytest.raises(ExecutionError):
-                ctx.allgather(wrong, Axis.RS, out=out)
+                ctx.allgather(wrong, Axis.RESIDUAL, out=out)
         with pytest.raises(ExecutionError, match="shares memory"):
-            ctx.allgather(parts, Axis.RS, out=[out[0], out[0], *out[2:]])
+            ctx.allgather(parts, Axis.RESIDUAL, out=[out[0], out[0], *out[2:]])
         with pytest.raises(ExecutionError):
-            ctx.allgather(parts, Axis.RS, out=[out[0].to_sparse(), *out[1:]])
+            ctx.allgather(parts, Axis.RESIDUAL, out=[out[0].to_sparse(), *out[1:]])
         with pytest.raises(ExecutionError, match="whole number"):
-            ctx.allgather(parts, Axis.RS, dim=True, out=out)
+            ctx.allgather(parts, Axis.RESIDUAL, dim=True, out=out)
     assert backend.issued == 1
 
 
 def test_the_same_memory_as_another_dtype_is_refused(ctx: TPContext, backend: Backend) -> None:
     """Inputs and outputs are compared, each with what they were."""
     parts, out = _parts(ctx, 2), _outputs(ctx, 2)
-    ctx.allgather(parts, Axis.RS, out=out)
+    ctx.allgather(parts, Axis.RESIDUAL, out=out)
     for tensors in (parts, out):
         before = tensors[1]
         tensors[1] = before.view(torch.int32)
         with pytest.raises(ExecutionError, match="int32"):
-            ctx.allgather(parts, Axis.RS, out=out)
+            ctx.allgather(parts, Axis.RESIDUAL, out=out)
         tensors[1] = before
     assert backend.issued == 1
 
@@ -246,7 +246,7 @@ def test_tensors_that_were_copied_are_copied_again(ctx: TPContext, backend: Back
         [torch.complex(part, part).conj().imag for part in _parts(ctx, 5)],
     ):
         for _ in range(2):
-            whole = ctx.allgather(special, Axis.RS)[0]
+            whole = ctx.allgather(special, Axis.RESIDUAL)[0]
             assert torch.equal(whole, torch.cat([part.detach() for part in special], dim=1))
     assert backend.bound == backend.issued == 6
 
@@ -255,9 +255,9 @@ def test_outputs_with_gradients_are_refused_where_they_are_recorded(ctx: TPConte
     """Also if they were written before, where they were not."""
     parts, out = _parts(ctx, 2), [each.requires_grad_() for each in _outputs(ctx, 2)]
     with torch.no_grad():
-        ctx.allgather(parts, Axis.RS, out=out)
+        ctx.allgather(parts, Axis.RESIDUAL, out=out)
     with pytest.raises(ExecutionError, match="requires grad"):
-        ctx.allgather(parts, Axis.RS, out=out)
+        ctx.allgather(parts, Axis.RESIDUAL, out=out)
     assert backend.issued == 1
 
 
@@ -267,9 +267,9 @@ def test_memories_do_not_add_up(ctx: TPContext, backend: Backend, monkeypatch: p
     out = _outputs(ctx, 1)
     kept = [_parts(ctx, 1) for _ in range(5)]
     for i, parts in enumerate(kept, 1):
-        ctx.allgather(parts, Axis.RS, out=out)
+        ctx.allgather(parts, Axis.RESIDUAL, out=out)
         assert len(ctx._runner._known) == min(i, 3)
-    ctx.allgather(kept[-1], Axis.RS, out=out)
+    ctx.allgather(kept[-1], Axis.RESIDUAL, out=out)
     assert backend.bound == 5
     ctx.close()
     assert not ctx._runner._known
@@ -284,7 +284,7 @@ def test_a_few_more_than_are_remembered_are_mostly_known(
     kept, out = [_parts(ctx, 1) for _ in range(107)], _outputs(ctx, 1)
     for _ in range(10):
         for parts in kept:
-            ctx.allgather(parts, Axis.RS, out=out)
+            ctx.allgather(parts, Axis.RESIDUAL, out=out)
     assert backend.bound < len(kept) * 10 / 3
     assert len(ctx._runner._known) == 100
 
@@ -295,9 +295,9 @@ def test_what_is_found_anew_takes_no_other_place(
     """Memory that is of another dtype every time does not push out what else is remembered."""
     monkeypatch.setattr("tpplan.exec.calls.repeat._KEPT", 2)
     others, parts, out = _parts(ctx, 1), _parts(ctx, 1), _outputs(ctx, 1)
-    ctx.allgather(others, Axis.RS, out=out)
+    ctx.allgather(others, Axis.RESIDUAL, out=out)
     for dtype in (torch.float32, torch.int32) * 5:
-        ctx.allgather([part.view(dtype) for part in parts], Axis.RS, out=[each.view(dtype) for each in out])
+        ctx.allgather([part.view(dtype) for part in parts], Axis.RESIDUAL, out=[each.view(dtype) for each in out])
     assert backend.bound == 11
-    ctx.allgather(others, Axis.RS, out=out)
+    ctx.allgather(others, Axis.RESIDUAL, out=out)
     assert backend.bound == 11

@@ -17,7 +17,7 @@ from tpplan.planner.exllamav2 import integer_split, left_after_attention
 from tpplan.planner.request import resolve
 
 CASES = json.loads(Path(__file__).parents[1].joinpath("data", "exllamav2_splits.json").read_text())
-AXES = {"kv": Axis.KV, "id": Axis.ID, "vc": Axis.VC, "rs": Axis.RS, "q": Axis.Q}
+AXES = {"kv": Axis.KV_HEADS, "id": Axis.INTERMEDIATE, "vc": Axis.VOCAB, "rs": Axis.RESIDUAL, "q": Axis.Q_HEADS}
 
 
 def _kind(name: str) -> str:

@@ -51,8 +51,8 @@ def test_fixture_1_0() -> None:
     assert PLAN.request.cache.tokens == 32768
     assert PLAN.devices[2].name == "RTX 3060 (Büro)"
     assert PLAN.devices[2].overhead_bytes == 512 * 2**20
-    assert PLAN.bounds(Axis.EX, layer=5) == (0, 256, 512, 768, 768)
-    assert PLAN.split(Axis.KV).replicas == 2
+    assert PLAN.bounds(Axis.EXPERT_INTERMEDIATE, layer=5) == (0, 256, 512, 768, 768)
+    assert PLAN.split(Axis.KV_HEADS).replicas == 2
     assert PLAN.memory[1].free_bytes == 11003756467
 
 

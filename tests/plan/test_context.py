@@ -199,7 +199,7 @@ def test_a_pool_is_shared(asked: dict[str, Any], tokens: int, longest: int) -> N
     # With the same cuts, equal parts have shorter tables on each device with heads, and all else is the same.
     equal = plan(full, pool.devices, cache=Cache(tokens=tokens), batch=4).request
     tables = 2 * 128 * 2 * (longest - tokens // 4)
-    bounds = pool.bounds(Axis.KV)
+    bounds = pool.bounds(Axis.KV_HEADS)
     expected = [tables * (end > start) for start, end in pairwise(bounds)]
     shared, apart = (workspace_bytes(pool.splits, "bfloat16", request) for request in (pool.request, equal))
     assert [a - b for a, b in zip(shared, apart, strict=True)] == expected
@@ -283,6 +283,6 @@ def test_exllamav2_counts_all_tokens_in_layers_with_windows() -> None:
     """Mistral 7B on 12 GiB and 8 GiB: the original's cuts, which knows no windows; the ledger counts what they keep."""
     devices = tuple(Device(name="GPU", budget_bytes=size * GIB) for size in (12, 8))
     found = plan(WINDOWS, devices, cache=Cache(tokens=32768), layout="gather", strategy="exllamav2")
-    cuts = {axis: found.bounds(axis)[1] for axis in (Axis.ID, Axis.VC, Axis.RS)}
-    assert cuts == {Axis.ID: 8448, Axis.VC: 18816, Axis.RS: 2400}
+    cuts = {axis: found.bounds(axis)[1] for axis in (Axis.INTERMEDIATE, Axis.VOCAB, Axis.RESIDUAL)}
+    assert cuts == {Axis.INTERMEDIATE: 8448, Axis.VOCAB: 18816, Axis.RESIDUAL: 2400}
     assert cache_and_workspace(found)[0] == 4096 * PER_TOKEN

@@ -102,7 +102,7 @@ def test_moved_cut() -> None:
         "1 of 8 splits change; device 0 RTX 4090 gains 1.00 GiB of weights, device 1 RTX 4080 loses 1.00 GiB of weights"
     )
     (split,) = change.splits
-    assert (split.change, split.axis, split.layers, split.fields) == (Change.CHANGED, Axis.ID, "0-1", ())
+    assert (split.change, split.axis, split.layers, split.fields) == (Change.CHANGED, Axis.INTERMEDIATE, "0-1", ())
     assert split.before_bounds == (0, 1280, 2176, 2880, 2880)
     assert split.after_bounds == (0, 1408, 2176, 2880, 2880)
     assert [(s.device.name, s.delta_elements) for s in split.shares] == [
@@ -224,7 +224,7 @@ def test_regrouped_layers() -> None:
     after = attrs.evolve(after, splits=(*after.splits[:6], *after.splits[7:]))
     assert problems(after) == ()
     (split,) = diff(VALID, after).splits
-    assert (split.axis, split.layers) == (Axis.EX, "5")
+    assert (split.axis, split.layers) == (Axis.EXPERT_INTERMEDIATE, "5")
     assert (split.before_bounds, split.after_bounds) == ((0, 256, 512, 768, 768), ex.bounds)
 
 

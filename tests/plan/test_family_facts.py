@@ -152,7 +152,7 @@ def test_gpt_oss_is_not_a_multiple_of_128_and_alternates() -> None:
     sliding, full = spec.blocks
     assert sliding.layers == tuple(range(0, 24, 2))
     assert [block.attention and block.attention.window for block in spec.blocks] == [128, 0]
-    assert dict(full.sizes()) == {Axis.KV: 8, Axis.Q: 64, Axis.EX: 2880}
+    assert dict(full.sizes()) == {Axis.KV_HEADS: 8, Axis.Q_HEADS: 64, Axis.EXPERT_INTERMEDIATE: 2880}
     assert spec.parameter_count == 20_914_757_184
     by_name = {p.name.removeprefix("model.layers.{layer}."): p for p in full.parameters}
     assert by_name["mlp.experts.gate_up_proj"].shape == (32, 2880, 5760)
@@ -200,10 +200,10 @@ def test_deepseek_shares_one_latent_cache() -> None:
     assert (dense.attention.kv_heads, dense.attention.q_heads) == (128, 128)
     assert (dense.attention.latent_dim, dense.attention.head_dim, dense.attention.v_head_dim) == (576, 192, 128)
     assert dense.layers == (0, 1, 2)
-    assert dict(dense.sizes())[Axis.ID] == 18432
-    assert {axis: size for axis, size in sparse.sizes() if axis not in {Axis.KV, Axis.Q}} == {
-        Axis.EX: 2048,
-        Axis.SX: 2048,
+    assert dict(dense.sizes())[Axis.INTERMEDIATE] == 18432
+    assert {axis: size for axis, size in sparse.sizes() if axis not in {Axis.KV_HEADS, Axis.Q_HEADS}} == {
+        Axis.EXPERT_INTERMEDIATE: 2048,
+        Axis.SHARED_INTERMEDIATE: 2048,
     }
     assert (sparse.experts, sparse.experts_per_token) == (256, 8)
 

@@ -155,10 +155,10 @@ def new_order(block: Block, *, heads: bool, within_groups: bool) -> Order:
     order: Order = {axis: torch.randperm(size) for axis, size in block.sizes()}
     if block.attention:
         if not heads:
-            order[Axis.KV] = torch.arange(block.attention.kv_heads)
+            order[Axis.KV_HEADS] = torch.arange(block.attention.kv_heads)
         group = block.attention.q_heads // block.attention.kv_heads
-        order[Axis.Q] = torch.cat(
-            [kv * group + (torch.randperm(group) if within_groups else torch.arange(group)) for kv in order[Axis.KV]]
+        order[Axis.Q_HEADS] = torch.cat(
+            [kv * group + (torch.randperm(group) if within_groups else torch.arange(group)) for kv in order[Axis.KV_HEADS]]
         )
     return order
 
@@ -181,7 +181,7 @@ def reorder_all(spec: ModelSpec, tensors: dict[str, torch.Tensor], vocab: torch.
     heads, within_groups = form != NUMBERED_HEADS, form != FUSED_GROUPS
     orders = {block: new_order(block, heads=heads, within_groups=within_groups) for block in spec.blocks}
     return {
-        name: reordered(tensors[name], parameter, orders[block] if block else {Axis.VC: vocab})
+        name: reordered(tensors[name], parameter, orders[block] if block else {Axis.VOCAB: vocab})
         for name, parameter, block in named(spec)
     }
 

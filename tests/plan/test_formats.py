@@ -131,11 +131,11 @@ def test_fused_matrices_keep_their_parts(tmp_path: Path) -> None:
     config = PHI3 | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = read_model(tmp_path / "config.json")
-    parts = (Segment(Axis.Q, 32), Segment(Axis.KV, 16), Segment(Axis.KV, 16))
-    assert parameter(spec, "qkv_proj.qweight").dims == ((Segment(Axis.RS, 256),), parts)
+    parts = (Segment(Axis.Q_HEADS, 32), Segment(Axis.KV_HEADS, 16), Segment(Axis.KV_HEADS, 16))
+    assert parameter(spec, "qkv_proj.qweight").dims == ((Segment(Axis.RESIDUAL, 256),), parts)
     assert parameter(spec, "gate_up_proj.qzeros").dims == (
-        (Segment(Axis.RS, 2),),
-        (Segment(Axis.ID, 64), Segment(Axis.ID, 64)),
+        (Segment(Axis.RESIDUAL, 2),),
+        (Segment(Axis.INTERMEDIATE, 64), Segment(Axis.INTERMEDIATE, 64)),
     )
 
 
@@ -151,8 +151,8 @@ def test_fused_matrices_may_be_stored_apart(tmp_path: Path) -> None:
             tensors |= {f"{start}{module}.{name}{s}": t for s, t in exl2(inputs, outputs, 0).items()}
     spec = read_model(write_checkpoint(tmp_path / "m", PHI3, tensors))
     assert stored(spec) == tensors
-    assert parameter(spec, "v_proj.q_weight").dims[1] == (Segment(Axis.KV, 128, block=32),)
-    assert parameter(spec, "up_proj.q_weight").dims[1] == (Segment(Axis.ID, 512, block=32),)
+    assert parameter(spec, "v_proj.q_weight").dims[1] == (Segment(Axis.KV_HEADS, 128, block=32),)
+    assert parameter(spec, "up_proj.q_weight").dims[1] == (Segment(Axis.INTERMEDIATE, 512, block=32),)
 
 
 def test_quantised_output_matrix(tmp_path: Path) -> None:

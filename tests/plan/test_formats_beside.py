@@ -55,9 +55,9 @@ def test_calibrated_scales_are_counted(
     assert not spec.not_planned
     scales = [p for p in spec.blocks[0].parameters if p.name.endswith(names)]
     assert len(scales) == len(names)
-    assert {p.home for p in scales} <= {Axis.KV, Axis.RS}
+    assert {p.home for p in scales} <= {Axis.KV_HEADS, Axis.RESIDUAL}
     if shape == (2, 1, 1) and "fp8" not in case:
-        assert {p.dims[0][0].axis for p in scales} == {Axis.KV}
+        assert {p.dims[0][0].axis for p in scales} == {Axis.KV_HEADS}
 
 
 def test_layers_with_scales_are_blocks_of_their_own(tmp_path: Path) -> None:

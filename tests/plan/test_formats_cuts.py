@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     Matrix = Callable[[int, int, int], Tensors]
 
 
-KV, Q, ID, RS = Axis.KV, Axis.Q, Axis.ID, Axis.RS
+KV, Q, ID, RS = Axis.KV_HEADS, Axis.Q_HEADS, Axis.INTERMEDIATE, Axis.RESIDUAL
 DIMS: dict[str, dict[str, tuple[list[tuple[Axis | None, int]], int | None]]] = {
     "gptq": {
         "k_proj.qweight": ([(RS, 32), (KV, 128)], 1),
@@ -106,10 +106,10 @@ def test_stored_dimensions_follow_the_axes_of_the_matrix(tmp_path: Path, case: s
 def test_uncut_parts_live_with_the_outputs(tmp_path: Path) -> None:
     """What cannot be cut is needed by the devices that compute the matrix's outputs; if unsure, by all."""
     exl2_spec = read_model(make(tmp_path / "exl2", "exl2")[0])
-    assert parameter(exl2_spec, "gate_proj.q_groups").home is Axis.ID
-    assert parameter(exl2_spec, "down_proj.q_groups").home is Axis.RS
+    assert parameter(exl2_spec, "gate_proj.q_groups").home is Axis.INTERMEDIATE
+    assert parameter(exl2_spec, "down_proj.q_groups").home is Axis.RESIDUAL
     gptq_spec = read_model(make(tmp_path / "gptq", "gptq")[0])
-    assert parameter(gptq_spec, "q_proj.g_idx").home is Axis.Q
+    assert parameter(gptq_spec, "q_proj.g_idx").home is Axis.Q_HEADS
     assert parameter(gptq_spec, "down_proj.g_idx").home is None
 
 
@@ -167,24 +167,24 @@ def test_ragged_blocks_are_not_cut(tmp_path: Path) -> None:
     spec = read_model(write_checkpoint(tmp_path / "m", config, tensors))
     assert spec.weight_bytes == tensor_bytes(tensors)
     gate = parameter(spec, "gate_proj.weight_scale_inv")
-    assert gate.dims == ((Segment(None, 3),), (Segment(Axis.RS, 2),))
-    assert gate.home is Axis.ID
-    assert parameter(spec, "down_proj.weight_scale_inv").dims == ((Segment(Axis.RS, 2),), (Segment(None, 3),))
+    assert gate.dims == ((Segment(None, 3),), (Segment(Axis.RESIDUAL, 2),))
+    assert gate.home is Axis.INTERMEDIATE
+    assert parameter(spec, "down_proj.weight_scale_inv").dims == ((Segment(Axis.RESIDUAL, 2),), (Segment(None, 3),))
     assert read_model(tmp_path / "m" / "config.json") == spec
 
 
 UNITS: dict[str, dict[Axis, int]] = {
-    "gptq": {Axis.ID: 128, Axis.KV: 1, Axis.Q: 2, Axis.RS: 128},
-    "gptq 8 bits": {Axis.ID: 4, Axis.KV: 1, Axis.Q: 1, Axis.RS: 4},
-    "awq": {Axis.ID: 64, Axis.KV: 1, Axis.Q: 1, Axis.RS: 64},
-    "fp8 block": {Axis.ID: 128, Axis.KV: 1, Axis.Q: 2, Axis.RS: 128},
-    "fp8 channel": {Axis.ID: 1, Axis.KV: 1, Axis.Q: 1, Axis.RS: 1},
-    "exl2": {Axis.ID: 32, Axis.KV: 1, Axis.Q: 1, Axis.RS: 32},
-    "exl3": {Axis.ID: 128, Axis.KV: 2, Axis.Q: 2, Axis.RS: 128},
-    "marlin": {Axis.ID: 128, Axis.KV: 1, Axis.Q: 2, Axis.RS: 128},
-    "torchao nvfp4": {Axis.ID: 128, Axis.KV: 2, Axis.Q: 2, Axis.RS: 128},
+    "gptq": {Axis.INTERMEDIATE: 128, Axis.KV_HEADS: 1, Axis.Q_HEADS: 2, Axis.RESIDUAL: 128},
+    "gptq 8 bits": {Axis.INTERMEDIATE: 4, Axis.KV_HEADS: 1, Axis.Q_HEADS: 1, Axis.RESIDUAL: 4},
+    "awq": {Axis.INTERMEDIATE: 64, Axis.KV_HEADS: 1, Axis.Q_HEADS: 1, Axis.RESIDUAL: 64},
+    "fp8 block": {Axis.INTERMEDIATE: 128, Axis.KV_HEADS: 1, Axis.Q_HEADS: 2, Axis.RESIDUAL: 128},
+    "fp8 channel": {Axis.INTERMEDIATE: 1, Axis.KV_HEADS: 1, Axis.Q_HEADS: 1, Axis.RESIDUAL: 1},
+    "exl2": {Axis.INTERMEDIATE: 32, Axis.KV_HEADS: 1, Axis.Q_HEADS: 1, Axis.RESIDUAL: 32},
+    "exl3": {Axis.INTERMEDIATE: 128, Axis.KV_HEADS: 2, Axis.Q_HEADS: 2, Axis.RESIDUAL: 128},
+    "marlin": {Axis.INTERMEDIATE: 128, Axis.KV_HEADS: 1, Axis.Q_HEADS: 2, Axis.RESIDUAL: 128},
+    "torchao nvfp4": {Axis.INTERMEDIATE: 128, Axis.KV_HEADS: 2, Axis.Q_HEADS: 2, Axis.RESIDUAL: 128},
 }
-SIZES = {Axis.ID: 512, Axis.KV: 2, Axis.Q: 6, Axis.RS: 256}
+SIZES = {Axis.INTERMEDIATE: 512, Axis.KV_HEADS: 2, Axis.Q_HEADS: 6, Axis.RESIDUAL: 256}
 
 
 @pytest.mark.parametrize("case", UNITS)
@@ -217,10 +217,10 @@ def test_plans_keep_exl3_s_hadamard_blocks_whole(
     devices = parse_devices("9x1GiB")
     request = Request(layout, "balanced", Cache("fp16", 128), 1, 128, kv)
     wanted = {demand.axis: demand for demand in demands(spec, request, len(devices)).axes}
-    assert wanted[Axis.KV].unit == heads * wanted[Axis.KV].replicas
-    assert wanted[Axis.KV].replicas == (2 if kv == "replicate" else 1)
-    assert wanted[Axis.ID].unit == 128
-    assert wanted[Axis.RS].unit == (128 if layout == "gather" else 32)
+    assert wanted[Axis.KV_HEADS].unit == heads * wanted[Axis.KV_HEADS].replicas
+    assert wanted[Axis.KV_HEADS].replicas == (2 if kv == "replicate" else 1)
+    assert wanted[Axis.INTERMEDIATE].unit == 128
+    assert wanted[Axis.RESIDUAL].unit == (128 if layout == "gather" else 32)
 
 
 def test_padded_outputs_are_counted_but_not_cut(tmp_path: Path) -> None:
@@ -233,5 +233,5 @@ def test_padded_outputs_are_counted_but_not_cut(tmp_path: Path) -> None:
     spec = read_model(write_checkpoint(tmp_path / "m", config, tensors))
     assert spec.weight_bytes == tensor_bytes(tensors)
     head = {p.name: p for p in spec.parameters}
-    assert head["lm_head.q_weight"].dims == ((Segment(None, 32),), (Segment(Axis.VC, 330, block=32), Segment(None, 22)))
+    assert head["lm_head.q_weight"].dims == ((Segment(None, 32),), (Segment(Axis.VOCAB, 330, block=32), Segment(None, 22)))
     assert head["lm_head.q_scale"].dims == ((Segment(None, 8),), (Segment(None, 44),))

@@ -106,10 +106,10 @@ def test_gpt_oss_20b_has_the_bytes_of_its_published_index(tmp_path: Path) -> Non
     assert spec.weight_bytes == 13_761_264_768
     assert spec.weight_format == "MXFP4"
     gate = parameter(spec, "gate_up_proj_blocks")
-    assert gate.dims == ((Segment(None, 32),), (Segment(Axis.EX, 5760),), (Segment(Axis.RS, 90),), (Segment(None, 16),))
+    assert gate.dims == ((Segment(None, 32),), (Segment(Axis.EXPERT_INTERMEDIATE, 5760),), (Segment(Axis.RESIDUAL, 90),), (Segment(None, 16),))
     assert gate.out == 1
     down = parameter(spec, "down_proj_scales")
-    assert down.dims == ((Segment(None, 32),), (Segment(Axis.RS, 2880),), (Segment(Axis.EX, 90),))
+    assert down.dims == ((Segment(None, 32),), (Segment(Axis.RESIDUAL, 2880),), (Segment(Axis.EXPERT_INTERMEDIATE, 90),))
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_experts_in_other_forms_are_counted_and_cut(case: str, tmp_path: Path) -
     assert not spec.not_planned
     matrices = [p for p in spec.blocks[0].parameters if ".experts." in p.name or "switch_mlp" in p.name]
     cut = [p for p in matrices if p.cut_dim("reduce") is not None]
-    assert all({s.axis for dim in p.dims for s in dim} & {Axis.EX, Axis.RS} for p in cut)
+    assert all({s.axis for dim in p.dims for s in dim} & {Axis.EXPERT_INTERMEDIATE, Axis.RESIDUAL} for p in cut)
     assert sum(p.bytes for p in cut) > 0.97 * sum(p.bytes for p in matrices)
     assert all(p.cut_dim("gather") is not None for p in cut if len(p.dims) > 2)
 
@@ -387,5 +387,5 @@ def test_experts_saved_with_inputs_and_outputs_exchanged(tmp_path: Path) -> None
     spec = read_model(write_checkpoint(tmp_path / "m", config, tensors))
     assert spec.weight_bytes == tensor_bytes(tensors)
     down = parameter(spec, "experts.down_proj")
-    assert down.dims[1:] == ((Segment(Axis.RS, 256),), (Segment(Axis.EX, 128),))
+    assert down.dims[1:] == ((Segment(Axis.RESIDUAL, 256),), (Segment(Axis.EXPERT_INTERMEDIATE, 128),))
     assert down.out == 1

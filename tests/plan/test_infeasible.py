@@ -294,7 +294,7 @@ def test_enough_in_all_but_not_in_whole_heads() -> None:
     assert "there is enough in all, but some axes have too few units for 4 devices: kv_heads (1)" in error.message
     assert_adds_up(error, devices)
     found = follow(by_kind(error)["kv"], model, devices, asked)
-    assert [s.end - s.start for s in found.slices(Axis.KV)] == [1, 1, 1, 1]
+    assert [s.end - s.start for s in found.slices(Axis.KV_HEADS)] == [1, 1, 1, 1]
     tight = tuple(evolve(device, budget_bytes=200 * MIB) for device in devices)
     assert "kv" not in by_kind(refused(model, tight, **asked))
 

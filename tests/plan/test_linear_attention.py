@@ -66,8 +66,8 @@ def planned(batch: int = 1, **keys: Any) -> SplitPlan:
     model = small(**keys)
     request = Request("reduce", "balanced", Cache("q4", 100 * batch), batch, 8, "idle")
     wanted = demands(model, request, 2)
-    cuts = {Axis.KV: (0, 1, 2), Axis.ID: (0, 512, 512), Axis.VC: (0, 640, 640), Axis.RS: (0, 64, 64)}
-    bounds = tuple({**cuts, Axis.LH: (0, 3, 4)}[demand.axis] for demand in wanted.axes)
+    cuts = {Axis.KV_HEADS: (0, 1, 2), Axis.INTERMEDIATE: (0, 512, 512), Axis.VOCAB: (0, 640, 640), Axis.RESIDUAL: (0, 64, 64)}
+    bounds = tuple({**cuts, Axis.LINEAR_HEADS: (0, 3, 4)}[demand.axis] for demand in wanted.axes)
     devices = (Device(name="x", budget_bytes=2**30),) * 2
     return Attempt(model, devices, request, wanted, bounds, ledger(bounds, wanted, devices, request)).plan()
 
@@ -113,7 +113,7 @@ def test_the_ledger_of_an_uneven_plan_by_hand() -> None:
 def test_each_key_head_takes_five_buffers(value_head_dim: int, width: int) -> None:
     """As wide as the wider of a key head and its two value heads, which is also what the plan says of the axis."""
     request = Request("reduce", "balanced", Cache("fp16", 1), 1, 100, "idle")
-    (heads,) = (d for d in demands(small(linear_value_head_dim=value_head_dim), request, 1).axes if d.axis is Axis.LH)
+    (heads,) = (d for d in demands(small(linear_value_head_dim=value_head_dim), request, 1).axes if d.axis is Axis.LINEAR_HEADS)
     assert heads.width == width
     assert heads.cost(1, 4).workspace == 3 * 5 * -(-100 * width * 2 // 64) * 64
 
@@ -123,7 +123,7 @@ def test_attention_beside_linear_attention_has_room_for_its_gate() -> None:
     request = Request("reduce", "balanced", Cache("fp16", 1), 1, 100, "idle")
     for kind, buffers in (("linear_attention", 2 * 2 + 2), ("full_attention", 2 + 2)):
         model = small(layer_types=[kind, *["full_attention"] * 3])
-        (heads,) = (d for d in demands(model, request, 1).axes if d.axis is Axis.KV)
+        (heads,) = (d for d in demands(model, request, 1).axes if d.axis is Axis.KV_HEADS)
         assert heads.cost(0, 1).workspace == buffers * 100 * 16 * 2 + 2 * 64
 
 
@@ -155,7 +155,7 @@ def test_a_model_without_attention_has_a_state_and_no_cache() -> None:
     model = small(layer_types=["linear_attention"] * 4)
     assert cache_bytes_per_token(model, "fp16") == 0
     plan = tpplan.plan(model, tpplan.parse_devices("1GiB"), batch=3, max_rows=3)
-    assert {split.axis for split in plan.splits} == {Axis.LH, Axis.ID, Axis.VC, Axis.RS}
+    assert {split.axis for split in plan.splits} == {Axis.LINEAR_HEADS, Axis.INTERMEDIATE, Axis.VOCAB, Axis.RESIDUAL}
     assert plan.memory[0].cache_bytes == 3 * 4 * 4 * STATE
 
 
@@ -187,7 +187,7 @@ def test_a_plan_with_the_axis_is_saved_and_loaded() -> None:
     assert (split.axis, split.layers, split.size, split.unit, split.width) == ("linear_heads", "0,2", 4, 1, 12)
     assert plan.bounds("linear_heads", layer=2) == (0, 3, 4)
     with pytest.raises(tpplan.TpplanError, match="has no axis linear_heads in layer 1"):
-        plan.bounds(Axis.LH, layer=1)
+        plan.bounds(Axis.LINEAR_HEADS, layer=1)
 
 
 @pytest.mark.parametrize(

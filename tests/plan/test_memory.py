@@ -41,7 +41,7 @@ class Task:
 
     def part(self, axis: Axis | None, layer: int | None, device: int) -> tuple[int, int, Demand] | None:
         """A device's elements of an axis, for query heads those of the KV heads; None if there is no such axis."""
-        axis = Axis.KV if axis is Axis.Q else axis
+        axis = Axis.KV_HEADS if axis is Axis.Q_HEADS else axis
         for demand, row in zip(self.axes, self.bounds, strict=True):
             here = not demand.layers or (layer is not None and layer in parse_layers(demand.layers))
             if demand.axis is axis and here:
@@ -74,7 +74,7 @@ def sliced_bytes(task: Task, parameter: Parameter, layer: int | None, device: in
     if task.request.layout == "gather":
         cut = parameter.out
     else:
-        cut = next((i for i, dim in enumerate(dims) if {s.axis for s in dim} - {None, Axis.RS}), None)
+        cut = next((i for i, dim in enumerate(dims) if {s.axis for s in dim} - {None, Axis.RESIDUAL}), None)
     if cut is None or all(s.axis is None for s in dims[cut]):
         home = task.part(parameter.home, layer, device)
         held = task.uses(device) if home is None else home[1] > home[0]
@@ -89,7 +89,7 @@ def sliced_bytes(task: Task, parameter: Parameter, layer: int | None, device: in
         if start == end:
             continue
         size = demand.size
-        if segment.axis is Axis.KV and demand.replicas > 1:
+        if segment.axis is Axis.KV_HEADS and demand.replicas > 1:
             # Element e is a replica of head e // replicas; a device stores a head once.
             start, end, size = start // demand.replicas, -(-end // demand.replicas), size // demand.replicas
         if segment.axis is None:
@@ -119,7 +119,7 @@ def cache_of(task: Task, device: int) -> int:
     """Bytes of all cached elements on a device, a token's elements of a head rounded up to whole bytes, and states."""
     total, bits = 0, BITS[task.request.cache.kind]
     for layer, block in attention_layers(task.model):
-        a, part = block.attention, task.part(Axis.KV, layer, device)
+        a, part = block.attention, task.part(Axis.KV_HEADS, layer, device)
         assert a
         assert part
         start, end, demand = part
@@ -138,7 +138,7 @@ def state_of(task: Task, device: int) -> int:
     """Bytes of the state of linear attention on a device: a few inputs, and a matrix in 32 bits for each value head."""
     total, item = 0, 4 if task.model.dtype == "float32" else 2
     for layer, one in ((n, block.linear) for block in task.model.blocks if block.linear for n in block.layers):
-        part = task.part(Axis.LH, layer, device)
+        part = task.part(Axis.LINEAR_HEADS, layer, device)
         assert part
         keys = part[1] - part[0]
         values = keys * one.value_heads // one.key_heads
@@ -224,7 +224,7 @@ def test_a_window_bounds_the_cache_of_its_layers_only() -> None:
     sizes = {}
     for tokens in (60, 100, 1000):
         wanted = demands(model("gemma2"), Request("reduce", "balanced", Cache("fp16", tokens), 1, 1, "idle"), 1)
-        (kv,) = (d for d in wanted.axes if d.axis is Axis.KV)
+        (kv,) = (d for d in wanted.axes if d.axis is Axis.KV_HEADS)
         sizes[tokens] = kv.split.cache
     token_and_layer = 4 * 2 * 64 * 2
     sliding, full = 2, 1
@@ -257,5 +257,5 @@ def test_a_token_reads_its_own_experts_and_no_other() -> None:
 def test_a_tied_embedding_is_read_as_the_output_matrix() -> None:
     """One matrix serves both, and a token reads all of it once."""
     wanted = demands(model("tied"), Request("reduce", "balanced", Cache("fp16", 1), 1, 1, "idle"), 1)
-    (vocab,) = (d for d in wanted.axes if d.axis is Axis.VC)
+    (vocab,) = (d for d in wanted.axes if d.axis is Axis.VOCAB)
     assert vocab.split.reads == vocab.split.weights == 4096 * 512 * 2

@@ -101,7 +101,7 @@ def test_a_latent_cache_is_held_by_few_devices(name: str, gpus: str, most: float
     """Each device with attention holds the whole of it, so one does, and no device is fuller than the others."""
     found = plan(shape(name), usual(gpus))
     assert max(e.used_bytes / d.budget_bytes for e, d in zip(found.memory, found.devices, strict=True)) <= most
-    assert len(found.slices(Axis.KV)) == 1
+    assert len(found.slices(Axis.KV_HEADS)) == 1
 
 
 @pytest.mark.parametrize(("gpus", "holders"), [("4x24GiB", 4), ("2x48GiB,8GiB", 3), ("3x48GiB,2x8GiB", 5)])
@@ -109,7 +109,7 @@ def test_all_get_attention_where_that_costs_next_to_nothing(gpus: str, holders: 
     """A device whose part of the memory is less than a head has one, if the fullest is not fuller by 0.1 %."""
     found = plan(shape("gemma3_text"), usual(gpus), cache=Cache("q8", 1024), max_rows=64)
     assert (
-        len({s.device for split in found.splits if split.axis == Axis.KV for s in slices_of(split.bounds)}) == holders
+        len({s.device for split in found.splits if split.axis == Axis.KV_HEADS for s in slices_of(split.bounds)}) == holders
     )
 
 

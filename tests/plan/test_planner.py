@@ -121,7 +121,7 @@ def test_equal_shares_are_not_decided_by_order() -> None:
     devices = [Device(name="x", budget_bytes=GIB, overhead_bytes=overhead) for overhead in (0, MIB)]
     model = spec(hidden_size=17 * 32, num_hidden_layers=16)
     cuts = [
-        plan(model, order, cache=Cache("fp16", 64), max_rows=1).bounds(Axis.RS) for order in (devices, devices[::-1])
+        plan(model, order, cache=Cache("fp16", 64), max_rows=1).bounds(Axis.RESIDUAL) for order in (devices, devices[::-1])
     ]
     assert cuts == [(0, 9 * 32, 17 * 32), (0, 8 * 32, 17 * 32)]
 
@@ -162,7 +162,7 @@ def test_any_number_of_devices_serves(count: int, strategy: str, layout: str) ->
     devices = [Device(name="x", budget_bytes=3 * GIB, bandwidth_bytes_per_second=10**12)] * count
     found = plan(spec(), devices, cache=Cache("fp16", 4096), strategy=strategy, layout=layout, max_rows=8)
     assert all(len(s.bounds) == count + 1 and s.bounds[-1] == s.size for s in found.splits)
-    heads = [s.end - s.start for s in found.slices(Axis.KV)]
+    heads = [s.end - s.start for s in found.slices(Axis.KV_HEADS)]
     assert sum(heads) == 8
     assert len(heads) <= min(count, 8)
     if layout == "reduce":
@@ -173,8 +173,8 @@ def test_equal_devices_are_treated_equally() -> None:
     """Four equal devices and sizes that divide by four: every device holds the same, to the byte."""
     found = plan(spec(), [Device(name="x", budget_bytes=GIB)] * 4, cache=Cache("fp16", 4096))
     assert len({(e.weights_bytes, e.cache_bytes, e.workspace_bytes) for e in found.memory}) == 1
-    assert found.bounds(Axis.KV) == (0, 2, 4, 6, 8)
-    assert found.bounds(Axis.ID) == (0, 512, 1024, 1536, 2048)
+    assert found.bounds(Axis.KV_HEADS) == (0, 2, 4, 6, 8)
+    assert found.bounds(Axis.INTERMEDIATE) == (0, 512, 1024, 1536, 2048)
 
 
 def test_balanced_follows_budgets_and_latency_bandwidths() -> None:
@@ -218,16 +218,16 @@ def test_nobody_gets_less_than_the_minimum() -> None:
     ]
     for layout in LAYOUTS:
         found = plan(spec(), devices, cache=Cache("fp16", 1024), layout=layout, max_rows=1)
-        for axis, least in ((Axis.ID, 256), (Axis.VC, 512), (Axis.RS, 256)):
+        for axis, least in ((Axis.INTERMEDIATE, 256), (Axis.VOCAB, 512), (Axis.RESIDUAL, 256)):
             assert all(s.end - s.start >= least for s in found.slices(axis))
 
 
 def test_layers_that_differ_are_cut_each_in_their_way() -> None:
     """Dense and sparse layers of one model have their own axes, and every layer finds its own."""
     found = plan(example("deepseek_v3"), [Device(name="x", budget_bytes=2 * GIB)] * 3, cache=Cache("fp16", 512))
-    assert found.split(Axis.ID, 0).layers == "0"
-    assert found.split(Axis.EX, 2).layers == found.split(Axis.SX, 2).layers == "1-2"
-    assert found.split(Axis.KV, 1).layers == "0-2"
+    assert found.split(Axis.INTERMEDIATE, 0).layers == "0"
+    assert found.split(Axis.EXPERT_INTERMEDIATE, 2).layers == found.split(Axis.SHARED_INTERMEDIATE, 2).layers == "1-2"
+    assert found.split(Axis.KV_HEADS, 1).layers == "0-2"
 
 
 @pytest.mark.parametrize("strategy", ["balanced", "latency"])
@@ -242,13 +242,13 @@ def test_replicated_heads_reach_every_device(strategy: str, heads: int, kv_heads
     found, idle = (
         plan(model, devices, cache=Cache("fp16", 8192), strategy=strategy, kv=kv) for kv in ("replicate", "idle")
     )
-    assert [s.device for s in found.slices(Axis.KV)] == list(range(count))
-    assert len(idle.slices(Axis.KV)) <= kv_heads
-    assert found.split(Axis.KV).replicas > 1 == idle.split(Axis.KV).replicas
-    assert found.split(Axis.Q).size == heads
+    assert [s.device for s in found.slices(Axis.KV_HEADS)] == list(range(count))
+    assert len(idle.slices(Axis.KV_HEADS)) <= kv_heads
+    assert found.split(Axis.KV_HEADS).replicas > 1 == idle.split(Axis.KV_HEADS).replicas
+    assert found.split(Axis.Q_HEADS).size == heads
     head = 8192 * 4 * 2 * 64 * 2
-    factor = found.split(Axis.KV).replicas
-    copies = sum(-(-s.end // factor) - s.start // factor for s in found.slices(Axis.KV))
+    factor = found.split(Axis.KV_HEADS).replicas
+    copies = sum(-(-s.end // factor) - s.start // factor for s in found.slices(Axis.KV_HEADS))
     assert sum(entry.cache_bytes for entry in found.memory) == copies * head
     assert copies >= count
     assert sum(entry.cache_bytes for entry in idle.memory) == kv_heads * head

@@ -144,7 +144,7 @@ def test_axes_that_the_model_does_not_have() -> None:
     assert differences(attrs.evolve(made, splits=splits), spec()) == ["splits has no intermediate of layers 3"]
     without = tuple(s for s in made.splits if s.axis != "intermediate")
     assert differences(attrs.evolve(made, splits=without), spec()) == ["splits has no intermediate of layers 0-3"]
-    more = tuple(attrs.evolve(s, axis=Axis.EX) if s.axis == "intermediate" else s for s in made.splits)
+    more = tuple(attrs.evolve(s, axis=Axis.EXPERT_INTERMEDIATE) if s.axis == "intermediate" else s for s in made.splits)
     found = differences(attrs.evolve(made, splits=more), spec())
     assert any("cuts expert_intermediate of layers 0-3, which the model does not have" in each for each in found)
 

@@ -39,11 +39,11 @@ def test_more_rows_never_take_less(plan: SplitPlan, more: int) -> None:
 def splits(kv: tuple[int, ...], intermediate: tuple[int, ...], vocab: tuple[int, ...]) -> list[Split]:
     """The cuts of a model of Llama-3.1-8B's sizes."""
     return [
-        Split(axis=Axis.KV, layers="0-31", size=8, unit=1, width=128, bounds=kv),
-        Split(axis=Axis.Q, layers="0-31", size=32, unit=4, width=128, bounds=tuple(4 * b for b in kv)),
-        Split(axis=Axis.ID, layers="0-31", size=14336, unit=128, bounds=intermediate),
-        Split(axis=Axis.VC, size=128256, unit=32, bounds=vocab),
-        Split(axis=Axis.RS, size=4096, unit=32, bounds=(0, 4096, 4096, 4096)),
+        Split(axis=Axis.KV_HEADS, layers="0-31", size=8, unit=1, width=128, bounds=kv),
+        Split(axis=Axis.Q_HEADS, layers="0-31", size=32, unit=4, width=128, bounds=tuple(4 * b for b in kv)),
+        Split(axis=Axis.INTERMEDIATE, layers="0-31", size=14336, unit=128, bounds=intermediate),
+        Split(axis=Axis.VOCAB, size=128256, unit=32, bounds=vocab),
+        Split(axis=Axis.RESIDUAL, size=4096, unit=32, bounds=(0, 4096, 4096, 4096)),
     ]
 
 
@@ -64,7 +64,7 @@ def test_llama_8b_by_hand(layout: str, gathered: int) -> None:
 def test_experts_take_buffers_for_all_that_a_token_is_routed_to() -> None:
     """Mixtral's MLP instead of Llama's: gate and up of two experts, and the rows of one as wide as the stream."""
     request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 2048, "idle")
-    experts = [evolve(s, axis=Axis.EX, width=2) if s.axis is Axis.ID else s for s in CUTS]
+    experts = [evolve(s, axis=Axis.EXPERT_INTERMEDIATE, width=2) if s.axis is Axis.INTERMEDIATE else s for s in CUTS]
     dense, sparse = (workspace_bytes(cuts, "bfloat16", request)[0] for cuts in (CUTS, experts))
     assert sparse - dense == 2048 * 2 * (2 * 9984 + 4096)
 
@@ -114,7 +114,7 @@ def test_every_area_of_any_valid_plan_starts_aligned(plan: SplitPlan) -> None:
         assert all(part % 64 == 0 for part in parts)
         held = [s for s in plan.splits if s.bounds[i] < s.bounds[i + 1]]
         assert (area.control_bytes == 8 * MIB) == bool(held)
-        assert (area.rope_bytes > 0) == any(s.axis is Axis.KV for s in held)
+        assert (area.rope_bytes > 0) == any(s.axis is Axis.KV_HEADS for s in held)
         totals.append(sum(parts))
     assert workspace_bytes(plan.splits, dtype, request) == tuple(totals)
 
@@ -188,7 +188,7 @@ def test_few_rows_pin_room_for_logits_and_a_row_in_each_chunk() -> None:
     """With a row of activations, logits are larger, and the widest row sets the chunk."""
     request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 4, "idle")
     cuts = splits((0, 6, 8, 8), (0, 9984, 14336, 14336), (0, 96000, 300_001, 300_001))
-    wide = [evolve(split, size=300_001) if split.axis is Axis.VC else split for split in cuts]
+    wide = [evolve(split, size=300_001) if split.axis is Axis.VOCAB else split for split in cuts]
     chunk = 300_001 * 8 + 56  # rounded up to 64
     found = pinned_bytes(wide, "float16", request)
     assert (found.buffer_bytes, found.chunk_bytes) == (4 * 300_001 * 4 + 48, chunk)
@@ -219,12 +219,12 @@ def test_one_device_sends_nothing_through_host_memory() -> None:
 def test_a_row_of_any_axis_fits_in_a_chunk() -> None:
     """Also of the heads, where the vocabulary is small."""
     request = Request("reduce", "balanced", Cache("fp16", 8192), 4, 4, "idle")
-    wide = [evolve(split, width=10_000) if split.axis is Axis.Q else split for split in CUTS]
+    wide = [evolve(split, width=10_000) if split.axis is Axis.Q_HEADS else split for split in CUTS]
     assert pinned_bytes(wide, "float16", request).chunk_bytes == 32 * 10_000 * 8
 
 
 @pytest.mark.parametrize(
-    ("axis", "size", "width"), [(Axis.Q, 64, 256), (Axis.KV, 64, 256), (Axis.ID, 14400, 1), (Axis.RS, 20_000, 1)]
+    ("axis", "size", "width"), [(Axis.Q_HEADS, 64, 256), (Axis.KV_HEADS, 64, 256), (Axis.INTERMEDIATE, 14400, 1), (Axis.RESIDUAL, 20_000, 1)]
 )
 def test_the_widest_axis_sets_the_pinned_buffers(axis: Axis, size: int, width: int) -> None:
     """Heads count with their size; a residual stream may be the widest."""
@@ -280,5 +280,5 @@ def test_small_buffers_are_rounded_up_each() -> None:
 def test_a_row_of_float32_always_fits_the_exchange_buffer() -> None:
     """Also of a narrow model and a single row, in a piece for each of many devices, aligned."""
     request = Request("reduce", "balanced", Cache("fp16", 8192), 1, 1, "idle")
-    narrow = [evolve(split, size=576) if split.axis is Axis.RS else split for split in CUTS]
+    narrow = [evolve(split, size=576) if split.axis is Axis.RESIDUAL else split for split in CUTS]
     assert areas(narrow, "bfloat16", request)[0].exchange_bytes == 576 * 4 + 64 * 1024

@@ -37,12 +37,12 @@ SMALL = {
 }
 #: Three devices: one without heads, one without a part of the MLP, one without a part of the vocabulary.
 CUTS = {
-    Axis.KV: (0, 3, 3, 4),
-    Axis.ID: (0, 4, 24, 24),
-    Axis.EX: (0, 4, 24, 24),
-    Axis.LH: (0, 3, 3, 4),
-    Axis.VC: (0, 0, 12, 30),
-    Axis.RS: (0, 8, 32, 64),
+    Axis.KV_HEADS: (0, 3, 3, 4),
+    Axis.INTERMEDIATE: (0, 4, 24, 24),
+    Axis.EXPERT_INTERMEDIATE: (0, 4, 24, 24),
+    Axis.LINEAR_HEADS: (0, 3, 3, 4),
+    Axis.VOCAB: (0, 0, 12, 30),
+    Axis.RESIDUAL: (0, 8, 32, 64),
 }
 
 Found = dict[int, tuple[int | None, tuple[tuple[int, int], ...]]]
@@ -205,7 +205,7 @@ def test_a_plan_that_was_altered_is_refused() -> None:
     """A plan that obeys all rules may still cut an axis of another size."""
     model = small("llama")
     plan = plan_of(model, request_of(), [CUTS[d.axis] for d in demands(model, request_of(), 3).axes])
-    splits = [evolve(s, size=28, bounds=(0, 4, 28, 28)) if s.axis is Axis.ID else s for s in plan.splits]
+    splits = [evolve(s, size=28, bounds=(0, 4, 28, 28)) if s.axis is Axis.INTERMEDIATE else s for s in plan.splits]
     with pytest.raises(tpplan.ModelError, match="cuts 28 intermediate of layer 0, the model has 24"):
         iter_slices(evolve(plan, splits=tuple(splits)), model)
 

@@ -39,10 +39,10 @@ class Axis(StrEnum):
 #: Default units: elements that a cut may not separate, before a model's sizes and weight format are considered
 #: (ExLlamaV2, ``TPContext.define_split``, which has no experts; these are narrow and so have finer units. Nor has it
 #: linear attention, whose heads are like KV heads).
-DEFAULT_UNIT = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 128, Axis.EX: 32, Axis.SX: 32, Axis.LH: 1, Axis.VC: 32, Axis.RS: 32}
+DEFAULT_UNIT = {Axis.KV_HEADS: 1, Axis.Q_HEADS: 1, Axis.INTERMEDIATE: 128, Axis.EXPERT_INTERMEDIATE: 32, Axis.SHARED_INTERMEDIATE: 32, Axis.LINEAR_HEADS: 1, Axis.VOCAB: 32, Axis.RESIDUAL: 32}
 
 #: Fewest units of an axis on a device that holds any (same source).
-MINIMUM_UNITS = {Axis.KV: 1, Axis.Q: 1, Axis.ID: 2, Axis.EX: 1, Axis.SX: 1, Axis.LH: 1, Axis.VC: 16, Axis.RS: 8}
+MINIMUM_UNITS = {Axis.KV_HEADS: 1, Axis.Q_HEADS: 1, Axis.INTERMEDIATE: 2, Axis.EXPERT_INTERMEDIATE: 1, Axis.SHARED_INTERMEDIATE: 1, Axis.LINEAR_HEADS: 1, Axis.VOCAB: 16, Axis.RESIDUAL: 8}
 
 #: Most layers in a config or a plan; more are a mistake or an attack.
 MAX_LAYERS = 10_000

@@ -91,7 +91,7 @@ class Parameter:
             cut = self.out is not None and any(s.axis for s in self.dims[self.out])
             return self.out if cut else None
         for i, dim in enumerate(self.dims):
-            if any(s.axis not in {None, Axis.RS} for s in dim):
+            if any(s.axis not in {None, Axis.RESIDUAL} for s in dim):
                 return i
         return None
 
@@ -171,14 +171,14 @@ class Block:
     def sizes(self) -> Iterator[tuple[Axis, int]]:
         """Yield the axes that this block's layers have, with their sizes in elements."""
         if self.attention:
-            yield Axis.KV, self.attention.kv_heads
-            yield Axis.Q, self.attention.q_heads
+            yield Axis.KV_HEADS, self.attention.kv_heads
+            yield Axis.Q_HEADS, self.attention.q_heads
         if self.linear:
-            yield Axis.LH, self.linear.key_heads
+            yield Axis.LINEAR_HEADS, self.linear.key_heads
         for axis, size in (
-            (Axis.ID, self.intermediate),
-            (Axis.EX, self.expert_intermediate),
-            (Axis.SX, self.shared_intermediate),
+            (Axis.INTERMEDIATE, self.intermediate),
+            (Axis.EXPERT_INTERMEDIATE, self.expert_intermediate),
+            (Axis.SHARED_INTERMEDIATE, self.shared_intermediate),
         ):
             if size:
                 yield axis, size

@@ -33,7 +33,7 @@ HOST_SLOTS = 4
 #: Number of buffers per axis with ``max_rows`` rows as wide as the device's slice, for the current layer: one shared by
 #: queries and attention output, keys and values, gate and up (for experts: for each that a token is routed to). For
 #: linear attention: queries, keys and values, which the convolution replaces in place, the output, and its gate.
-SLICE_BUFFERS = {Axis.Q: 1, Axis.KV: 2, Axis.ID: 2, Axis.EX: 2, Axis.SX: 2, Axis.LH: 5}
+SLICE_BUFFERS = {Axis.Q_HEADS: 1, Axis.KV_HEADS: 2, Axis.INTERMEDIATE: 2, Axis.EXPERT_INTERMEDIATE: 2, Axis.SHARED_INTERMEDIATE: 2, Axis.LINEAR_HEADS: 5}
 #: Additional buffers as wide as the queries if there is linear attention: models with it gate what attention gives. A
 #: plan does not say of others whether they do; afmoe, which does, has to do without.
 GATE_BUFFERS = 1
@@ -135,12 +135,12 @@ def unit_workspace(axis: Axis, unit: int, width: int, group: int, dtype: str, *,
         gated: whether any layer has linear attention.
     """
     item = ITEM_BYTES[dtype]
-    if axis is Axis.VC:
+    if axis is Axis.VOCAB:
         return align(request.batch * unit * LOGIT_BYTES)
     wide = align(request.max_rows * unit * width * item)
     queries = align(request.max_rows * unit * group * width * item)
-    of_queries = (SLICE_BUFFERS[Axis.Q] + GATE_BUFFERS * gated) * queries
-    return SLICE_BUFFERS.get(axis, 0) * wide + (of_queries if axis is Axis.KV else 0)
+    of_queries = (SLICE_BUFFERS[Axis.Q_HEADS] + GATE_BUFFERS * gated) * queries
+    return SLICE_BUFFERS.get(axis, 0) * wide + (of_queries if axis is Axis.KV_HEADS else 0)
 
 
 def rope_workspace(width: int, dtype: str, request: Request) -> int:
@@ -163,19 +163,19 @@ def common_workspace(splits: Iterable[tuple[Axis, int, int]], dtype: str, reques
     sizes = tuple(splits)
     inputs = max((size * width for axis, size, width in sizes if axis in SLICE_BUFFERS), default=0)
     gathered = align(request.max_rows * inputs * ITEM_BYTES[dtype]) if request.layout == "gather" else 0
-    count = FULL_BUFFERS - 1 + EXPERT_BUFFERS * any(axis is Axis.EX for axis, _, _ in sizes)
+    count = FULL_BUFFERS - 1 + EXPERT_BUFFERS * any(axis is Axis.EXPERT_INTERMEDIATE for axis, _, _ in sizes)
     return CONTROL_BYTES + _exchange(sizes, dtype, request) + count * _full_buffer(sizes, dtype, request) + gathered
 
 
 def _full_buffer(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: Request) -> int:
-    hidden = max((size for axis, size, _ in splits if axis is Axis.RS), default=0)
+    hidden = max((size for axis, size, _ in splits if axis is Axis.RESIDUAL), default=0)
     return align(request.max_rows * hidden * ITEM_BYTES[dtype])
 
 
 def _exchange(splits: Iterable[tuple[Axis, int, int]], dtype: str, request: Request) -> int:
     """Return the bytes of the exchange buffer; one row of float32 always fits, in an aligned piece per device."""
     sizes = tuple(splits)
-    hidden = max((size for axis, size, _ in sizes if axis is Axis.RS), default=0)
+    hidden = max((size for axis, size, _ in sizes if axis is Axis.RESIDUAL), default=0)
     return max(_full_buffer(sizes, dtype, request), align(hidden * LOGIT_BYTES) + SPARE_BYTES)
 
 
@@ -188,21 +188,21 @@ def areas(splits: Sequence[Split], dtype: str, request: Request) -> tuple[Areas,
         request: the request that the plan answers.
     """
     # Layers with the same cut of the query heads may have different cuts of the KV heads.
-    queries = {layer: s.size for s in splits if s.axis is Axis.Q for layer in parse_layers(s.layers)}
+    queries = {layer: s.size for s in splits if s.axis is Axis.Q_HEADS for layer in parse_layers(s.layers)}
     sizes = [(s.axis, s.size, s.width) for s in splits]
-    gated = any(s.axis is Axis.LH for s in splits)
+    gated = any(s.axis is Axis.LINEAR_HEADS for s in splits)
     exchange = _exchange(sizes, dtype, request)
     scratch = common_workspace(sizes, dtype, request) - CONTROL_BYTES - exchange
     count = len(splits[0].bounds) - 1
     slices, ropes = [0] * count, [0] * count
     for split in splits:
-        if split.axis is Axis.Q:
+        if split.axis is Axis.Q_HEADS:
             continue
-        group = queries[min(parse_layers(split.layers))] // split.size if split.axis is Axis.KV else 0
+        group = queries[min(parse_layers(split.layers))] // split.size if split.axis is Axis.KV_HEADS else 0
         each = unit_workspace(split.axis, split.unit, split.width, group, dtype, request=request, gated=gated)
         for held in slices_of(split.bounds):
             slices[held.device] += each * unit_count(held.end - held.start, split.unit)
-            if split.axis is Axis.KV:
+            if split.axis is Axis.KV_HEADS:
                 ropes[held.device] += rope_workspace(split.width, dtype, request)
     used = _used(splits)
     return tuple(
@@ -233,8 +233,8 @@ def slot_bytes(devices_in_use: int) -> int:
 
 def pinned_bytes(splits: Sequence[Split], dtype: str, request: Request) -> Pinned:
     """Return the sizes of the host memory that the executor pins; for the arguments see :func:`areas`."""
-    vocab = max((s.size for s in splits if s.axis is Axis.VC), default=0)
-    widest = max((s.size * s.width for s in splits if s.axis is not Axis.VC), default=0)
+    vocab = max((s.size for s in splits if s.axis is Axis.VOCAB), default=0)
+    widest = max((s.size * s.width for s in splits if s.axis is not Axis.VOCAB), default=0)
     message = align(request.max_rows * widest * ITEM_BYTES[dtype])
     used = _used(splits)
     groups = {used, *(frozenset(held.device for held in slices_of(s.bounds)) for s in splits)}

@@ -146,15 +146,15 @@ class Forward:
         """Return the embeddings of tokens: the sum over devices, each with zeros for tokens that others hold."""
         ids = dict(zip(self.context.devices, tokens, strict=True))
         parts = []
-        for part in self.context.split(Axis.VC):
+        for part in self.context.split(Axis.VOCAB):
             size = part.end - part.start
             local = ids[part.device] - part.start
             own = local.clamp(0, size - 1)
             x_RD = functional.embedding(own, self.weights[part.device]["model.embed_tokens.weight"])
             parts.append(x_RD.mul_((own == local)[:, None]))
-        hidden = self.context.plan.split(Axis.RS).size
+        hidden = self.context.plan.split(Axis.RESIDUAL).size
         out = None if parts else room_for(self.context, len(tokens[0]), hidden, self.context.dtype)
-        xs = self.context.all_reduce(parts, axis=Axis.VC, out=out)
+        xs = self.context.all_reduce(parts, axis=Axis.VOCAB, out=out)
         return xs if self._embedding_scale == 1 else tuple(x.mul_(self._embedding_scale) for x in xs)
 
     def logits(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -164,7 +164,7 @@ class Forward:
             xs: rows on each device in use.
         """
         cap, logits = self.settings.logit_cap, []
-        for device in self.context.devices_of(Axis.VC):
+        for device in self.context.devices_of(Axis.VOCAB):
             y_RV = self.stack.normed(xs, device, "model.norm", self._head)
             logits.append(y_RV if cap is None else y_RV.div_(cap).tanh_().mul_(cap))
         return tuple(logits)

@@ -155,7 +155,7 @@ def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
     Raises:
         RequestError: they are not, such as a string or numbers out of range.
     """
-    size, hint = plan.split(Axis.VC).size, "give the numbers that the model's own tokenizer makes of a text"
+    size, hint = plan.split(Axis.VOCAB).size, "give the numbers that the model's own tokenizer makes of a text"
     try:
         listed = list(tokens[:])
     except (TypeError, LookupError):  # such as from a number or an iterator

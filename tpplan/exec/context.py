@@ -341,7 +341,7 @@ class ContextMemory:
         """
         with self._guard:
             rows = self.plan.request.sequence_tokens if positions is None else positions
-            heads = [split.bounds for split in self.plan.splits if split.axis is Axis.KV]
+            heads = [split.bounds for split in self.plan.splits if split.axis is Axis.KV_HEADS]
             holders = [d for d in self.devices.values() if any(b[d.index] < b[d.index + 1] for b in heads)]
             for device in holders:
                 device.check_rope_tables(rope, rows, self.dtype)

@@ -273,7 +273,7 @@ def explain(
 
 def _operations(plan: SplitPlan, devices: tuple[int, ...]) -> Iterator[tuple[str, str, Operation]]:
     """Yield every operation on every axis, as its name, the name of the axis, and the operation."""
-    stream = plan.split(Axis.RS).size
+    stream = plan.split(Axis.RESIDUAL).size
     slices = {
         axis: tuple((x.device, x.start * split.width, x.end * split.width) for x in slices_of(split.bounds))
         for axis, split in cuts(plan).items()

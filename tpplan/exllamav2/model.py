@@ -105,7 +105,7 @@ def read_numbers(config: Any) -> Numbers:
     return Numbers(
         hidden=hidden,
         intermediate=_count(config, "intermediate_size"),
-        vocab=unit_count(_count(config, "vocab_size"), DEFAULT_UNIT[Axis.VC]) * DEFAULT_UNIT[Axis.VC],
+        vocab=unit_count(_count(config, "vocab_size"), DEFAULT_UNIT[Axis.VOCAB]) * DEFAULT_UNIT[Axis.VOCAB],
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=_count(config, "head_dim", hidden // q_heads),
@@ -168,10 +168,10 @@ def read_spec(model: Any, numbers: Numbers, context: int) -> ModelSpec:
                 *_parameters(
                     "attention",
                     attention,
-                    (Axis.KV, n.q_heads + 2 * n.kv_heads, n.kv_heads),
-                    (Axis.RS, n.q_heads, n.hidden),
+                    (Axis.KV_HEADS, n.q_heads + 2 * n.kv_heads, n.kv_heads),
+                    (Axis.RESIDUAL, n.q_heads, n.hidden),
                 ),
-                *_parameters("mlp", mlp, (Axis.ID, 2, n.intermediate), (Axis.RS, 1, n.hidden)),
+                *_parameters("mlp", mlp, (Axis.INTERMEDIATE, 2, n.intermediate), (Axis.RESIDUAL, 1, n.hidden)),
                 norm,
                 norm,
             ),
@@ -191,7 +191,7 @@ def read_spec(model: Any, numbers: Numbers, context: int) -> ModelSpec:
         weight_format="EXL2",
         parameter_count=sum(count * size for count, size in sizes.values()) // _ITEM_BYTES,
         blocks=blocks,
-        parameters=(*_parameters("head", stored["head"][0], (Axis.VC, 1, n.vocab)), norm),
+        parameters=(*_parameters("head", stored["head"][0], (Axis.VOCAB, 1, n.vocab)), norm),
         gather_only="ExLlamaV2 cuts every matrix by its outputs",
     )
 

@@ -43,19 +43,19 @@ _ITEM = ITEM_BYTES[DTYPE]
 #: What each layer slices for all rows at once: as wide as an axis on all of its devices, and as wide as their parts.
 #: Attention does so where its output matrix is cut by query heads, and where it is cut by residual columns.
 _LAYERS = (
-    ((Axis.Q, Axis.Q, Axis.Q), (Axis.Q, Axis.KV, Axis.KV, Axis.Q)),
-    ((Axis.RS, Axis.RS, Axis.Q), (Axis.Q, Axis.KV, Axis.KV, Axis.RS)),
-    ((Axis.RS, Axis.RS, Axis.ID), (Axis.ID, Axis.ID, Axis.RS)),
+    ((Axis.Q_HEADS, Axis.Q_HEADS, Axis.Q_HEADS), (Axis.Q_HEADS, Axis.KV_HEADS, Axis.KV_HEADS, Axis.Q_HEADS)),
+    ((Axis.RESIDUAL, Axis.RESIDUAL, Axis.Q_HEADS), (Axis.Q_HEADS, Axis.KV_HEADS, Axis.KV_HEADS, Axis.RESIDUAL)),
+    ((Axis.RESIDUAL, Axis.RESIDUAL, Axis.INTERMEDIATE), (Axis.INTERMEDIATE, Axis.INTERMEDIATE, Axis.RESIDUAL)),
 )
 
 #: The layers' matrices: the axis of the inputs, whole, and the one of the outputs, cut.
 _MATRICES = (
-    (Axis.RS, Axis.Q),
-    (Axis.RS, Axis.KV),
-    (Axis.Q, Axis.Q),
-    (Axis.Q, Axis.RS),
-    (Axis.RS, Axis.ID),
-    (Axis.ID, Axis.RS),
+    (Axis.RESIDUAL, Axis.Q_HEADS),
+    (Axis.RESIDUAL, Axis.KV_HEADS),
+    (Axis.Q_HEADS, Axis.Q_HEADS),
+    (Axis.Q_HEADS, Axis.RESIDUAL),
+    (Axis.RESIDUAL, Axis.INTERMEDIATE),
+    (Axis.INTERMEDIATE, Axis.RESIDUAL),
 )
 
 
@@ -82,9 +82,9 @@ def rows_with_scratch(plan: SplitPlan, numbers: Numbers, reserved: int | None) -
 
 def _need(plan: SplitPlan, numbers: Numbers, device: int, reserved: int | None) -> int:
     """Return the bytes of the hungriest layer on a device."""
-    heads = {Axis.Q: numbers.head_dim, Axis.KV: numbers.head_dim}
+    heads = {Axis.Q_HEADS: numbers.head_dim, Axis.KV_HEADS: numbers.head_dim}
     whole, part = {}, {}
-    for axis in (Axis.KV, Axis.ID, Axis.RS, Axis.Q):
+    for axis in (Axis.KV_HEADS, Axis.INTERMEDIATE, Axis.RESIDUAL, Axis.Q_HEADS):
         bounds, width = plan.bounds(axis), heads.get(axis, 1)
         whole[axis], part[axis] = bounds[-1] * width, (bounds[device + 1] - bounds[device]) * width
     if reserved is None:
@@ -129,7 +129,7 @@ def make_streams(places: Iterable[torch.device]) -> None:
 
 
 #: The axes by the original's numbers.
-AXES = (Axis.KV, Axis.ID, Axis.VC, Axis.RS, Axis.Q)
+AXES = (Axis.KV_HEADS, Axis.INTERMEDIATE, Axis.VOCAB, Axis.RESIDUAL, Axis.Q_HEADS)
 
 #: What makes room for more rows.
 MORE_ROWS = "set a larger max_input_len or max_batch_size in the config"

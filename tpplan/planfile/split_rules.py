@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: No model comes near: every layer cut in its own way is seven splits a layer.
 MOST_SPLITS = 4096
 
-_OUTSIDE = frozenset({Axis.VC, Axis.RS})
+_OUTSIDE = frozenset({Axis.VOCAB, Axis.RESIDUAL})
 _AXIS_ORDER = {axis: i for i, axis in enumerate(Axis)}
 
 
@@ -123,7 +123,7 @@ def alike_together(plan: SplitPlan) -> Iterator[Finding]:
 
 def outer_axes_once(plan: SplitPlan) -> Iterator[Finding]:
     """Vocab and residual are split exactly once."""
-    for axis in (Axis.VC, Axis.RS):
+    for axis in (Axis.VOCAB, Axis.RESIDUAL):
         count = sum(split.axis == axis for split in plan.splits)
         if count != 1:
             yield "splits", f"has {count} entries for {axis}, expected 1"
@@ -140,10 +140,10 @@ def split_order(plan: SplitPlan) -> Iterator[Finding]:
 
 def query_follows_kv(plan: SplitPlan) -> Iterator[Finding]:
     """Query heads are cut where their KV heads are, times the group size."""
-    of_layer = {n: i for i, s in enumerate(plan.splits) if s.axis == Axis.KV for n in _layers(s.layers) or ()}
+    of_layer = {n: i for i, s in enumerate(plan.splits) if s.axis == Axis.KV_HEADS for n in _layers(s.layers) or ()}
     alone = set(of_layer)
     for i, q in enumerate(plan.splits):
-        layers = (_layers(q.layers) or frozenset()) if q.axis == Axis.Q else frozenset()
+        layers = (_layers(q.layers) or frozenset()) if q.axis == Axis.Q_HEADS else frozenset()
         alone -= layers
         if missing := layers - of_layer.keys():
             yield f"splits[{i}].layers", f"splits q_heads of layer {min(missing)}, which has no kv_heads"
@@ -166,7 +166,7 @@ def replicas_where_asked(plan: SplitPlan) -> Iterator[Finding]:
     for i, split in enumerate(plan.splits):
         if split.replicas <= 1:
             continue
-        if split.axis != Axis.KV:
+        if split.axis != Axis.KV_HEADS:
             yield f"splits[{i}].replicas", f"is {split.replicas}, but {split.axis} is never repeated"
         elif plan.request.kv != "replicate":
             yield f"splits[{i}].replicas", f"is {split.replicas}, but the request's kv is {plan.request.kv!r}"

@@ -161,7 +161,7 @@ def _with_one(item: Item, host: Bin) -> Bin:
 def _item(demand: Demand, strategy: str) -> Item:
     unit, kept = demand.unit_cost(), demand.fixed_cost()
     minimum = minimum_units(demand.axis, demand.size, demand.unit)
-    attention = demand.axis in {Axis.KV, Axis.LH}
+    attention = demand.axis in {Axis.KV_HEADS, Axis.LINEAR_HEADS}
     if strategy == "latency":
         return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.reads, kept.reads, attention)
     return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.bytes, kept.bytes, attention)
@@ -189,8 +189,8 @@ def splits_of(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tupl
             axis=d.axis, layers=d.layers, size=d.size, unit=d.unit, width=d.width, replicas=d.replicas, bounds=cuts
         )
         found.append(split)
-        if d.axis is Axis.KV:
+        if d.axis is Axis.KV_HEADS:
             heads = tuple(cut * d.group for cut in cuts)
             size, unit = d.size * d.group, d.unit * d.group
-            found.append(evolve(split, axis=Axis.Q, size=size, unit=unit, replicas=1, bounds=heads))
+            found.append(evolve(split, axis=Axis.Q_HEADS, size=size, unit=unit, replicas=1, bounds=heads))
     return tuple(sorted(found, key=lambda split: list(Axis).index(split.axis)))

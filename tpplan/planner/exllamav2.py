@@ -69,7 +69,7 @@ def exllamav2_counts(
     budgets = [device.budget_bytes / _MIB for device in devices]
     left, rows = budgets, {}
     for i, demand in enumerate(wanted.axes):
-        if demand.axis is Axis.KV:
+        if demand.axis is Axis.KV_HEADS:
             rows[i] = integer_split(demand.units, budgets)
             heads = demand.head.cache * demand.size // demand.replicas
             cache = demand.split.cache + demand.kept.cache + heads
@@ -77,7 +77,7 @@ def exllamav2_counts(
     if not any(left):
         return None
     for i, demand in enumerate(wanted.axes):
-        if demand.axis is not Axis.KV:
+        if demand.axis is not Axis.KV_HEADS:
             rows[i] = integer_split(demand.units, left, minimum_units(demand.axis, demand.size, demand.unit))
     return tuple(tuple(rows[i]) for i in sorted(rows))
 
@@ -89,5 +89,5 @@ def _attention_bytes(model: ModelSpec, layers: str) -> Iterator[int]:
         size = 0
         for parameter in block.parameters:
             axes = {parameter.home, *(segment.axis for dim in parameter.dims for segment in dim)}
-            size += parameter.bytes if axes & {Axis.KV, Axis.Q} else 0
+            size += parameter.bytes if axes & {Axis.KV_HEADS, Axis.Q_HEADS} else 0
         yield from [size] * len(wanted & {*block.layers})

@@ -115,7 +115,7 @@ def demands(
         cut_of: for an axis and a layer, which of several cuts of this axis is that of the layer; equal for all
             layers of a block. By default, layers in which the axis has the same sizes share a cut.
     """
-    shared = {Axis.VC: _Group(Axis.VC, model.vocab_size), Axis.RS: _Group(Axis.RS, model.hidden_size)}
+    shared = {Axis.VOCAB: _Group(Axis.VOCAB, model.vocab_size), Axis.RESIDUAL: _Group(Axis.RESIDUAL, model.hidden_size)}
     groups: dict[tuple[Hashable, ...], _Group] = {(axis,): group for axis, group in shared.items()}
     common = Cost()
     for block in model.blocks:
@@ -125,35 +125,35 @@ def demands(
             own[axis] = groups.setdefault(key, group)
             own[axis].layers.extend(block.layers)
         if block.attention:
-            _add_cache(own[Axis.KV], block.attention, len(block.layers), request)
+            _add_cache(own[Axis.KV_HEADS], block.attention, len(block.layers), request)
         if block.linear:
             heads = block.linear.key_heads * len(block.layers) * request.batch
             state = heads * _state_bytes(block.linear, model.dtype)
-            own[Axis.LH].split += Cost(cache=state, reads=state)
+            own[Axis.LINEAR_HEADS].split += Cost(cache=state, reads=state)
         for parameter in block.parameters:
             common += _charge(own, parameter, block, request.layout)
     for parameter in model.parameters:
         common += _charge(shared, parameter, None, request.layout)
-    gated = any(group.axis is Axis.LH for group in groups.values())
+    gated = any(group.axis is Axis.LINEAR_HEADS for group in groups.values())
     axes = tuple(_demand(g, model.dtype, request, gated=gated) for g in sorted(groups.values(), key=_order))
     sizes = [(d.axis, d.size, d.width) for d in axes]
-    sizes += [(Axis.Q, d.size * d.group, d.width) for d in axes if d.axis is Axis.KV]
+    sizes += [(Axis.Q_HEADS, d.size * d.group, d.width) for d in axes if d.axis is Axis.KV_HEADS]
     return Demands(axes, common + Cost(workspace=common_workspace(sizes, model.dtype, request)))
 
 
 def _layer_groups(block: Block, request: Request, devices: int) -> Iterator[tuple[Axis, _Group]]:
     """Yield the axes of a block's layers, each with a new group; the KV heads' group includes the query heads."""
     for axis, size in block.sizes():
-        if axis is Axis.KV and block.attention:
+        if axis is Axis.KV_HEADS and block.attention:
             heads = block.attention
             repeat = replicas(heads, devices) if request.kv == "replicate" else 1
             width = max(heads.head_dim, heads.v_head_dim)
             yield axis, _Group(axis, size * repeat, width, heads.q_heads // (size * repeat), repeat)
-        elif axis is Axis.LH and block.linear:
+        elif axis is Axis.LINEAR_HEADS and block.linear:
             width = max(block.linear.key_head_dim, block.linear.group * block.linear.value_head_dim)
             yield axis, _Group(axis, size, width)
-        elif axis is not Axis.Q:
-            yield axis, _Group(axis, size, block.experts_per_token if axis is Axis.EX else 1)
+        elif axis is not Axis.Q_HEADS:
+            yield axis, _Group(axis, size, block.experts_per_token if axis is Axis.EXPERT_INTERMEDIATE else 1)
 
 
 def replicas(attention: Attention, devices: int) -> int:
@@ -184,12 +184,12 @@ def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, 
     for segment in segments:
         cost = _weights(parameter, parameter.bytes * layers * segment.length // length, block)
         payer = segment.axis or parameter.home
-        group = own.get(Axis.KV if payer is Axis.Q else payer) if payer else None
+        group = own.get(Axis.KV_HEADS if payer is Axis.Q_HEADS else payer) if payer else None
         if group is None:
             common += cost
         elif segment.axis is None:
             group.kept += cost
-        elif segment.axis is Axis.KV:
+        elif segment.axis is Axis.KV_HEADS:
             group.add_heads(cost)
             heads = segment.unit(group.size // group.replicas)
             group.units.add(heads * group.replicas if heads > 1 else 1)  # any replica is a whole head
@@ -204,7 +204,7 @@ def _weights(parameter: Parameter, size: int, block: Block | None) -> Cost:
     if parameter.lookup:
         return Cost(weights=size)
     axes = {segment.axis for dim in parameter.dims for segment in dim}
-    if block and block.experts and Axis.EX in axes:
+    if block and block.experts and Axis.EXPERT_INTERMEDIATE in axes:
         return Cost(weights=size, reads=-(-size * block.experts_per_token // block.experts))
     return Cost(weights=size, reads=size)
 
@@ -216,7 +216,7 @@ def _order(group: _Group) -> tuple[int, int, int]:
 def _demand(group: _Group, dtype: str, request: Request, *, gated: bool) -> Demand:
     unit = axis_unit(group.axis, group.size, group.units)
     rows = unit_workspace(group.axis, unit, group.width, group.group, dtype, request=request, gated=gated)
-    tables = rope_workspace(group.width, dtype, request) if group.axis is Axis.KV else 0
+    tables = rope_workspace(group.width, dtype, request) if group.axis is Axis.KV_HEADS else 0
     return Demand(
         axis=group.axis,
         layers=format_layers(group.layers) if group.layers else "",
@@ -244,7 +244,7 @@ def axis_unit(axis: Axis, size: int, units: Iterable[int] = ()) -> int:
         units: units of the tensor dimensions that the axis cuts, see :meth:`~tpplan.core.model.Segment.unit`.
     """
     unit = DEFAULT_UNIT[axis]
-    if axis is not Axis.VC:
+    if axis is not Axis.VOCAB:
         unit = power_of_two_unit(size, unit)
     return min(size, lcm(unit, *units))
 

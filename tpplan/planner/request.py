@@ -98,7 +98,7 @@ def _check_beyond(model: ModelSpec, asked: Request, sequence: int) -> None:
     told = f"{tokens} cache tokens for {batch} sequences, " if split else ""
     message = f"{told}{sequence} tokens per sequence{',' if split else ''} are more than the {most} that {model.name}"
     hint = f"ask for at most {most} per sequence"
-    if any(p.lookup and all(s.axis is not Axis.VC for s in p.dims[0]) for p in model.parameters):
+    if any(p.lookup and all(s.axis is not Axis.VOCAB for s in p.dims[0]) for p in model.parameters):
         raise RequestError(f"{message} has positions for", hint)
     if not asked.beyond:
         raise RequestError(f"{message} was made for", f"{hint}, or go beyond at your own risk: --beyond, beyond=True")

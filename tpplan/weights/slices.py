@@ -80,7 +80,7 @@ def iter_slices(plan: SplitPlan, model: ModelSpec) -> Iterator[TensorSlice]:
         raise ModelError(
             f"the plan for {plan.model.name} is for {plan.model.fingerprint}, this model is {given}", _HINT
         )
-    outside = ((Axis.VC, model.vocab_size), (Axis.RS, model.hidden_size))
+    outside = ((Axis.VOCAB, model.vocab_size), (Axis.RESIDUAL, model.hidden_size))
     cuts = _Cuts.of(plan, outside, None)
     held = [cuts.held(parameter, parameter.name) for parameter in model.parameters]
     blocks = {layer: block for block in model.blocks for layer in block.layers}

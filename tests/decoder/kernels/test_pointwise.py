@@ -46,7 +46,7 @@ def said(directory: Path, plan: SplitPlan) -> list[torch.Tensor]:
         logits.append(decoder.read([Prompt([i, 5, 7 * i][: i % 3 + 1], i) for i in (0, 2, 5, 7)]))
         tokens, positions = ([x] * everywhere for x in (torch.arange(BATCH), torch.tensor([1, 79, 3, 0, 0, 3, 0, 2])))
         logits.append(decoder.decode(tokens, positions))
-        found = [context.gather(each, Axis.VC).tensor.clone() for each in logits]
+        found = [context.gather(each, Axis.VOCAB).tensor.clone() for each in logits]
         stored = [heads.cache._store._parts for layer in decoder.stack.heads for heads in layer.values()]
         return [*found, *(part.clone() for parts in stored for part in parts)]
 

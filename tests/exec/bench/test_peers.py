@@ -120,5 +120,5 @@ def test_every_slice_counts(context: TPContext) -> None:
     """Operands are the plan's own slices: uneven, and none for a device that has none."""
     cases = Cases(context)
     assert [part.shape for part in cases.make("allgather", 2).inputs] == [
-        (2, s.end - s.start) for s in context.split(Axis.RS)
+        (2, s.end - s.start) for s in context.split(Axis.RESIDUAL)
     ]

@@ -168,7 +168,7 @@ def test_a_peer_that_fails_ends_nothing(error: Exception, monkeypatch: pytest.Mo
 
 def test_an_even_cut_has_none_beside_it() -> None:
     """Slices that differ by a unit are even, and those of a single device."""
-    rs = UNEVEN.split(Axis.RS)
+    rs = UNEVEN.split(Axis.RESIDUAL)
     even = evolve(rs, bounds=(0, 14, 14, 27, 40))
     plan = budgeted(evolve(UNEVEN, splits=tuple(even if each is rs else each for each in UNEVEN.splits)))
     for one in (plan, ALONE):
@@ -186,7 +186,7 @@ def test_the_even_plan(plan: SplitPlan) -> None:
     if even is None:
         return
     verify(even)
-    before, after = plan.split(Axis.RS), even.split(Axis.RS)
+    before, after = plan.split(Axis.RESIDUAL), even.split(Axis.RESIDUAL)
     widths = [[b - a for a, b in pairwise(split.bounds)] for split in (before, after)]
     assert [width > 0 for width in widths[0]] == [width > 0 for width in widths[1]]
     assert (sum(widths[1]), after.size) == (before.size, before.size)

@@ -107,7 +107,7 @@ class Asked:
             return {INPUT: widths}, dict.fromkeys(to, size)
         if self.name == "add_residual":
             return {INPUT: dict.fromkeys(widths, size) if self.extra else widths}, widths
-        hidden = plan.split(Axis.RS).size
+        hidden = plan.split(Axis.RESIDUAL).size
         sums = dict.fromkeys(everywhere, hidden)
         return {INPUT: dict.fromkeys(widths, hidden), **({RESIDUAL: sums} if self.extra else {})}, sums
 

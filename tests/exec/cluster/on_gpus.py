@@ -84,12 +84,12 @@ class Caller:
     def allgather(self, rows: int, dtype: torch.dtype) -> None:
         """Concatenate the parts of an axis."""
         whole = self._whole(rows, dtype)
-        self._check(self.ctx.allgather(self._parts(whole), Axis.RS), whole)
+        self._check(self.ctx.allgather(self._parts(whole), Axis.RESIDUAL), whole)
 
     def gather(self, rows: int, dtype: torch.dtype) -> None:
         """Concatenate the parts of an axis in host memory, that of every process."""
         whole = self._whole(rows, dtype)
-        self._check([self.ctx.gather(self._parts(whole), Axis.RS).tensor], whole)
+        self._check([self.ctx.gather(self._parts(whole), Axis.RESIDUAL).tensor], whole)
 
     def broadcast(self, rows: int, dtype: torch.dtype) -> None:
         """Copy a tensor of any device, or of the host, to all."""
@@ -99,8 +99,8 @@ class Caller:
     def scatter(self, rows: int, dtype: torch.dtype) -> None:
         """Cut a tensor of any device, or of the host."""
         source, whole = self.random.choice((*self.ctx.all_devices, HOST)), self._whole(rows, dtype)
-        found = self.ctx.scatter(self._given(whole, source), Axis.RS, source=source)
-        for part, slice_ in zip(found, self.ctx.split(Axis.RS), strict=True):
+        found = self.ctx.scatter(self._given(whole, source), Axis.RESIDUAL, source=source)
+        for part, slice_ in zip(found, self.ctx.split(Axis.RESIDUAL), strict=True):
             self._check([part], whole[:, slice_.start : slice_.end])
 
     def _whole(self, rows: int, dtype: torch.dtype) -> Tensor:
@@ -109,7 +109,7 @@ class Caller:
         return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(self.made)).to(dtype)
 
     def _parts(self, whole: Tensor) -> list[Tensor]:
-        return [whole[:, s.start : s.end].to(self.place) for s in self.ctx.split(Axis.RS)]
+        return [whole[:, s.start : s.end].to(self.place) for s in self.ctx.split(Axis.RESIDUAL)]
 
     def _given(self, whole: Tensor, source: int) -> Tensor:
         if source == HOST:
@@ -177,7 +177,7 @@ def decoder() -> None:
             with compile_plan(plan, group=distributed.group.WORLD, scratch=False) as ctx:
                 made = Decoder(ctx, where[0], load_weights(plan, where[0], ctx))
                 prepare(made)
-                logits = ctx.gather(made.prefill(range(5, 50)), Axis.VC).tensor.float().clone()
+                logits = ctx.gather(made.prefill(range(5, 50)), Axis.VOCAB).tensor.float().clone()
                 steps = made.steps(1)
                 tokens = steps.start([[*range(5, 50)]], Sampling())
                 tokens += [token for _ in range(20) for token in steps.step()]
@@ -190,7 +190,7 @@ def decoder() -> None:
             plan = tpplan.plan(tpplan.read_model(where[0]), [tpplan.Device(name="one", budget_bytes=2**35)])
             with compile_plan(plan, scratch=False) as ctx:
                 alone = Decoder(ctx, where[0], load_weights(plan, where[0], ctx))
-                truth = ctx.gather(alone.prefill(range(5, 50)), Axis.VC).tensor.float()
+                truth = ctx.gather(alone.prefill(range(5, 50)), Axis.VOCAB).tensor.float()
             for logits in said:
                 assert torch.cosine_similarity(logits, truth).item() > 0.999
         distributed.barrier()

@@ -41,7 +41,7 @@ _PATIENCE, _IMPATIENCE = timedelta(seconds=60), timedelta(seconds=5)
 #: After how many seconds a process ends in any case.
 _LIFETIME_S = 150
 
-_RS = Axis.RS
+_RS = Axis.RESIDUAL
 
 
 def tensors(ctx: TPContext, columns: int, seed: int) -> dict[int, torch.Tensor]:
@@ -67,7 +67,7 @@ def results(ctx: TPContext) -> dict[str, dict[str, Any]]:
         "broadcast": ctx.broadcast(x, source=2),
         "broadcast from the host": ctx.broadcast(hidden, source=HOST),
         "scatter": ctx.scatter(x, _RS, source=2),
-        "scatter from the host": ctx.scatter(hidden, Axis.ID, source=HOST),
+        "scatter from the host": ctx.scatter(hidden, Axis.INTERMEDIATE, source=HOST),
         "allgather": ctx.allgather(parts, _RS),
         "all_reduce": ctx.all_reduce([*wholes.values()], [residual] * len(wholes)),
         "all_reduce in place": ctx.all_reduce([*wholes.values()], out=[*wholes.values()]),

@@ -46,7 +46,7 @@ def test_a_context_has_the_slices_and_the_memory_of_its_own_devices() -> None:
             sizes = {d: device.arena.free_bytes for d, device in alone.devices.items() if d in own}
             ctx.reserve_scratch(sizes)
             tables = [
-                alone.devices[d].rope_tables(ROPE, 16, alone.dtype) for d in alone.devices_of(Axis.KV) if d in own
+                alone.devices[d].rope_tables(ROPE, 16, alone.dtype) for d in alone.devices_of(Axis.KV_HEADS) if d in own
             ]
             found = ctx.rope_tables(ROPE)
             assert len(found) == len(tables)
@@ -54,7 +54,7 @@ def test_a_context_has_the_slices_and_the_memory_of_its_own_devices() -> None:
             assert ctx.channel(8) is None
             assert [way.operation for way in ctx.explain().ways] == [way.operation for way in alone.explain().ways]
             with pytest.raises(RequestError):
-                ctx.split(Axis.EX)
+                ctx.split(Axis.EXPERT_INTERMEDIATE)
 
 
 def test_a_context_that_owns_everything_finds_the_source() -> None:

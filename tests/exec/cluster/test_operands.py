@@ -64,17 +64,17 @@ MISTAKES: dict[str, tuple[int, Call, str]] = {
     ),
     "a part of an axis of which it has none": (
         1,
-        lambda c, t: c.gather([t(2, 3)], Axis.KV),
+        lambda c, t: c.gather([t(2, 3)], Axis.KV_HEADS),
         "gather: parts: 1 tensors, expected none in this process",
     ),
     "a part where it has nothing at all": (
         1,
-        lambda c, t: c.allgather([t(2, 3)], Axis.KV, Axis.KV),
+        lambda c, t: c.allgather([t(2, 3)], Axis.KV_HEADS, Axis.KV_HEADS),
         "allgather: parts: 1 tensors, expected none in this process",
     ),
     "an output where it has nothing at all": (
         1,
-        lambda c, t: c.allgather([], Axis.KV, Axis.KV, out=[t(2, 5)]),
+        lambda c, t: c.allgather([], Axis.KV_HEADS, Axis.KV_HEADS, out=[t(2, 5)]),
         "allgather: out: 1 tensors, expected none in this process",
     ),
     "addends of all devices": (
@@ -104,7 +104,7 @@ MISTAKES: dict[str, tuple[int, Call, str]] = {
     ),
     "a sum where it has nothing at all": (
         1,
-        lambda c, t: c.add_residual([t(2, 3)], [t(2, 3)], Axis.KV),
+        lambda c, t: c.add_residual([t(2, 3)], [t(2, 3)], Axis.KV_HEADS),
         "add_residual: target: 1 tensors, expected none in this process",
     ),
     "a tensor for parts": (
@@ -114,27 +114,27 @@ MISTAKES: dict[str, tuple[int, Call, str]] = {
     ),
     "a tensor for parts that it has none of": (
         1,
-        lambda c, t: c.allgather(untyped(t(2, 40)), Axis.KV, Axis.KV),
+        lambda c, t: c.allgather(untyped(t(2, 40)), Axis.KV_HEADS, Axis.KV_HEADS),
         "allgather: parts: Tensor, expected none in this process",
     ),
     "a tensor for outputs that tell the rows": (
         1,
-        lambda c, t: c.allgather([], Axis.KV, out=untyped(t(2, 5))),
+        lambda c, t: c.allgather([], Axis.KV_HEADS, out=untyped(t(2, 5))),
         "allgather: out: Tensor, expected",
     ),
     "a tensor for residuals that tell the rows": (
         1,
-        lambda c, t: c.all_reduce([], untyped(t(2, 40)), axis=Axis.KV),
+        lambda c, t: c.all_reduce([], untyped(t(2, 40)), axis=Axis.KV_HEADS),
         "all_reduce: residual: Tensor, expected",
     ),
     "a residual that is no tensor": (
         1,
-        lambda c, _: c.all_reduce([], untyped([[1.0]]), axis=Axis.KV),
+        lambda c, _: c.all_reduce([], untyped([[1.0]]), axis=Axis.KV_HEADS),
         r"all_reduce: residual\[0\].* is list, expected a tensor",
     ),
     "outputs of integers for a sum": (
         1,
-        lambda c, t: c.all_reduce([], axis=Axis.KV, out=[t(2, 40, dtype=torch.int32)]),
+        lambda c, t: c.all_reduce([], axis=Axis.KV_HEADS, out=[t(2, 40, dtype=torch.int32)]),
         "has dtype int32, which is not added up",
     ),
     "scratch of another process's device": (

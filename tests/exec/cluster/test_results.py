@@ -48,7 +48,7 @@ def test_any_calls_of_any_plan(data: st.DataObject) -> None:
     own = data.draw(shares(used(plan)))
     asked = data.draw(st.lists(calls(plan), min_size=1, max_size=3))
     if any(each.name == "all_reduce" for each in asked):  # a narrower model leaves no room for a row of float32
-        assume(plan.split(Axis.RS).size >= 64 or plan in PLANS.values())
+        assume(plan.split(Axis.RESIDUAL).size >= 64 or plan in PLANS.values())
     check(plan, own, asked, data.draw(st.integers(0, 99)))
 
 
@@ -73,7 +73,7 @@ def test_sums_may_be_written_over_parts_and_residuals() -> None:
         for rows in (1, 5, MAX_ROWS):
             asked = [
                 Asked(name="all_reduce", axis=axis, layer=layer, lead=(rows,), dtype=dtype, out=out)
-                for axis in (Axis.RS, Axis.ID)
+                for axis in (Axis.RESIDUAL, Axis.INTERMEDIATE)
                 for dtype in ADDABLE
                 for out in (INPUT, RESIDUAL)
             ]
@@ -85,11 +85,11 @@ def test_parts_may_have_no_rows() -> None:
     """Where three rows go in four parts, nothing is sent for one of them."""
     bounds = tuple(range(0, 600, 100))
     plan = plan_of(
-        Split(axis=Axis.RS, size=640, unit=1, bounds=(*bounds, 640)),
-        Split(axis=Axis.VC, size=101, unit=2, bounds=(0, 16, 32, 48, 64, 80, 101)),
+        Split(axis=Axis.RESIDUAL, size=640, unit=1, bounds=(*bounds, 640)),
+        Split(axis=Axis.VOCAB, size=101, unit=2, bounds=(0, 16, 32, 48, 64, 80, 101)),
         request=Request("reduce", "balanced", Cache("fp16", 3), 1, 3, "idle"),
     )
-    asked = Asked(name="all_reduce", axis=Axis.RS, layer=None, dtype=torch.float32)
+    asked = Asked(name="all_reduce", axis=Axis.RESIDUAL, layer=None, dtype=torch.float32)
     with context(plan, "events") as ctx:
         operation = all_reduce(640, ctx.all_devices, ctx.all_devices, residual=True)
         assert ctx._engine.route(operation, 3, 4, CALLED).parts == 4
@@ -102,7 +102,7 @@ def test_single_elements_in_any_form(form: str) -> None:
     """A tensor of one element may have any strides, and so may a place for one."""
     for dtype in DTYPES:
         asked = [
-            Asked(name=name, axis=Axis.KV, layer=0, lead=(1,), dtype=dtype, form=form, source=2, out=out)
+            Asked(name=name, axis=Axis.KV_HEADS, layer=0, lead=(1,), dtype=dtype, form=form, source=2, out=out)
             for name in OPERATIONS
             for out in ("new", "given")
             if dtype in ADDABLE or name not in ADDING
@@ -115,10 +115,10 @@ def test_a_process_without_tensors_gets_none() -> None:
     with Together(UNEVEN, ((0, 3), (2,))) as together:
         _, ctx = together.contexts  # device 2 has no heads
         x = torch.empty(2, 5, device="meta")
-        assert ctx.broadcast(x, Axis.KV, source=3) == ()
-        assert ctx.scatter(x, Axis.KV, source=0) == ()
-        assert ctx.allgather([], Axis.KV, Axis.Q) == ctx.allgather((), Axis.KV, Axis.Q, out=()) == ()
-        ctx.add_residual([], [], Axis.KV)
-        assert not ctx.devices_of(Axis.KV)
-        assert not ctx.split(Axis.KV)
+        assert ctx.broadcast(x, Axis.KV_HEADS, source=3) == ()
+        assert ctx.scatter(x, Axis.KV_HEADS, source=0) == ()
+        assert ctx.allgather([], Axis.KV_HEADS, Axis.Q_HEADS) == ctx.allgather((), Axis.KV_HEADS, Axis.Q_HEADS, out=()) == ()
+        ctx.add_residual([], [], Axis.KV_HEADS)
+        assert not ctx.devices_of(Axis.KV_HEADS)
+        assert not ctx.split(Axis.KV_HEADS)
         assert together.mail.count == 0

@@ -276,4 +276,4 @@ def shares(draw: st.DrawFn, devices: Sequence[int], most: int = 4) -> tuple[tupl
 def gathered(ctx: TPContext) -> bool:
     """Scatter and gather something, and return whether it is what it was."""
     x = torch.arange(80.0).view(2, 40)
-    return same(ctx.gather(ctx.scatter(x, Axis.RS, source=HOST), Axis.RS).tensor, x)
+    return same(ctx.gather(ctx.scatter(x, Axis.RESIDUAL, source=HOST), Axis.RESIDUAL).tensor, x)

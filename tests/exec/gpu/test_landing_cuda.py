@@ -52,7 +52,7 @@ def _parts(
 ) -> list[torch.Tensor]:
     """Write each device's columns, within wider rows, late on its stream."""
     parts = []
-    for part, stream in zip(ctx.split(Axis.RS), streams, strict=True):
+    for part, stream in zip(ctx.split(Axis.RESIDUAL), streams, strict=True):
         cut = whole[:, part.start * dim : part.end * dim]
         held = torch.zeros(len(cut), cut.shape[1] + sum(skips), dtype=whole.dtype, device=stream.device)
         columns = held[:, skips[0] : skips[0] + cut.shape[1]]
@@ -69,11 +69,11 @@ def _parts(
 def test_any_gather_is_right(seed: int, ctx: tpx.TPContext) -> None:
     """Of what the callers' streams hold by then, which may overwrite it right away; in any order of waits."""
     random, pending = Random(seed), []
-    devices = [ctx.devices[part.device].device for part in ctx.split(Axis.RS)]
+    devices = [ctx.devices[part.device].device for part in ctx.split(Axis.RESIDUAL)]
     side = [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]
     for _ in range(40):
         rows, dim, dtype = random.choice([1, 2, 7, 33, 200]), random.choice([1, 2, 3]), random.choice(DTYPES)
-        columns = ctx.split(Axis.RS)[-1].end * dim
+        columns = ctx.split(Axis.RESIDUAL)[-1].end * dim
         whole = torch.randint(0, 255, (rows, columns * dtype.itemsize), dtype=torch.uint8).view(dtype)
         streams = random.choice([side, [torch.cuda.current_stream(device) for device in devices]])
         skips = random.choice([(0, 0), (1, 0), (3, 5), (8, 8)])
@@ -83,7 +83,7 @@ def test_any_gather_is_right(seed: int, ctx: tpx.TPContext) -> None:
             parts = _parts(ctx, whole, dim, skips, streams)
             for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
-            handle = ctx.gather(parts, Axis.RS, dim=dim, out=out)
+            handle = ctx.gather(parts, Axis.RESIDUAL, dim=dim, out=out)
             for part, stream in zip(parts, streams, strict=True):
                 with torch.cuda.stream(stream):
                     part.zero_()
@@ -96,13 +96,13 @@ def test_any_gather_is_right(seed: int, ctx: tpx.TPContext) -> None:
 
 def test_the_same_memory_has_what_is_new(ctx: tpx.TPContext) -> None:
     """Also once its launches are graphs, and where another tensor, pinned or not, comes in between."""
-    cuts = ctx.split(Axis.RS)
+    cuts = ctx.split(Axis.RESIDUAL)
     parts = [torch.zeros(3, cut.end - cut.start, device=ctx.devices[cut.device].device) for cut in cuts]
     wholes = [torch.zeros(3, cuts[-1].end, pin_memory=True), torch.zeros(3, cuts[-1].end)]
     for i in range(100):
         for j, part in enumerate(parts):
             part.fill_(i + 1000 * j)
-        found = ctx.gather(parts, Axis.RS, out=wholes[i % 10 == 5]).tensor
+        found = ctx.gather(parts, Axis.RESIDUAL, out=wholes[i % 10 == 5]).tensor
         wanted = [torch.full((3, cut.end - cut.start), i + 1000.0 * j) for j, cut in enumerate(cuts)]
         assert torch.equal(found, torch.cat(wanted, dim=1))
 
@@ -112,9 +112,9 @@ def test_a_gather_comes_after_a_replay(ctx: tpx.TPContext) -> None:
     parts, _ = parts_of(ctx, 2)
     sums = [torch.empty_like(part) for part in parts]
     ctx.all_reduce(parts, out=sums)
-    cuts = ctx.split(Axis.RS)
+    cuts = ctx.split(Axis.RESIDUAL)
     mine = [sums[i][:, : cut.end - cut.start] for i, cut in enumerate(cuts)]
-    ctx.gather(mine, Axis.RS).wait()
+    ctx.gather(mine, Axis.RESIDUAL).wait()
     ctx.synchronize()
     with ctx.capture() as graph:
         ctx.all_reduce(parts, out=sums)
@@ -123,23 +123,23 @@ def test_a_gather_comes_after_a_replay(ctx: tpx.TPContext) -> None:
         for part in parts:
             part.fill_(i)
         graph.replay()
-        handle = ctx.gather(mine, Axis.RS, out=whole)
+        handle = ctx.gather(mine, Axis.RESIDUAL, out=whole)
         for part in parts:
             part.fill_(-1)
         graph.replay()
         assert torch.equal(handle.tensor, torch.full_like(whole, i * len(parts)))
     with pytest.raises(ExecutionError, match="cannot be captured"), ctx.capture():
-        ctx.gather(mine, Axis.RS, out=whole)
+        ctx.gather(mine, Axis.RESIDUAL, out=whole)
 
 
 def test_a_gather_that_takes_longer_than_its_time(ctx: tpx.TPContext) -> None:
     """It is a TimeoutError, and complete later."""
-    cuts = ctx.split(Axis.RS)
+    cuts = ctx.split(Axis.RESIDUAL)
     parts = [torch.ones(1, cut.end - cut.start, device=ctx.devices[cut.device].device) for cut in cuts]
-    ctx.gather(parts, Axis.RS).wait()
+    ctx.gather(parts, Axis.RESIDUAL).wait()
     with torch.cuda.device(parts[1].device):
         torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
-    late = ctx.gather(parts, Axis.RS)
+    late = ctx.gather(parts, Axis.RESIDUAL)
     with pytest.raises(TimeoutError):
         late.wait(0.01)
     assert not late.done()

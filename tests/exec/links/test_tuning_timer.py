@@ -165,7 +165,7 @@ def test_what_fails_ends_the_survey(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plan_of_the_timer(devices: int) -> None:
     """Every device is in use, messages of the largest size fit, and little else is asked of a GPU's memory."""
     plan = synthetic_plan(devices)
-    widths = [slices.end - slices.start for slices in plan.slices(tpplan.Axis.RS)]
+    widths = [slices.end - slices.start for slices in plan.slices(tpplan.Axis.RESIDUAL)]
     assert len(widths) == devices
     assert min(widths) > 0.8 * max(widths)
     assert plan.request.max_rows * HIDDEN * ITEM_BYTES >= LARGEST

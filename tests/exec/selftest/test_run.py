@@ -65,7 +65,7 @@ WIDE = ("broadcast", "scatter", "allgather", "all_reduce")
 def test_a_fault_of_wide_rows_is_found(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a real plan, what goes wrong only with several rows of whole heads, or of the stream, is found on any axis."""
     plan = tpplan.load(EXAMPLES / "Llama-3.1-8B/2xRTX3060.json")
-    stream = plan.split(Axis.RS).size
+    stream = plan.split(Axis.RESIDUAL).size
     hit: set[tuple[str, str]] = set()
 
     def wrong(name: str, run: Callable[..., Sequence[Tensor]]) -> Callable[..., Sequence[Tensor]]:

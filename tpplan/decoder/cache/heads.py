@@ -128,11 +128,11 @@ def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int
     Raises:
         ExecutionError: the decoder has no cache of this kind.
     """
-    request, split = context.plan.request, context.plan.split(Axis.KV, layer)
-    group = context.plan.split(Axis.Q, layer).size // split.size
+    request, split = context.plan.request, context.plan.split(Axis.KV_HEADS, layer)
+    group = context.plan.split(Axis.Q_HEADS, layer).size // split.size
     length = min(length_of(request), window) if window else length_of(request)
     found = {}
-    for part in context.split(Axis.KV, layer):
+    for part in context.split(Axis.KV_HEADS, layer):
         counts = _queries_per_key(part, split.replicas, group)
         shape = (request.batch, len(counts), length, split.width)
         store = Store(kind, shape, context.dtype, context.devices[part.device].device)

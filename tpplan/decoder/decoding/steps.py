@@ -42,14 +42,14 @@ def greedy(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Pla
         steps: the computation steps of each device.
         rows: B.
     """
-    every = context.plan.slices(Axis.VC)
+    every = context.plan.slices(Axis.VOCAB)
     here = [(i, part) for i, part in enumerate(every) if part.device in context.devices]
     bests = [
         steps[part.device].argmax(logits_BV, part.start, i, len(every))
         for (i, part), logits_BV in zip(here, logits, strict=True)
     ]
     out = None if bests else room_for(context, rows, 2 * len(every), torch.float32)
-    return tuple(map(_best, context.all_reduce(bests, axis=Axis.VC, out=out)))
+    return tuple(map(_best, context.all_reduce(bests, axis=Axis.VOCAB, out=out)))
 
 
 def _best(found_B2P: Tensor) -> Tensor:
@@ -214,9 +214,9 @@ class Steps:
             return self._greedy(logits)[0].cpu()
         out = None
         if not logits:  # the vocabulary is on other processes' devices
-            shape = self._tokens[0].shape[1], self._context.plan.split(Axis.VC).size
+            shape = self._tokens[0].shape[1], self._context.plan.split(Axis.VOCAB).size
             out = torch.empty(shape, dtype=self._context.dtype, device="cpu")
-        whole = self._context.gather(logits, Axis.VC, out=out).tensor
+        whole = self._context.gather(logits, Axis.VOCAB, out=out).tensor
         if self._context.processes == 1:
             return self._sampling.draw(whole, self._generator)
         # One process draws for all: the host of another may round probabilities otherwise.

@@ -94,7 +94,7 @@ class Stack:
         self._reduce = context.plan.request.layout == "reduce"
         self._places = {device: place for place, device in enumerate(context.devices)}
         self._joint_elements = self._most_joint(steps.values())
-        self._head_dims = [context.plan.split(Axis.KV, layer).width for layer in range(len(blocks))]
+        self._head_dims = [context.plan.split(Axis.KV_HEADS, layer).width for layer in range(len(blocks))]
 
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` after the last layer, equal on all devices in use."""
@@ -133,14 +133,14 @@ class Stack:
 
     def _are_fixed(self, layer: int, rows: int) -> bool:
         start, names, chosen = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
-        devices = self.context.devices_of(Axis.EX, layer)
+        devices = self.context.devices_of(Axis.EXPERT_INTERMEDIATE, layer)
         for device in devices:
             gates, ups = (self._weights[device].experts(start + name) for name in (names.gate, names.up))
             if not self.steps[device].takes_experts_up(rows, chosen, gates, ups):
                 return False
         return all(
             self.steps[device].takes_experts_down(rows, chosen, self._weights[device].experts(start + names.down))
-            for device in (devices if self._reduce else self.context.devices_of(Axis.RS))
+            for device in (devices if self._reduce else self.context.devices_of(Axis.RESIDUAL))
         )
 
     def normed(self, xs: Sequence[Tensor], device: int, norm: str, fused: str, names: Sequence[str] = ()) -> Tensor:
@@ -155,8 +155,8 @@ class Stack:
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
         found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
         name = f"model.layers.{layer}.self_attn.o_proj"
-        ys = self._project_back(layer, found, name, Axis.Q, xs=xs, dim=self._head_dims[layer])
-        return Partial(ys, Axis.Q, self._norms.after_attention)
+        ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=self._head_dims[layer])
+        return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)
 
     def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
         """Return the attention output of a device's query heads, concatenated to ``[R, ...]``."""
@@ -179,14 +179,14 @@ class Stack:
     def _mlp(self, layer: int, xs: tuple[Tensor, ...], _rows: Pass) -> Partial:
         name = f"model.layers.{layer}.mlp.down_proj"
         return Partial(
-            self._project_back(layer, self._gated(layer, xs), name, Axis.ID, xs=xs), Axis.ID, self._norms.after_mlp
+            self._project_back(layer, self._gated(layer, xs), name, Axis.INTERMEDIATE, xs=xs), Axis.INTERMEDIATE, self._norms.after_mlp
         )
 
     def _gated(self, layer: int, xs: tuple[Tensor, ...]) -> list[Tensor]:
         """Return each device's gated hidden activations of an MLP."""
         start, before, found = f"model.layers.{layer}.mlp.", self._before_mlp(layer), []
         names = [f"{start}gate_proj", f"{start}up_proj"]
-        for part in self.context.split(Axis.ID, layer):
+        for part in self.context.split(Axis.INTERMEDIATE, layer):
             x_RD, weights = xs[self._places[part.device]], self._weights[part.device]
             norm = weights[f"{before}.weight"] if before else None
             found.append(self.steps[part.device].gated(x_RD, norm, weights, f"{start}gate_up_proj", names))
@@ -194,13 +194,13 @@ class Stack:
 
     def _mixture(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
         start, names, count = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
-        devices = self.context.devices_of(Axis.EX, layer)
+        devices = self.context.devices_of(Axis.EXPERT_INTERMEDIATE, layer)
         norm = f"{self._before_mlp(layer)}.weight"
         inputs = {
             device: self.steps[device].norm(xs[self._places[device]], self._weights[device][norm]) for device in devices
         }
         # One device chooses for all: others may round differently and choose other experts.
-        first = self.context.plan.slices(Axis.EX, layer)[0].device
+        first = self.context.plan.slices(Axis.EXPERT_INTERMEDIATE, layer)[0].device
         if first in inputs:
             scores_RE = self.steps[first].linear(inputs[first], self._weights[first], start + names.router)
             choice_RC = self.steps[first].choose(scores_RE, count, normalised=self._settings.normalised)
@@ -215,16 +215,16 @@ class Stack:
         del inputs
         if not self._reduce:  # columns are elements × experts of a row here, so that the elements can be joined
             hidden = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
-            wholes = self._gathered(hidden, Axis.EX, layer, xs, dim=count)
+            wholes = self._gathered(hidden, Axis.EXPERT_INTERMEDIATE, layer, xs, dim=count)
             hidden = [torch.unflatten(whole, 1, (-1, count)).transpose(1, 2) for whole in wholes]
-            devices = self.context.devices_of(Axis.RS)
+            devices = self.context.devices_of(Axis.RESIDUAL)
         to_RD = xs[0] if self._is_alone else None  # a single device adds directly to the residual stream
         downs = [self._weights[d].experts(down, bias=not self._reduce or d == first) for d in devices]
         ys = [
             self.steps[device].experts_down(h_RCI, projections, choices[device], to_RD, fixed=rows.fixed)
             for device, h_RCI, projections in zip(devices, hidden, downs, strict=True)
         ]
-        return Partial(xs if self._is_alone else ys, Axis.EX)
+        return Partial(xs if self._is_alone else ys, Axis.EXPERT_INTERMEDIATE)
 
     def _project_back(
         self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, *, xs: tuple[Tensor, ...], dim: int = 1
@@ -241,7 +241,7 @@ class Stack:
             return xs
         if not self._reduce:
             parts = self._gathered(parts, axis, layer, xs, dim=dim)
-            devices = self.context.devices_of(Axis.RS)
+            devices = self.context.devices_of(Axis.RESIDUAL)
         first = self.context.plan.slices(axis, layer)[0].device
         return [
             self.steps[device].linear(part, self._weights[device], name, bias=not self._reduce or device == first)
@@ -253,14 +253,14 @@ class Stack:
     ) -> Sequence[Tensor]:
         """Concatenate the parts of an axis on every device that holds residual columns."""
         columns = self.context.plan.split(axis, layer).size * dim
-        out = None if parts else room_for(self.context, len(xs[0]), columns, xs[0].dtype, Axis.RS)
-        return self.context.allgather(parts, axis, Axis.RS, dim=dim, layer=layer, out=out)
+        out = None if parts else room_for(self.context, len(xs[0]), columns, xs[0].dtype, Axis.RESIDUAL)
+        return self.context.allgather(parts, axis, Axis.RESIDUAL, dim=dim, layer=layer, out=out)
 
     def _most_joint(self, steps: Iterable[Plain]) -> int:
         """Return the maximum elements of rows for which one kernel multiplies and all-reduces; 0 if none can."""
         if not self._reduce or self._norms.of_outputs:
             return 0
-        return min(each.joint_rows for each in steps) * self.context.plan.split(Axis.RS).bounds[-1]
+        return min(each.joint_rows for each in steps) * self.context.plan.split(Axis.RESIDUAL).bounds[-1]
 
     def _add_at_once(self, parts: Sequence[Tensor], name: str, xs: tuple[Tensor, ...]) -> bool:
         """Add the product of all devices to the residual stream with one kernel on each; return False if none can."""
@@ -289,7 +289,7 @@ class Stack:
                 out = [at[d] if d in at else torch.empty_like(x) for d, x in zip(ctx.devices, xs, strict=True)]
                 whole = ctx.all_reduce(ys, axis=axis, layer=layer, out=out)
             else:
-                whole = ctx.allgather(ys, Axis.RS, out=None if ys else [torch.empty_like(x) for x in xs])
+                whole = ctx.allgather(ys, Axis.RESIDUAL, out=None if ys else [torch.empty_like(x) for x in xs])
             for x, y, device in zip(xs, whole, ctx.devices, strict=True):
                 weight = self._weights[device][f"model.layers.{layer}.{post}.weight"]
                 self.steps[device].add_norm(x, y, weight)
@@ -297,8 +297,8 @@ class Stack:
         if self._reduce:
             return ctx.all_reduce(ys, xs, axis=axis, layer=layer, out=xs)
         at = dict(zip(ctx.devices, xs, strict=True))
-        ctx.add_residual(ys, [at[device] for device in ctx.devices_of(Axis.RS)], Axis.RS)
-        return ctx.allgather(ys, Axis.RS, out=xs)
+        ctx.add_residual(ys, [at[device] for device in ctx.devices_of(Axis.RESIDUAL)], Axis.RESIDUAL)
+        return ctx.allgather(ys, Axis.RESIDUAL, out=xs)
 
     def _before_mlp(self, layer: int) -> str:
         return f"model.layers.{layer}.{self._norms.before_mlp}" if self._norms.before_mlp else ""

@@ -312,7 +312,7 @@ def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> Non
     """
     settings_of(directory, model)
     for split in plan.splits:
-        if split.axis is Axis.KV:
+        if split.axis is Axis.KV_HEADS:
             check_kind(plan.request.cache.kind, split.width)
 
 

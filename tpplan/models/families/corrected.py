@@ -59,7 +59,7 @@ CORRECTED: Final[dict[str, Family]] = {
         layer=(*NORMS, *attention("use_bias", "use_bias")),
         dense=gated(bias="use_bias"),
         sparse=(
-            Row("mlp.gate.weight", "e h", home=Axis.EX, dtype="F32"),
+            Row("mlp.gate.weight", "e h", home=Axis.EXPERT_INTERMEDIATE, dtype="F32"),
             *correction("mlp.moe_statics.e_score_correction_bias", "1 e"),
             *EXPERTS,
             *gated("mlp.shared_experts", "SX", "use_bias", when=SHARED),
@@ -118,7 +118,7 @@ CORRECTED: Final[dict[str, Family]] = {
         ),
         dense=gated(),
         sparse=(
-            *linear("mlp.router.gate", "e", "h", home=Axis.EX),
+            *linear("mlp.router.gate", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
             *correction("mlp.expert_bias"),
             *EXPERTS,
             *_SHARED,
@@ -135,7 +135,7 @@ CORRECTED: Final[dict[str, Family]] = {
         layer=(*NORMS, *BIASED_ATTENTION, *head_norms()),
         dense=gated(bias="mlp_bias"),
         sparse=(
-            *linear("mlp.router.gate", "e", "h", home=Axis.EX),
+            *linear("mlp.router.gate", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
             *correction("mlp.expert_bias"),
             *EXPERTS,
             *gated("mlp.shared_mlp", "SX", "mlp_bias", when=SHARED),

@@ -51,7 +51,7 @@ _DELTA_NET = (
     Row("linear_attn.conv1d.weight", "LK+LK+LV 1 ck"),
     Row("linear_attn.dt_bias", "lh"),
     Row("linear_attn.A_log", "lh"),
-    *norm("linear_attn.norm", "lv", home=Axis.LH),
+    *norm("linear_attn.norm", "lv", home=Axis.LINEAR_HEADS),
     *linear("linear_attn.out_proj", "RS", "LV"),
 )
 

@@ -52,21 +52,21 @@ def _indexed(config: Config, shape: Shape) -> Shape:
 #: What leads down to the latent is needed wherever heads are, what leads up is cut.
 _MLA = (
     *linear("self_attn.q_proj", "Q", "RS", when="!q_lora_rank"),
-    *linear("self_attn.q_a_proj", "qr", "h", "attention_bias", when="q_lora_rank", home=Axis.KV),
-    *norm("self_attn.q_a_layernorm", "qr", when="q_lora_rank", home=Axis.KV),
+    *linear("self_attn.q_a_proj", "qr", "h", "attention_bias", when="q_lora_rank", home=Axis.KV_HEADS),
+    *norm("self_attn.q_a_layernorm", "qr", when="q_lora_rank", home=Axis.KV_HEADS),
     *linear("self_attn.q_b_proj", "Q", "qr", when="q_lora_rank"),
-    *linear("self_attn.kv_a_proj_with_mqa", "krr", "h", "attention_bias", home=Axis.KV),
-    *norm("self_attn.kv_a_layernorm", "kr", home=Axis.KV),
+    *linear("self_attn.kv_a_proj_with_mqa", "krr", "h", "attention_bias", home=Axis.KV_HEADS),
+    *norm("self_attn.kv_a_layernorm", "kr", home=Axis.KV_HEADS),
     *linear("self_attn.kv_b_proj", "KUP", "kr"),
     *linear("self_attn.o_proj", "RS", "O", "attention_bias"),
 )
 
 #: All heads attend to the tokens that the indexer's heads choose together, so it is needed wherever heads are.
 _INDEXER = (
-    *linear("self_attn.indexer.wq_b", "iq", "qr", home=Axis.KV),
-    *linear("self_attn.indexer.wk", "ik", "h", home=Axis.KV),
-    *norm("self_attn.indexer.k_norm", "ik", bias=True, home=Axis.KV),
-    *linear("self_attn.indexer.weights_proj", "ih", "h", home=Axis.KV),
+    *linear("self_attn.indexer.wq_b", "iq", "qr", home=Axis.KV_HEADS),
+    *linear("self_attn.indexer.wk", "ik", "h", home=Axis.KV_HEADS),
+    *norm("self_attn.indexer.k_norm", "ik", bias=True, home=Axis.KV_HEADS),
+    *linear("self_attn.indexer.weights_proj", "ih", "h", home=Axis.KV_HEADS),
 )
 
 #: Heads have sizes of their own, so hidden sizes need not be multiples of heads.

@@ -124,7 +124,7 @@ MOE: Final[dict[str, Family]] = {
         outside=outside(),
         layer=(*NORMS, *BIASED_ATTENTION, *head_norms("query_layernorm", "key_layernorm")),
         sparse=(
-            Row("mlp.gate.wg.weight", "e h", home=Axis.EX, dtype="F32"),  # whatever the model's dtype
+            Row("mlp.gate.wg.weight", "e h", home=Axis.EXPERT_INTERMEDIATE, dtype="F32"),  # whatever the model's dtype
             *EXPERTS,
             *gated("mlp.shared_mlp", "SX"),
         ),

@@ -30,7 +30,7 @@ def _granite_shared(config: Config, shape: Shape) -> Shape:
 
 #: Gate and up side by side, [expert, out, in].
 _GRANITE = (
-    *linear("block_sparse_moe.router.layer", "e", "h", home=Axis.EX),
+    *linear("block_sparse_moe.router.layer", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
     Row("block_sparse_moe.input_linear.weight", "e EX+EX RS", out=1),
     Row("block_sparse_moe.output_linear.weight", "e RS EX", out=1),
 )
@@ -53,7 +53,7 @@ PACKED: Final[dict[str, Family]] = {
         outside=outside(),
         layer=(*NORMS, *BIASED_ATTENTION, Row("self_attn.sinks", "q")),
         sparse=(
-            *linear("mlp.router", "e", "h", ALWAYS, home=Axis.EX),
+            *linear("mlp.router", "e", "h", ALWAYS, home=Axis.EXPERT_INTERMEDIATE),
             Row("mlp.experts.gate_up_proj", "e RS EX2", out=2),
             Row("mlp.experts.gate_up_proj_bias", "e EX2", out=1),
             Row("mlp.experts.down_proj", "e EX RS", out=2),
@@ -83,7 +83,7 @@ PACKED: Final[dict[str, Family]] = {
         layer=(*NORMS, *BIASED_ATTENTION),
         dense=gated("feed_forward"),
         sparse=(
-            *linear("feed_forward.router", "e", "h", home=Axis.EX),
+            *linear("feed_forward.router", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
             Row("feed_forward.experts.gate_up_proj", "e RS EX+EX", out=2),
             Row("feed_forward.experts.down_proj", "e EX RS", out=2),
             *gated("feed_forward.shared_expert", "SX"),

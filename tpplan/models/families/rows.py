@@ -61,7 +61,7 @@ def head_norms(
     return tuple(
         row
         for name, word in zip((q, k), heads, strict=True)
-        for row in norm(f"self_attn.{name}", "d", bias=bias, when=when, home=Axis.KV, heads=word)
+        for row in norm(f"self_attn.{name}", "d", bias=bias, when=when, home=Axis.KV_HEADS, heads=word)
     )
 
 
@@ -98,7 +98,7 @@ def outside(
 
 def correction(name: str, dims: str = "e") -> tuple[Row, ...]:
     """Return the row of a bias that corrects a router's scores, F32 whatever the model's dtype."""
-    return (Row(name, dims, home=Axis.EX, dtype="F32"),)
+    return (Row(name, dims, home=Axis.EXPERT_INTERMEDIATE, dtype="F32"),)
 
 
 #: The two norms of a layer in most decoders.
@@ -106,18 +106,18 @@ NORMS = (*norm("input_layernorm"), *norm("post_attention_layernorm"))
 BIASED_NORMS = (*norm("input_layernorm", bias=True), *norm("post_attention_layernorm", bias=True))
 
 #: The router of most mixtures of experts.
-ROUTER = (*linear("mlp.gate", "e", "h", home=Axis.EX),)
+ROUTER = (*linear("mlp.gate", "e", "h", home=Axis.EXPERT_INTERMEDIATE),)
 
 #: Experts whose gate, up and down projections are tensors of their own.
 EXPERTS = gated("mlp.experts.{expert}", "EX")
 
 #: Mixtral's router and experts.
 MIXTRAL_EXPERTS = (
-    *linear("block_sparse_moe.gate", "e", "h", home=Axis.EX),
+    *linear("block_sparse_moe.gate", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
     *linear("block_sparse_moe.experts.{expert}.w1", "EX", "RS"),
     *linear("block_sparse_moe.experts.{expert}.w2", "RS", "EX"),
     *linear("block_sparse_moe.experts.{expert}.w3", "EX", "RS"),
 )
 
 #: An expert that all tokens are routed to, as far as a gate lets it through.
-SHARED_EXPERT = (*gated("mlp.shared_expert", "SX"), *linear("mlp.shared_expert_gate", "1", "h", home=Axis.SX))
+SHARED_EXPERT = (*gated("mlp.shared_expert", "SX"), *linear("mlp.shared_expert_gate", "1", "h", home=Axis.SHARED_INTERMEDIATE))

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 #: What the activation xIELU has learned, and what it is computed with: two vectors of one element, and two numbers.
 _XIELU = (
-    *(Row(f"mlp.act_fn.{name}", "1", "xielu", Axis.ID) for name in ("alpha_p", "alpha_n")),
-    *(Row(f"mlp.act_fn.{name}", "", "xielu", Axis.ID) for name in ("beta", "eps")),
+    *(Row(f"mlp.act_fn.{name}", "1", "xielu", Axis.INTERMEDIATE) for name in ("alpha_p", "alpha_n")),
+    *(Row(f"mlp.act_fn.{name}", "", "xielu", Axis.INTERMEDIATE) for name in ("beta", "eps")),
 )
 
 

@@ -151,7 +151,7 @@ class _Formula:
         if any(p.name == name for p in stored):
             return ()
         is_cut = any(segment.axis for dim in self.caches for segment in dim)
-        return (Parameter(name, dtype, self.caches, out=0 if is_cut else None, home=Axis.KV),)
+        return (Parameter(name, dtype, self.caches, out=0 if is_cut else None, home=Axis.KV_HEADS),)
 
 
 def _cache_dims(logical: ModelSpec, scheme: Scheme) -> tuple[tuple[Segment, ...], ...] | None:
@@ -159,18 +159,18 @@ def _cache_dims(logical: ModelSpec, scheme: Scheme) -> tuple[tuple[Segment, ...]
     heads = next((block.attention.kv_heads for block in logical.blocks if block.attention), 0)
     if scheme.caches is None or not heads:
         return None
-    return tuple((Segment(Axis.KV, heads) if dim == "heads" else Segment(None, 1),) for dim in scheme.caches.dims)
+    return tuple((Segment(Axis.KV_HEADS, heads) if dim == "heads" else Segment(None, 1),) for dim in scheme.caches.dims)
 
 
 def _kind(parameter: Parameter, stem: str, suffix: str, layer: int | None) -> str:
     """Return what a parameter is for the rules of a scheme, empty if no tool quantises it."""
     axes = {segment.axis for dim in parameter.dims for segment in dim}
-    if len(parameter.dims) == len(("experts", "in", "out")) and Axis.EX in axes:
+    if len(parameter.dims) == len(("experts", "in", "out")) and Axis.EXPERT_INTERMEDIATE in axes:
         return EXPERTS
     if suffix != ".weight" or len(parameter.dims) != len(("out", "in")) or "norm" in stem:
         return ""
     if layer is not None:
         return LINEAR
-    if Axis.VC not in axes:
+    if Axis.VOCAB not in axes:
         return ""
     return EMBEDDING if parameter.lookup or "embed" in stem or stem.endswith("wte") else HEAD

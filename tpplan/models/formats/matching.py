@@ -304,9 +304,9 @@ class _Match:
                 tensor = self.found[stem][suffix]
                 at = self.layers.match(name)
                 assert at  # noqa: S101 - they were chosen by it
-                dims = tuple((Segment(Axis.KV if 1 < n == heads else None, n),) for n in tensor.shape)
+                dims = tuple((Segment(Axis.KV_HEADS if 1 < n == heads else None, n),) for n in tensor.shape)
                 own = f"{self.start}{{layer}}.{name[at.end() :]}"
-                taken.append(Parameter(own, tensor.dtype, dims, home=Axis.KV))
+                taken.append(Parameter(own, tensor.dtype, dims, home=Axis.KV_HEADS))
                 self.sizes[tensor.dtype] += 0
         return tuple(taken)
 

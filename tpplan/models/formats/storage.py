@@ -188,4 +188,4 @@ def _home(parameter: Parameter, gather_only: str) -> Axis | None:
     with the outputs; every device in use is the answer that is right for both.
     """
     out = next((segment.axis for segment in _sides(parameter)["out"] if segment.axis), None)
-    return parameter.home or (None if out is Axis.RS and not gather_only else out)
+    return parameter.home or (None if out is Axis.RESIDUAL and not gather_only else out)

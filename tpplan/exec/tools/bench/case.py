@@ -71,8 +71,8 @@ class Cases:
         self.context = context
         self.explanation = context.explain()
         self.places = tuple(device.device for device in context.devices.values())
-        self.cuts = tuple((s.device, s.start, s.end) for s in context.split(Axis.RS))
-        self.columns = context.plan.split(Axis.RS).size
+        self.cuts = tuple((s.device, s.start, s.end) for s in context.split(Axis.RESIDUAL))
+        self.columns = context.plan.split(Axis.RESIDUAL).size
         self.row_bytes = self.columns * context.dtype.itemsize
         self.in_a_step = 2 * context.plan.model.layers + 1
         self.makers: dict[str, Callable[[int], Case]] = {
@@ -108,7 +108,7 @@ class Cases:
             where: empty for direct calls; :data:`tpplan.exec.explain.IN_GRAPH` for graphs that differ from calls.
         """
         operation = name.partition(" ")[0]
-        axis = ALL if operation in {"broadcast", "all_reduce"} else str(Axis.RS)
+        axis = ALL if operation in {"broadcast", "all_reduce"} else str(Axis.RESIDUAL)
         mine = (w for w in self.explanation.ways if w.operation == operation + where and axis in w.axes)
         return next((way for way in mine if way.first <= rows <= way.last), None)
 
@@ -130,7 +130,7 @@ class Cases:
         outputs = [torch.empty_like(whole[:, a:b].contiguous(), device=self._place(d)) for d, a, b in self.cuts]
         return Case(
             operation="scatter",
-            call=lambda: self.context.scatter(x, Axis.RS, source=self.context.all_devices[0], out=outputs),
+            call=lambda: self.context.scatter(x, Axis.RESIDUAL, source=self.context.all_devices[0], out=outputs),
             inputs=(x,),
             outputs=outputs,
             expected=[whole[:, a:b] for _, a, b in self.cuts],
@@ -143,7 +143,7 @@ class Cases:
         output = torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=pinned)
         return Case(
             operation="gather",
-            call=lambda: self.context.gather(parts, Axis.RS, out=output).wait(),
+            call=lambda: self.context.gather(parts, Axis.RESIDUAL, out=output).wait(),
             inputs=parts,
             outputs=(output,),
             expected=(whole,),
@@ -156,7 +156,7 @@ class Cases:
         outputs = self._empty(rows)
         return Case(
             operation="allgather",
-            call=lambda: self.context.allgather(parts, Axis.RS, out=outputs),
+            call=lambda: self.context.allgather(parts, Axis.RESIDUAL, out=outputs),
             inputs=parts,
             outputs=outputs,
             expected=(whole,) * len(outputs),

@@ -130,7 +130,7 @@ def even_plan(plan: SplitPlan) -> SplitPlan | None:
         A plan to run beside the given one, with only the workspace in its ledger. None if the split is already even, up
         to the size of a unit.
     """
-    split = plan.split(Axis.RS)
+    split = plan.split(Axis.RESIDUAL)
     widths = [stop - start for start, stop in pairwise(split.bounds)]
     count = sum(width > 0 for width in widths)
     units = -(-split.size // split.unit)

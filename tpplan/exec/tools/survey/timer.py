@@ -89,7 +89,7 @@ class GraphTimer:
         taken = [min(HIDDEN, size // ITEM_BYTES)] * len(self._places)
         given = taken
         if kind == EXCHANGES:
-            given, taken = [part.end - part.start for part in self._plan.slices(Axis.RS)], [HIDDEN] * len(self._places)
+            given, taken = [part.end - part.start for part in self._plan.slices(Axis.RESIDUAL)], [HIDDEN] * len(self._places)
         rows = max(1, size // (max(given) * ITEM_BYTES))
         return self._zeros(rows, given), self._zeros(rows, taken)
 
@@ -104,7 +104,7 @@ class GraphTimer:
         """Return a graph of ``count`` consecutive operations."""
         call: Callable[[], object] = {
             FANS: partial(context.broadcast, given[0], out=taken),
-            EXCHANGES: partial(context.allgather, given, Axis.RS, out=taken),
+            EXCHANGES: partial(context.allgather, given, Axis.RESIDUAL, out=taken),
             SUMS: partial(context.all_reduce, given, out=taken),
         }[kind]
         call()
