@@ -60,7 +60,11 @@ def _per_layer(draw: st.DrawFn, devices: int, kv_mode: str) -> tuple[Split, ...]
             Split(axis=Axis.KV_HEADS, size=heads, unit=1, width=width, replicas=replicas, bounds=cut),
             Split(axis=Axis.Q_HEADS, size=heads * group, unit=1, width=width, bounds=tuple(group * b for b in cut)),
         ]
-    for axis in draw(st.sets(st.sampled_from((Axis.INTERMEDIATE, Axis.EXPERT_INTERMEDIATE, Axis.SHARED_INTERMEDIATE, Axis.LINEAR_HEADS)))):
+    for axis in draw(
+        st.sets(
+            st.sampled_from((Axis.INTERMEDIATE, Axis.EXPERT_INTERMEDIATE, Axis.SHARED_INTERMEDIATE, Axis.LINEAR_HEADS))
+        )
+    ):
         unit, size = draw(st.sampled_from((32, 128))), draw(st.integers(1, 2000))
         splits.append(Split(axis=axis, size=size, unit=unit, bounds=draw(bounds(axis, size, unit, devices))))
     return tuple(splits)

@@ -89,7 +89,9 @@ def test_families(family: str, form: str, cut: tuple[int, str, str]) -> None:
 def test_experts_of_mxfp4(layout: str, transport: str, bounds: tuple[int, ...]) -> None:
     """Codes of gpt_oss stand for what transformers makes of them, also where a plan cuts gates and ups between them."""
     model, _ = mxfp4()
-    plan = plan_of(model.directory, len(bounds) - 1, request_of(layout, rows=ROWS), {Axis.EXPERT_INTERMEDIATE: bounds}, 3)
+    plan = plan_of(
+        model.directory, len(bounds) - 1, request_of(layout, rows=ROWS), {Axis.EXPERT_INTERMEDIATE: bounds}, 3
+    )
     assert tpplan.read_model(model.directory).weight_format == "MXFP4"
     check(model, plan, transport, NEW)
 

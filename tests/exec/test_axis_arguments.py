@@ -103,7 +103,9 @@ def test_an_axis_that_layers_cut_differently_needs_a_layer() -> None:
 
 def test_an_axis_that_some_layers_lack() -> None:
     """Who asks for it in another layer, as for experts in a dense one, is told which layers have it."""
-    plan = evolve(REPLICATED, splits=tuple(s for s in REPLICATED.splits if (s.axis, s.layers) != (Axis.INTERMEDIATE, "1,3")))
+    plan = evolve(
+        REPLICATED, splits=tuple(s for s in REPLICATED.splits if (s.axis, s.layers) != (Axis.INTERMEDIATE, "1,3"))
+    )
     assert plan.bounds(Axis.INTERMEDIATE, layer=2) == (0, 16, 32, 48)
     with pytest.raises(RequestError, match="has no axis intermediate in layer 3\nhint: layers 0,2 have it"):
         plan.bounds(Axis.INTERMEDIATE, layer=3)

@@ -193,7 +193,12 @@ def test_layers_have_their_own_cuts() -> None:
         assert ctx.devices_of(Axis.INTERMEDIATE, 1) == (0, 2)
         assert ctx.devices_of("kv_heads", 3) == (0, 2)
         assert ctx.devices_of(None) == ctx.all_devices == (0, 1, 2)
-        assert ctx.allgather(ctx.scatter(y, Axis.INTERMEDIATE, layer=3), Axis.INTERMEDIATE, Axis.INTERMEDIATE, layer=3)[1].tolist() == y.tolist()
+        assert (
+            ctx.allgather(ctx.scatter(y, Axis.INTERMEDIATE, layer=3), Axis.INTERMEDIATE, Axis.INTERMEDIATE, layer=3)[
+                1
+            ].tolist()
+            == y.tolist()
+        )
 
 
 def test_an_idle_device_takes_no_part() -> None:

@@ -30,7 +30,12 @@ def test_no_later_call_changes_a_result(transport: str) -> None:
             for rows in (1, MAX_ROWS):
                 x, r = values((rows,), 40, torch.bfloat16, random), values((rows,), 40, torch.bfloat16, random)
                 parts = ctx.scatter(x, Axis.RESIDUAL)
-                results = [*ctx.broadcast(x), *parts, *ctx.allgather(parts, Axis.RESIDUAL), ctx.gather(parts, Axis.RESIDUAL).tensor]
+                results = [
+                    *ctx.broadcast(x),
+                    *parts,
+                    *ctx.allgather(parts, Axis.RESIDUAL),
+                    ctx.gather(parts, Axis.RESIDUAL).tensor,
+                ]
                 results += ctx.all_reduce([x, r, x], [r, r, r])
                 kept += [(result, result.clone()) for result in results]
                 ctx.copy_pinned(0, r)

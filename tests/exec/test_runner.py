@@ -121,7 +121,9 @@ def test_other_memory_shapes_and_dtypes_are_other_calls(ctx: TPContext, backend:
         ctx.allgather(copies, Axis.RESIDUAL, out=out)
         ctx.allgather([part[None] for part in parts], Axis.RESIDUAL, out=[each[None] for each in out])
     assert (backend.bound, backend.issued) == (4, 8)
-    ctx.allgather([part.view(torch.int32) for part in parts], Axis.RESIDUAL, out=[each.view(torch.int32) for each in out])
+    ctx.allgather(
+        [part.view(torch.int32) for part in parts], Axis.RESIDUAL, out=[each.view(torch.int32) for each in out]
+    )
     assert (backend.bound, backend.issued) == (5, 9)
 
 

@@ -158,7 +158,10 @@ def new_order(block: Block, *, heads: bool, within_groups: bool) -> Order:
             order[Axis.KV_HEADS] = torch.arange(block.attention.kv_heads)
         group = block.attention.q_heads // block.attention.kv_heads
         order[Axis.Q_HEADS] = torch.cat(
-            [kv * group + (torch.randperm(group) if within_groups else torch.arange(group)) for kv in order[Axis.KV_HEADS]]
+            [
+                kv * group + (torch.randperm(group) if within_groups else torch.arange(group))
+                for kv in order[Axis.KV_HEADS]
+            ]
         )
     return order
 

@@ -11,8 +11,12 @@ from tpplan.core.axes import Axis
 from tpplan.core.model import Attention, Block, ModelSpec, Parameter, Segment
 from tpplan.planfile import codec
 
-HEAD = Parameter("lm_head.weight", "BF16", ((Segment(Axis.VOCAB, 512),), (Segment(Axis.RESIDUAL, 256),)), out=0, home=Axis.VOCAB)
-UP = Parameter("layers.{layer}.up.weight", "BF16", ((Segment(Axis.INTERMEDIATE, 1024),), (Segment(Axis.RESIDUAL, 256),)), out=0)
+HEAD = Parameter(
+    "lm_head.weight", "BF16", ((Segment(Axis.VOCAB, 512),), (Segment(Axis.RESIDUAL, 256),)), out=0, home=Axis.VOCAB
+)
+UP = Parameter(
+    "layers.{layer}.up.weight", "BF16", ((Segment(Axis.INTERMEDIATE, 1024),), (Segment(Axis.RESIDUAL, 256),)), out=0
+)
 SPEC = ModelSpec(
     name="tiny",
     architecture="TinyForCausalLM",

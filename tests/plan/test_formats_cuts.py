@@ -233,5 +233,8 @@ def test_padded_outputs_are_counted_but_not_cut(tmp_path: Path) -> None:
     spec = read_model(write_checkpoint(tmp_path / "m", config, tensors))
     assert spec.weight_bytes == tensor_bytes(tensors)
     head = {p.name: p for p in spec.parameters}
-    assert head["lm_head.q_weight"].dims == ((Segment(None, 32),), (Segment(Axis.VOCAB, 330, block=32), Segment(None, 22)))
+    assert head["lm_head.q_weight"].dims == (
+        (Segment(None, 32),),
+        (Segment(Axis.VOCAB, 330, block=32), Segment(None, 22)),
+    )
     assert head["lm_head.q_scale"].dims == ((Segment(None, 8),), (Segment(None, 44),))

@@ -106,10 +106,19 @@ def test_gpt_oss_20b_has_the_bytes_of_its_published_index(tmp_path: Path) -> Non
     assert spec.weight_bytes == 13_761_264_768
     assert spec.weight_format == "MXFP4"
     gate = parameter(spec, "gate_up_proj_blocks")
-    assert gate.dims == ((Segment(None, 32),), (Segment(Axis.EXPERT_INTERMEDIATE, 5760),), (Segment(Axis.RESIDUAL, 90),), (Segment(None, 16),))
+    assert gate.dims == (
+        (Segment(None, 32),),
+        (Segment(Axis.EXPERT_INTERMEDIATE, 5760),),
+        (Segment(Axis.RESIDUAL, 90),),
+        (Segment(None, 16),),
+    )
     assert gate.out == 1
     down = parameter(spec, "down_proj_scales")
-    assert down.dims == ((Segment(None, 32),), (Segment(Axis.RESIDUAL, 2880),), (Segment(Axis.EXPERT_INTERMEDIATE, 90),))
+    assert down.dims == (
+        (Segment(None, 32),),
+        (Segment(Axis.RESIDUAL, 2880),),
+        (Segment(Axis.EXPERT_INTERMEDIATE, 90),),
+    )
 
 
 @pytest.mark.parametrize(

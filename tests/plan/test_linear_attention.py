@@ -66,7 +66,12 @@ def planned(batch: int = 1, **keys: Any) -> SplitPlan:
     model = small(**keys)
     request = Request("reduce", "balanced", Cache("q4", 100 * batch), batch, 8, "idle")
     wanted = demands(model, request, 2)
-    cuts = {Axis.KV_HEADS: (0, 1, 2), Axis.INTERMEDIATE: (0, 512, 512), Axis.VOCAB: (0, 640, 640), Axis.RESIDUAL: (0, 64, 64)}
+    cuts = {
+        Axis.KV_HEADS: (0, 1, 2),
+        Axis.INTERMEDIATE: (0, 512, 512),
+        Axis.VOCAB: (0, 640, 640),
+        Axis.RESIDUAL: (0, 64, 64),
+    }
     bounds = tuple({**cuts, Axis.LINEAR_HEADS: (0, 3, 4)}[demand.axis] for demand in wanted.axes)
     devices = (Device(name="x", budget_bytes=2**30),) * 2
     return Attempt(model, devices, request, wanted, bounds, ledger(bounds, wanted, devices, request)).plan()
@@ -113,7 +118,9 @@ def test_the_ledger_of_an_uneven_plan_by_hand() -> None:
 def test_each_key_head_takes_five_buffers(value_head_dim: int, width: int) -> None:
     """As wide as the wider of a key head and its two value heads, which is also what the plan says of the axis."""
     request = Request("reduce", "balanced", Cache("fp16", 1), 1, 100, "idle")
-    (heads,) = (d for d in demands(small(linear_value_head_dim=value_head_dim), request, 1).axes if d.axis is Axis.LINEAR_HEADS)
+    (heads,) = (
+        d for d in demands(small(linear_value_head_dim=value_head_dim), request, 1).axes if d.axis is Axis.LINEAR_HEADS
+    )
     assert heads.width == width
     assert heads.cost(1, 4).workspace == 3 * 5 * -(-100 * width * 2 // 64) * 64
 

@@ -41,7 +41,12 @@ def test_llama_8b_by_hand(layout: str, residual_0: int, residual_1: int) -> None
     """Two devices with 6 and 2 KV heads, every matrix written out."""
     request = Request(layout, "balanced", Cache("fp16", 8192), 1, 1, "idle")
     wanted = demands(spec(**LLAMA_8B), request, 2)
-    cuts = {Axis.KV_HEADS: (0, 6, 8), Axis.INTERMEDIATE: (0, 9984, 14336), Axis.VOCAB: (0, 96000, 128256), Axis.RESIDUAL: (0, 3072, 4096)}
+    cuts = {
+        Axis.KV_HEADS: (0, 6, 8),
+        Axis.INTERMEDIATE: (0, 9984, 14336),
+        Axis.VOCAB: (0, 96000, 128256),
+        Axis.RESIDUAL: (0, 3072, 4096),
+    }
     devices = (Device(name="x", budget_bytes=2**35),) * 2
     first, second = ledger([cuts[d.axis] for d in wanted.axes], wanted, devices, request)
     norms = 65 * 4096

@@ -167,7 +167,9 @@ def test_the_indexer_of_deepseek_v32_has_keys_in_the_cache() -> None:
     assert cache_bytes_per_token(spec, "fp16") == 2 * 61 * (576 + 128)
     indexer = [p for p in parameters_of(spec) if ".indexer." in p.name]
     assert len(indexer) == 2 * 5
-    assert all(p.home is Axis.KV_HEADS and p.cut_dim(layout) is None for p in indexer for layout in ("reduce", "gather"))
+    assert all(
+        p.home is Axis.KV_HEADS and p.cut_dim(layout) is None for p in indexer for layout in ("reduce", "gather")
+    )
 
 
 def test_quantisation_may_be_stated_by_the_language_model(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def test_all_get_attention_where_that_costs_next_to_nothing(gpus: str, holders: 
     """A device whose part of the memory is less than a head has one, if the fullest is not fuller by 0.1 %."""
     found = plan(shape("gemma3_text"), usual(gpus), cache=Cache("q8", 1024), max_rows=64)
     assert (
-        len({s.device for split in found.splits if split.axis == Axis.KV_HEADS for s in slices_of(split.bounds)}) == holders
+        len({s.device for split in found.splits if split.axis == Axis.KV_HEADS for s in slices_of(split.bounds)})
+        == holders
     )
 
 

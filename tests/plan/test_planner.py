@@ -121,7 +121,8 @@ def test_equal_shares_are_not_decided_by_order() -> None:
     devices = [Device(name="x", budget_bytes=GIB, overhead_bytes=overhead) for overhead in (0, MIB)]
     model = spec(hidden_size=17 * 32, num_hidden_layers=16)
     cuts = [
-        plan(model, order, cache=Cache("fp16", 64), max_rows=1).bounds(Axis.RESIDUAL) for order in (devices, devices[::-1])
+        plan(model, order, cache=Cache("fp16", 64), max_rows=1).bounds(Axis.RESIDUAL)
+        for order in (devices, devices[::-1])
     ]
     assert cuts == [(0, 9 * 32, 17 * 32), (0, 8 * 32, 17 * 32)]
 

@@ -224,7 +224,8 @@ def test_a_row_of_any_axis_fits_in_a_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axis", "size", "width"), [(Axis.Q_HEADS, 64, 256), (Axis.KV_HEADS, 64, 256), (Axis.INTERMEDIATE, 14400, 1), (Axis.RESIDUAL, 20_000, 1)]
+    ("axis", "size", "width"),
+    [(Axis.Q_HEADS, 64, 256), (Axis.KV_HEADS, 64, 256), (Axis.INTERMEDIATE, 14400, 1), (Axis.RESIDUAL, 20_000, 1)],
 )
 def test_the_widest_axis_sets_the_pinned_buffers(axis: Axis, size: int, width: int) -> None:
     """Heads count with their size; a residual stream may be the widest."""

@@ -16,33 +16,51 @@ class Axis(StrEnum):
     """A dimension of a model that is split over devices.
 
     Attributes:
-        KV: key/value heads.
-        Q: query heads, which follow the key/value heads.
-        ID: the intermediate size of dense MLPs.
-        VC: the vocabulary.
-        RS: the residual stream, as wide as the hidden size.
-        EX: the intermediate size of each expert.
-        SX: the intermediate size of the shared experts.
-        LH: key heads of linear attention, with the value heads that belong to each.
+        KV_HEADS: key/value heads.
+        Q_HEADS: query heads, which follow the key/value heads.
+        INTERMEDIATE: the intermediate size of dense MLPs.
+        VOCAB: the vocabulary.
+        RESIDUAL: the residual stream, as wide as the hidden size.
+        EXPERT_INTERMEDIATE: the intermediate size of each expert.
+        SHARED_INTERMEDIATE: the intermediate size of the shared experts.
+        LINEAR_HEADS: key heads of linear attention, with the value heads that belong to each.
     """
 
-    KV = "kv_heads"
-    Q = "q_heads"
-    ID = "intermediate"
-    VC = "vocab"
-    RS = "residual"
-    EX = "expert_intermediate"
-    SX = "shared_intermediate"
-    LH = "linear_heads"
+    KV_HEADS = "kv_heads"
+    Q_HEADS = "q_heads"
+    INTERMEDIATE = "intermediate"
+    VOCAB = "vocab"
+    RESIDUAL = "residual"
+    EXPERT_INTERMEDIATE = "expert_intermediate"
+    SHARED_INTERMEDIATE = "shared_intermediate"
+    LINEAR_HEADS = "linear_heads"
 
 
 #: Default units: elements that a cut may not separate, before a model's sizes and weight format are considered
 #: (ExLlamaV2, ``TPContext.define_split``, which has no experts; these are narrow and so have finer units. Nor has it
 #: linear attention, whose heads are like KV heads).
-DEFAULT_UNIT = {Axis.KV_HEADS: 1, Axis.Q_HEADS: 1, Axis.INTERMEDIATE: 128, Axis.EXPERT_INTERMEDIATE: 32, Axis.SHARED_INTERMEDIATE: 32, Axis.LINEAR_HEADS: 1, Axis.VOCAB: 32, Axis.RESIDUAL: 32}
+DEFAULT_UNIT = {
+    Axis.KV_HEADS: 1,
+    Axis.Q_HEADS: 1,
+    Axis.INTERMEDIATE: 128,
+    Axis.EXPERT_INTERMEDIATE: 32,
+    Axis.SHARED_INTERMEDIATE: 32,
+    Axis.LINEAR_HEADS: 1,
+    Axis.VOCAB: 32,
+    Axis.RESIDUAL: 32,
+}
 
 #: Fewest units of an axis on a device that holds any (same source).
-MINIMUM_UNITS = {Axis.KV_HEADS: 1, Axis.Q_HEADS: 1, Axis.INTERMEDIATE: 2, Axis.EXPERT_INTERMEDIATE: 1, Axis.SHARED_INTERMEDIATE: 1, Axis.LINEAR_HEADS: 1, Axis.VOCAB: 16, Axis.RESIDUAL: 8}
+MINIMUM_UNITS = {
+    Axis.KV_HEADS: 1,
+    Axis.Q_HEADS: 1,
+    Axis.INTERMEDIATE: 2,
+    Axis.EXPERT_INTERMEDIATE: 1,
+    Axis.SHARED_INTERMEDIATE: 1,
+    Axis.LINEAR_HEADS: 1,
+    Axis.VOCAB: 16,
+    Axis.RESIDUAL: 8,
+}
 
 #: Most layers in a config or a plan; more are a mistake or an attack.
 MAX_LAYERS = 10_000

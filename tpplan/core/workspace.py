@@ -33,7 +33,14 @@ HOST_SLOTS = 4
 #: Number of buffers per axis with ``max_rows`` rows as wide as the device's slice, for the current layer: one shared by
 #: queries and attention output, keys and values, gate and up (for experts: for each that a token is routed to). For
 #: linear attention: queries, keys and values, which the convolution replaces in place, the output, and its gate.
-SLICE_BUFFERS = {Axis.Q_HEADS: 1, Axis.KV_HEADS: 2, Axis.INTERMEDIATE: 2, Axis.EXPERT_INTERMEDIATE: 2, Axis.SHARED_INTERMEDIATE: 2, Axis.LINEAR_HEADS: 5}
+SLICE_BUFFERS = {
+    Axis.Q_HEADS: 1,
+    Axis.KV_HEADS: 2,
+    Axis.INTERMEDIATE: 2,
+    Axis.EXPERT_INTERMEDIATE: 2,
+    Axis.SHARED_INTERMEDIATE: 2,
+    Axis.LINEAR_HEADS: 5,
+}
 #: Additional buffers as wide as the queries if there is linear attention: models with it gate what attention gives. A
 #: plan does not say of others whether they do; afmoe, which does, has to do without.
 GATE_BUFFERS = 1

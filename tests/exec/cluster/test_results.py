@@ -117,7 +117,11 @@ def test_a_process_without_tensors_gets_none() -> None:
         x = torch.empty(2, 5, device="meta")
         assert ctx.broadcast(x, Axis.KV_HEADS, source=3) == ()
         assert ctx.scatter(x, Axis.KV_HEADS, source=0) == ()
-        assert ctx.allgather([], Axis.KV_HEADS, Axis.Q_HEADS) == ctx.allgather((), Axis.KV_HEADS, Axis.Q_HEADS, out=()) == ()
+        assert (
+            ctx.allgather([], Axis.KV_HEADS, Axis.Q_HEADS)
+            == ctx.allgather((), Axis.KV_HEADS, Axis.Q_HEADS, out=())
+            == ()
+        )
         ctx.add_residual([], [], Axis.KV_HEADS)
         assert not ctx.devices_of(Axis.KV_HEADS)
         assert not ctx.split(Axis.KV_HEADS)

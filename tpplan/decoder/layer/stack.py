@@ -179,7 +179,9 @@ class Stack:
     def _mlp(self, layer: int, xs: tuple[Tensor, ...], _rows: Pass) -> Partial:
         name = f"model.layers.{layer}.mlp.down_proj"
         return Partial(
-            self._project_back(layer, self._gated(layer, xs), name, Axis.INTERMEDIATE, xs=xs), Axis.INTERMEDIATE, self._norms.after_mlp
+            self._project_back(layer, self._gated(layer, xs), name, Axis.INTERMEDIATE, xs=xs),
+            Axis.INTERMEDIATE,
+            self._norms.after_mlp,
         )
 
     def _gated(self, layer: int, xs: tuple[Tensor, ...]) -> list[Tensor]:

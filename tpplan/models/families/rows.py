@@ -120,4 +120,7 @@ MIXTRAL_EXPERTS = (
 )
 
 #: An expert that all tokens are routed to, as far as a gate lets it through.
-SHARED_EXPERT = (*gated("mlp.shared_expert", "SX"), *linear("mlp.shared_expert_gate", "1", "h", home=Axis.SHARED_INTERMEDIATE))
+SHARED_EXPERT = (
+    *gated("mlp.shared_expert", "SX"),
+    *linear("mlp.shared_expert_gate", "1", "h", home=Axis.SHARED_INTERMEDIATE),
+)

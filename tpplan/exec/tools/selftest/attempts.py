@@ -87,7 +87,9 @@ class Attempts:
         plan = context.plan
         if not kind.cuts:
             axes = cuts(plan)
-            return cls(context, kind, dict.fromkeys(axes, 1), dict.fromkeys(axes, (plan.split(Axis.RESIDUAL).size, _FEW)))
+            return cls(
+                context, kind, dict.fromkeys(axes, 1), dict.fromkeys(axes, (plan.split(Axis.RESIDUAL).size, _FEW))
+            )
         splits = {axis: split for axis, split in cuts(plan).items() if split}
         columns = {axis: split.size for axis, split in splits.items()}
         return cls(context, kind, columns, {axis: (split.width, 1) for axis, split in splits.items()})

@@ -89,7 +89,10 @@ class GraphTimer:
         taken = [min(HIDDEN, size // ITEM_BYTES)] * len(self._places)
         given = taken
         if kind == EXCHANGES:
-            given, taken = [part.end - part.start for part in self._plan.slices(Axis.RESIDUAL)], [HIDDEN] * len(self._places)
+            given, taken = (
+                [part.end - part.start for part in self._plan.slices(Axis.RESIDUAL)],
+                [HIDDEN] * len(self._places),
+            )
         rows = max(1, size // (max(given) * ITEM_BYTES))
         return self._zeros(rows, given), self._zeros(rows, taken)
 
