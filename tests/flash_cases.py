@@ -10,7 +10,7 @@ import torch
 
 from tpplan.decoder import math
 from tpplan.decoder.cache.store import Store
-from tpplan.decoder.math import Scoring, attend, hiding
+from tpplan.decoder.math import Scoring, additive_mask, attend
 from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def check_texts(
     q_RHK, kv = torch.randn(sum(sizes), 8, width).to(dtype), torch.randn(2, 5, 2, 160, width).to(dtype)
     store = Store("fp32" if dtype is torch.float32 else "fp16", (5, 2, 160, width), dtype, place)
     store.write(slice(None), slice(None), slice(None), kv.to(place))
-    k_THK, v_THK, apart = store.in_a_row()
+    k_THK, v_THK, apart = store.as_rows()
     numbers = [0, *accumulate(sizes)], [apart * number for number in (*sequences, 0)], ends
     bounds, starts, counts = (torch.tensor(each, dtype=torch.int32, device=place) for each in numbers)
     scores = torch.linspace(-3, 6, 8).to(dtype) if sinks else None
@@ -85,7 +85,7 @@ def check_texts(
     parts = (torch.split_with_sizes(x.cpu().float(), sizes)[:-1] for x in (found, q_RHK))
     for end, sequence, out_SHK, q_SHK in zip(ends, sequences, *parts, strict=False):
         k, v = kv[:, sequence, None, :, :end].float()
-        mask = hiding(seen(len(q_SHK), end, window - 1 if window else None)[None, None], torch.float32)
+        mask = additive_mask(seen(len(q_SHK), end, window - 1 if window else None)[None, None], torch.float32)
         alone = attend(q_SHK.transpose(0, 1)[None], k, v, mask, scoring=Scoring(0.1, sinks=scores))
         torch.testing.assert_close(out_SHK.transpose(0, 1)[None], alone, atol=tolerance, rtol=tolerance)
 

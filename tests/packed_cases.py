@@ -16,7 +16,7 @@ from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
 
 if TYPE_CHECKING:
-    from tpplan.decoder.weights.row_kernels import FewRows
+    from tpplan.decoder.weights.row_kernels import RowKernels
 
 #: What kernels call the dtypes of scales.
 FORMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -145,7 +145,7 @@ def product_of(  # noqa: PLR0917
 
 
 def gates_of(  # noqa: PLR0917
-    kernels: FewRows[Quantised], size: int, width: int, kind: str, rows: int, name: str, dtype: torch.dtype
+    kernels: RowKernels[Quantised], size: int, width: int, kind: str, rows: int, name: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what kernels of a GPU make of a matrix and its gate, and what torch does, where all is rounded as there.
 

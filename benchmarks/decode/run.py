@@ -20,8 +20,6 @@ from benchmarks.random_checkpoint import read_rate
 from tpplan.core.axes import Axis
 from tpplan.core.workspace import areas
 from tpplan.decoder import Decoder, Prompt, Sampling
-from tpplan.decoder.decoding.prefill_graphs import PromptGraphs
-from tpplan.decoder.decoding.steps import Steps
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.programs.program import HOST
 from tpplan.exec.tools.bench import run as bench_limits
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
     from benchmarks.decode.rows import Row
     from tpplan.core.plan import SplitPlan
+    from tpplan.decoder.decoding.steps import Steps
     from tpplan.exec import TPContext
 
 
@@ -201,9 +200,9 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
             decoder.stack.context = NcclContext(context)  # type: ignore[assignment]
             decoder.stack.processors_left = 0  # with 8, NCCL took a twentieth longer for 2,048 rows
             if graphs:  # of its own, too
-                decoder.prompt_graphs = PromptGraphs(decoder, graphs.sizes)
+                decoder.prompt_graphs = decoder.new_prompt_graphs(graphs.sizes)
             other = Part(tell, gpus=order.gpus, cut=order.cut, who="NCCL")
-            _decode(other, order, lambda batch: Steps(decoder, batch), given, least)
+            _decode(other, order, decoder.new_steps, given, least)
             _prefill(other, order, decoder, given)
 
 

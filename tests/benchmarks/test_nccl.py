@@ -19,7 +19,7 @@ from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.decoder import decoder as model
-from tpplan.decoder.decoding.prefill_graphs import PromptGraphs, graphs_of
+from tpplan.decoder.decoding.prefill_graphs import PrefillGraphs, graphs_of
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.programs.program import HOST
 
@@ -70,20 +70,20 @@ def test_prompts_are_read_by_graphs_and_without(tmp_path: Path, monkeypatch: pyt
     random_checkpoint.write(tmp_path, {**CONFIG, "torch_dtype": "bfloat16"})
     captured: list[str] = []
     read: list[str] = []
-    replay = PromptGraphs.run
+    replay = PrefillGraphs.run
 
     def capture(self: Decoder, issue: Callable[[], None], what: str) -> FakeGraph:
         captured.append(type(self.context).__name__)
         issue()
         return FakeGraph(issue, lambda: capture(self, issue, what))
 
-    def noted(self: PromptGraphs, numbers: Tensor) -> tuple[Tensor, ...]:
-        read.append(type(self._decoder.context).__name__)
+    def noted(self: PrefillGraphs, numbers: Tensor) -> tuple[Tensor, ...]:
+        read.append(type(self._forward.context).__name__)
         return replay(self, numbers)
 
-    monkeypatch.setattr(model, "graphs_of", lambda decoder, cap, **_: graphs_of(decoder, cap, graphs=True))
+    monkeypatch.setattr(model, "graphs_of", lambda forward, capture, **_: graphs_of(forward, capture, graphs=True))
     monkeypatch.setattr(model.Decoder, "captured", capture)
-    monkeypatch.setattr(PromptGraphs, "run", noted)
+    monkeypatch.setattr(PrefillGraphs, "run", noted)
     found: list[tuple[str, str, list[str]]] = []
 
     def tell(row: Row) -> None:

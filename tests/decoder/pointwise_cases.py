@@ -143,9 +143,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Let decoders of 16 bits compute on CPUs as on CUDA devices, and return how often each kernel is launched."""
     monkeypatch.setattr(pointwise, "Launcher", FakeLauncher)
     monkeypatch.setattr(fused, "Gemv", FakeGemv)
-    monkeypatch.setattr(fused, "Skinny", FakeSkinny)
-    monkeypatch.setattr(fused, "Experts", FakeExperts)
-    monkeypatch.setattr(fused, "Grouped", FakeGrouped)
+    monkeypatch.setattr(fused, "SkinnyGemm", FakeSkinny)
+    monkeypatch.setattr(fused, "ExpertGemv", FakeExperts)
+    monkeypatch.setattr(fused, "GroupedGemm", FakeGrouped)
     monkeypatch.setattr(kernel_cache, "prepare", list)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(fused, "has_kernels", lambda _, dtype: dtype in DTYPES)

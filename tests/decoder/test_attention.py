@@ -10,7 +10,7 @@ import torch
 
 from tests.flash_cases import check_texts, flash_calls, seen
 from tpplan.decoder import math
-from tpplan.decoder.math import Scoring, attend, hiding
+from tpplan.decoder.math import Scoring, additive_mask, attend
 from tpplan.exec.toolchain.torch_shims import flash_attention, flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def test_masks(batch: int, queries: int, scoring: Scoring) -> None:
     for count in {1, batch}:
         some = torch.rand(count, queries, KEYS) < 0.5
         some[..., 3] = True
-        found = attend(q, k, v, hiding(some[:, None], q.dtype), scoring=scoring)
+        found = attend(q, k, v, additive_mask(some[:, None], q.dtype), scoring=scoring)
         torch.testing.assert_close(found, expected(q, k, v, some, scoring))
 
 
@@ -96,7 +96,7 @@ def test_few_scores_at_a_time(scoring: Scoring) -> None:
 def test_masks_where_cudnn_attends(monkeypatch: pytest.MonkeyPatch, batch: int, queries: int) -> None:
     """Where torch takes cuDNN, it is given shapes that come again, with KV heads that are shared: the same numbers."""
     q, k, v = made(batch, queries)
-    mask = hiding((torch.arange(KEYS) <= torch.arange(batch)[:, None] + 4)[:, None, None], q.dtype)
+    mask = additive_mask((torch.arange(KEYS) <= torch.arange(batch)[:, None] + 4)[:, None, None], q.dtype)
     mask = mask.expand(-1, -1, queries, -1)
     asked: list[torch.Size] = []
 
@@ -132,7 +132,7 @@ def test_windows_and_sinks_take_no_masks(scoring: Scoring) -> None:
     for window in (0, 1, 4, KEYS):
         for queries in (1, QUERIES, KEYS):
             q, k, v = made(2, queries)
-            with patch.object(math, "hiding", side_effect=hiding) as hides:
+            with patch.object(math, "additive_mask", side_effect=additive_mask) as hides:
                 found = attend(q, k, v, None, scoring=scoring, window=window, recurs=True)
             hidden = seen(queries, KEYS, window - 1 if window else None)[None]
             torch.testing.assert_close(found, expected(q, k, v, hidden, scoring), atol=1e-6, rtol=1e-6)

@@ -19,14 +19,13 @@ from tests.graph_cases import mixtures
 from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
-from tpplan.decoder import Decoder, Prompt, Sampling, generate
-from tpplan.decoder import decoder as model
+from tpplan.decoder import Decoder, Prompt, Sampling, forward, generate
 from tpplan.decoder import math as layers
 from tpplan.decoder.decoding import prefill_graphs as prompt_graphs
 from tpplan.decoder.decoding import steps
 from tpplan.decoder.layer import steps as plain
 from tpplan.decoder.layer.stack import Stack
-from tpplan.decoder.math import Scoring, attend, hiding
+from tpplan.decoder.math import Scoring, additive_mask, attend
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.toolchain.torch_shims import takes_cudnn
 from tpplan.weights import load_weights
@@ -74,7 +73,7 @@ def test_graphs_draw_what_is_drawn_without() -> None:
         for count in (2, 1, 2):
             drawn, expected = (
                 [taken.start(model.prompts[:count], sampling), *(taken.step() for _ in range(40))]
-                for taken in (decoder.steps(count), steps.Steps(decoder, count, graphs=False))
+                for taken in (decoder.steps(count), decoder.new_steps(count, graphs=False))
             )
             assert drawn == expected
 
@@ -116,7 +115,7 @@ def check_without_masks(
     expected = attend(q, k, v, None, scoring=Scoring(0.1, sinks=sinks), window=window)
     q, k, v = (x.to("cuda", torch.bfloat16) for x in (q, k, v))
     scoring = Scoring(0.1, sinks=None if sinks is None else sinks.to("cuda"))
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), patch.object(layers, "hiding", side_effect=AssertionError):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), patch.object(layers, "additive_mask", side_effect=AssertionError):
         found = attend(q, k, v, None, scoring=scoring, window=window)
     torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)
 
@@ -139,7 +138,9 @@ def test_a_step_attends_without_copies(length: int, width: int) -> None:
     torch.manual_seed(3)
     q = torch.randn(3, 8, 1, width).bfloat16()
     cache = torch.randn(2, 3, 2, length + 5, width).bfloat16()
-    mask = hiding((torch.arange(length) <= torch.tensor([[0], [length // 2], [length - 1]]))[:, None, None], q.dtype)
+    mask = additive_mask(
+        (torch.arange(length) <= torch.tensor([[0], [length // 2], [length - 1]]))[:, None, None], q.dtype
+    )
     k, v = cache[..., :length, :].float()
     expected = attend(q.float(), k, v, mask.float(), scoring=Scoring(0.1))
     q, mask, (k, v) = q.to("cuda"), mask.to("cuda"), cache.to("cuda")[..., :length, :]
@@ -256,7 +257,7 @@ def test_halves_of_passes_take_turns(transport: str, turns: bool | None, layout:
         taken.append(len(halves))
         run(self, halves)
 
-    few = patch.multiple(model, _HALF=4, _EVEN=1)
+    few = patch.multiple(forward, _HALF=4, _EVEN=1)
     with few, patch.object(Stack, "run_in_turns", noted):
         directory = saved("llama", torch.bfloat16, tmp_path)
         check_passes(directory, min(GPUS, 4), layout=layout, transport=transport, turns=turns)
@@ -269,7 +270,7 @@ def test_halves_of_passes_take_turns(transport: str, turns: bool | None, layout:
 def test_passes_are_graphs_where_kernels_write_to_the_cache(model_type: str, devices: int, tmp_path: Path) -> None:
     """They leave out the rows that fill a pass up; heads have 64 elements."""
     directory = made(model_type, tmp_path, head_dim=64)
-    with patch.object(plain.Plain, "keep", side_effect=AssertionError):
+    with patch.object(plain.Plain, "append_kv", side_effect=AssertionError):
         check_passes(directory, devices, batch=6, max_rows=64)
 
 

@@ -19,11 +19,10 @@ from tests.weight_plans import fine_units
 from tpplan.core.axes import bounds_of
 from tpplan.core.plan import Cache, Request
 from tpplan.core.workspace import areas
-from tpplan.decoder import Decoder, Prompt
-from tpplan.decoder import decoder as model
+from tpplan.decoder import Decoder, Prompt, forward
 from tpplan.decoder import math as layers
 from tpplan.decoder.cache import layer as layer_cache
-from tpplan.decoder.decoding.steps import likeliest
+from tpplan.decoder.decoding.steps import greedy
 from tpplan.decoder.weights import products
 from tpplan.decoder.weights import quantised as quantised_matrices
 from tpplan.exec import compile as compile_plan
@@ -111,7 +110,7 @@ def taken(
             for device, *tensors in zip(used, tokens, positions, strict=True):
                 for tensor in tensors:
                     counted.own(tensor, device)
-            likeliest(decoder.context, decoder.decode(tokens, positions), decoder.stack.steps, _BATCH)
+            greedy(decoder.context, decoder.decode(tokens, positions), decoder.stack.steps, _BATCH)
     return {device: counted.peak[device] / room[device] for device in used}
 
 
@@ -167,8 +166,8 @@ def test_prompts_that_attend_at_once_do_too(
     Of windows, the keys and values of a head are copied at a time, here.
     """
     monkeypatch.setattr(layer_cache, "AT_ONCE", 2**14)
-    monkeypatch.setattr(model, "_HALF", _ROWS // 2)
-    monkeypatch.setattr(model, "_EVEN", 1)
+    monkeypatch.setattr(forward, "_HALF", _ROWS // 2)
+    monkeypatch.setattr(forward, "_EVEN", 1)
     directory = made(model_type, tmp_path)
     for shares in ((1,), (3, 1)):
         plan = planned(directory, layout, shares, Cache("fp16", _BATCH * _LENGTH))

@@ -30,7 +30,8 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
 from tpplan.decoder.decoding import steps
-from tpplan.decoder.decoding.steps import likeliest
+from tpplan.decoder.decoding.steps import greedy
+from tpplan.decoder.forward import Forward
 from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
@@ -239,7 +240,7 @@ def test_a_step_can_be_a_graph(model_type: str) -> None:
             everywhere = [[torch.zeros(batch, dtype=torch.int64)] * len(decoder.context.all_devices) for _ in range(2)]
             calls.names.clear()
             with torch.inference_mode():
-                likeliest(decoder.context, decoder.decode(everywhere[0], everywhere[1]), decoder.stack.steps, batch)
+                greedy(decoder.context, decoder.decode(everywhere[0], everywhere[1]), decoder.stack.steps, batch)
             assert any("attention" in name or "softmax" in name for name in calls.names)
             assert not calls.names & WAITING
 
@@ -252,7 +253,7 @@ def test_spans_are_captured_once_they_have_run() -> None:
     model = model_of("mistral")
     events: list[object] = []
     with decoding(plan_of(model.directory, 3, request_of(), {}, seed=8), "mistral", "fp32") as decoder:
-        taken = steps.Steps(decoder, 2, graphs=True)
+        taken = decoder.new_steps(2, graphs=True)
 
         def capture(what: str) -> FakeGraph:
             events.append(what)
@@ -260,12 +261,12 @@ def test_spans_are_captured_once_they_have_run() -> None:
 
         def decode(tokens: list[torch.Tensor], positions: list[torch.Tensor], span: int) -> tuple[torch.Tensor, ...]:
             events.append(span)
-            return Decoder.decode(decoder, tokens, positions, span)
+            return Forward.decode(decoder.forward, tokens, positions, span)
 
         with (
             patch.object(steps, "_SHORTEST_SPAN", 8),
             patch.object(decoder.context, "capture", lambda: capture("capture")),
-            patch.object(decoder, "decode", decode),
+            patch.object(decoder.forward, "decode", decode),
         ):
             found = [taken.start(model.prompts, Sampling()), *(taken.step() for _ in range(6))]
     assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:7] for tokens in model.tokens]
@@ -276,7 +277,7 @@ def test_a_step_that_did_not_end_has_not_run() -> None:
     """What comes after it is not captured: not everything may have been loaded."""
     model = model_of("mistral")
     with decoding(plan_of(model.directory, 2, request_of(), {}, seed=8), "mistral", "fp32") as decoder:
-        taken = steps.Steps(decoder, 2, graphs=True)
+        taken = decoder.new_steps(2, graphs=True)
         taken.start(model.prompts, Sampling())
         with patch.object(decoder.stack, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             taken.step()

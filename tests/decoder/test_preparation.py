@@ -13,7 +13,6 @@ from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
 from tpplan.decoder import Sampling, generate, prepare
 from tpplan.decoder.decoding import steps
-from tpplan.decoder.decoding.prefill_graphs import PromptGraphs
 from tpplan.decoder.generation import warmup
 from tpplan.errors import RequestError
 
@@ -37,7 +36,10 @@ def test_nothing_is_captured_after_that(sampling: Sampling) -> None:
     plan = plan_of(model.directory, 3, request_of(), {}, seed=8)
     with decoding(plan, "llama", "fp32") as decoder, patch.object(steps, "_SHORTEST_SPAN", 16):
         expected = list(generate(decoder, model.prompts, LENGTH - 13, sampling=sampling))
-        decoder.prompt_graphs, decoder._steps = PromptGraphs(decoder, [3, 6]), {2: steps.Steps(decoder, 2, graphs=True)}
+        decoder.prompt_graphs, decoder._steps = (
+            decoder.new_prompt_graphs([3, 6]),
+            {2: decoder.new_steps(2, graphs=True)},
+        )
         with patch.object(decoder, "captured", side_effect=_captured) as captured:
             prepare(decoder, 2, sampling=sampling)
             assert captured.call_count == 6  # passes of 3 and 6 rows, and steps that look at 16, 32, 64 and 96 places
@@ -84,10 +86,10 @@ def test_sequences_that_a_plan_has_no_room_for(sequences: int) -> None:
 def test_a_full_pass_is_run(on_gpus: bool, sizes: list[int], expected: list[int]) -> None:
     """Once as it is written, on GPUs, where no graph is of as many rows."""
     with decoding(plan_of(model_of("llama").directory, 2, request_of(), {}, seed=8), "llama", "fp32") as decoder:
-        decoder.prompt_graphs = PromptGraphs(decoder, sizes) if sizes else None
+        decoder.prompt_graphs = decoder.new_prompt_graphs(sizes) if sizes else None
         with (
             patch.object(decoder, "captured", side_effect=_captured),
-            patch.object(decoder, "run", wraps=decoder.run) as run,
+            patch.object(decoder.forward, "prefill", wraps=decoder.forward.prefill) as run,
             patch.object(warmup, "_on_gpus", return_value=on_gpus),
         ):
             prepare(decoder)
@@ -98,7 +100,7 @@ def test_steps_that_cannot_be_captured_run_as_they_are_written(caplog: pytest.Lo
     """It is tried once, and a warning says why: virtual devices have no graphs."""
     model = model_of("mistral")
     with decoding(plan_of(model.directory, 2, request_of(), {}, seed=8), "mistral", "fp32") as decoder:
-        decoder._steps = {2: steps.Steps(decoder, 2, graphs=True)}
+        decoder._steps = {2: decoder.new_steps(2, graphs=True)}
         found = list(generate(decoder, model.prompts, 7))
     assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:7] for tokens in model.tokens]
     (record,) = caplog.records

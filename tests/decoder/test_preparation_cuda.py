@@ -21,7 +21,7 @@ from tpplan.weights import load_weights
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.decoder.prompts import Stretch
+    from tpplan.decoder.prompts import PromptSlice
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -60,16 +60,16 @@ def test_what_cannot_be_captured_is_read_as_it_is_written(tmp_path: Path, caplog
         weights = load_weights(plan, tmp_path, context)
         decoder, eager = (Decoder(context, tmp_path, weights, graphs=graphs) for graphs in (None, False))
         expected = context.gather(eager.read(prompts), Axis.VOCAB).tensor.clone()
-        run, calls = decoder.run, []
+        run, calls = decoder.forward.prefill, []
 
-        def broken(numbers: list[torch.Tensor], *rest: list[Stretch]) -> tuple[torch.Tensor, ...]:
+        def broken(numbers: list[torch.Tensor], *rest: list[PromptSlice]) -> tuple[torch.Tensor, ...]:
             xs = run(numbers, *rest)
             calls.append(torch.cuda.is_current_stream_capturing())
             if calls[-1]:
                 raise RuntimeError("no memory")
             return xs
 
-        with patch.object(decoder, "run", broken):
+        with patch.object(decoder.forward, "prefill", broken):
             for _ in range(3):
                 found = context.gather(decoder.read(prompts), Axis.VOCAB).tensor
                 assert (found - expected).norm() < 0.03 * expected.norm()

@@ -191,7 +191,7 @@ def test_kernels_leave_rows_of_nobody_out(  # noqa: PLR0917 (fixtures)
     monkeypatch.setattr(FakeGrouped, "is_on", True)
     directory = test_memory.made(model_type, tmp_path, num_hidden_layers=1)
     monkeypatch.setattr(prompt_graphs, "_SMALLEST", 16)
-    monkeypatch.setattr(plain.Plain, "keep", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(plain.Plain, "append_kv", Mock(side_effect=AssertionError))
     for shares in ((1,), (3, 1)):
         plan = test_memory.planned(directory, layout, shares, Cache("fp16", 8 * 128))
         with compile_plan(plan, backend="cpu", scratch=False) as context:
@@ -321,7 +321,7 @@ def test_graphs_are_for_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Unless a decoder is told that it shall have them, or shall not; a single one has large ones of many pieces."""
-    monkeypatch.setattr(prompt_graphs, "PromptGraphs", lambda _, sizes: tuple(sizes))
+    monkeypatch.setattr(prompt_graphs, "PrefillGraphs", lambda _forward, _capture, sizes: tuple(sizes))
     devices: dict[int, Any] = {i: SimpleNamespace(device=torch.device(place)) for i, place in enumerate(places)}
     request = evolve(request_of(batch=6), max_rows=1000)
     model = checkpoints.quantised("llama", "awq g32")[0] if quantised else model_of("llama")
@@ -329,7 +329,7 @@ def test_graphs_are_for_gpus(
         weights = load_weights(context.plan, model.directory, context)
         decoder = Decoder(context, model.directory, weights, cache="fp32", graphs=False)
         with patch.multiple(context, devices=devices, all_devices=tuple(devices)):
-            found: object = prompt_graphs.graphs_of(decoder, None, graphs=graphs)
+            found: object = prompt_graphs.graphs_of(decoder.forward, decoder.captured, graphs=graphs)
     assert found == expected
 
 

@@ -39,15 +39,17 @@ def test_passes_have_every_token_once(sizes: list[tuple[int, int]], most: int, r
     prompts = [Prompt([100 * i + t for t in range(n)], i, start) for i, (n, start) in zip(numbers, sizes, strict=True)]
     found: dict[int, list[tuple[int, int]]] = {i: [] for i in numbers}
     lengths, ends = [], []
-    for tokens, stretches in cut(prompts, most):
-        assert [row for each in stretches for row in range(each.rows.start, each.rows.stop)] == [*range(len(tokens))]
-        for each in stretches:
+    for tokens, prompt_slices in cut(prompts, most):
+        assert [row for each in prompt_slices for row in range(each.rows.start, each.rows.stop)] == [
+            *range(len(tokens))
+        ]
+        for each in prompt_slices:
             assert each.is_full == (each.size == most)
             for i in range(each.count):
                 first = each.first + i * each.size
                 places = range(each.start, each.start + each.size)
                 found[each.sequence + i] += zip(tokens[first : first + each.size], places, strict=True)
-        ends += [token for each in stretches for token in tokens[each.ends]]
+        ends += [token for each in prompt_slices for token in tokens[each.ends]]
         lengths.append(len(tokens))
     assert found == {each.sequence: [*zip(each.tokens, range(each.start, 99), strict=False)] for each in prompts}
     assert ends == [each.tokens[-1] for each in prompts]
@@ -75,14 +77,18 @@ def test_prompts_that_are_alike_are_one_stretch() -> None:
     """As long as their sequences follow each other, begin with them, and none is cut."""
     sizes = [(4, 0), (4, 0), (3, 0), (3, 1), (3, 1)]
     prompts = [Prompt([7] * size, i, start) for i, (size, start) in enumerate(sizes)]
-    ((_, stretches),) = cut(prompts, 20)
-    assert [(each.first, each.size, each.sequence, each.count) for each in stretches] == [
+    ((_, prompt_slices),) = cut(prompts, 20)
+    assert [(each.first, each.size, each.sequence, each.count) for each in prompt_slices] == [
         (0, 4, 0, 2),
         (8, 3, 2, 1),
         (11, 3, 3, 1),
         (14, 3, 4, 1),
     ]
-    assert [[each.count for each in stretches] for _, stretches in cut(prompts, 6)] == [[1, 1], [1, 1, 1], [1, 1]]
+    assert [[each.count for each in prompt_slices] for _, prompt_slices in cut(prompts, 6)] == [
+        [1, 1],
+        [1, 1, 1],
+        [1, 1],
+    ]
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

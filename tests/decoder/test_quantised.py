@@ -23,7 +23,7 @@ from tpplan.core.axes import Axis
 from tpplan.core.plan import KV_MODES, LAYOUTS
 from tpplan.decoder import Decoder
 from tpplan.decoder.model.settings import check_model
-from tpplan.decoder.weights.fuse import neighbours
+from tpplan.decoder.weights.fuse import adjacent
 from tpplan.decoder.weights.products import linear, linear_of_all
 from tpplan.decoder.weights.quantised import IntMatrix
 from tpplan.decoder.weights.stacked import Stacked
@@ -201,7 +201,7 @@ def test_experts_of_which_some_are_permuted() -> None:
         IntMatrix(code, torch.rand(8, 2), None, 0, 32, 4, columns=order)
         for code, order in zip(codes, orders, strict=True)
     ]
-    stacked, x_RK = Stacked.of(each, neighbours), torch.randn(3, 64)
+    stacked, x_RK = Stacked.of(each, adjacent), torch.randn(3, 64)
     assert torch.equal(linear_of_all(x_RK, stacked), torch.stack([linear(x_RK, one) for one in each], dim=1))
     chosen = torch.tensor([[1], [0], [1]])
     dense = stacked.chosen(chosen, 0, 8, torch.float32)

@@ -11,7 +11,7 @@ from attrs import evolve
 from tpplan.decoder.cache.layer import LayerCache
 from tpplan.decoder.cache.store import Store
 from tpplan.decoder.layer.attention import Group, Ring
-from tpplan.decoder.prompts import NOBODY, Extent
+from tpplan.decoder.prompts import NOBODY, PassShape
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -42,8 +42,8 @@ def test_rows_beside_the_tokens_of_rings(seed: int) -> None:
         for row in range(count)
     ] + [NOBODY[1:]] * padding
     positions, sequences, before = torch.tensor(numbers).T
-    extent = Extent.of_any(len(numbers), batch if padding else len(read), 6 * length)
-    ring = Ring.of(Group.of(positions, sequences, before, extent, is_filled=padding > 0), length)
+    pass_shape = PassShape.of_any(len(numbers), batch if padding else len(read), 6 * length)
+    ring = Ring.of(Group.of(positions, sequences, before, pass_shape, is_filled=padding > 0), length)
 
     new = (100 * sequences + positions)[:, None, None].expand(-1, 4, 4).float()
     k_THK, v_THK = ring.read(cache, slice(1, 2), (new[:, :2], new[:, 2:]))
@@ -55,6 +55,6 @@ def test_rows_beside_the_tokens_of_rings(seed: int) -> None:
             torch.testing.assert_close(found, (100.0 * sequence + tokens)[:, None, None].expand(-1, 1, 4))
     for order in (torch.arange(len(numbers)), torch.arange(len(numbers)).flip(0)):
         sequences_R, places_R = (x[order] for x in ring.targets)
-        evolve(ring, kept=ring.kept[order], targets=(sequences_R, places_R)).write(cache, new)
+        evolve(ring, rows_to_write=ring.rows_to_write[order], targets=(sequences_R, places_R)).write(cache, new)
         for half in cache.halves:
             torch.testing.assert_close(half, stored(ends), equal_nan=True)

@@ -10,7 +10,7 @@ import torch
 from tests.contexts import UNEVEN, context, little_room  # noqa: F401
 from tpplan.core.axes import Axis
 from tpplan.decoder import Sampling
-from tpplan.decoder.decoding.steps import likeliest
+from tpplan.decoder.decoding.steps import greedy
 from tpplan.decoder.layer.steps import Plain
 from tpplan.errors import RequestError
 from tpplan.exec.options import TRANSPORTS
@@ -33,7 +33,7 @@ def test_the_likeliest_token_is_that_of_the_whole_row(transport: str) -> None:
         whole[range(6), best] = torch.tensor([9.0, 1e30, 9.5, 20.0, 9.0, 9.0])
         whole[4, :64] = -torch.inf
         steps = dict.fromkeys(ctx.all_devices, Plain(1e-5, "silu"))
-        found = likeliest(ctx, ctx.scatter(whole, Axis.VOCAB), steps, len(whole))
+        found = greedy(ctx, ctx.scatter(whole, Axis.VOCAB), steps, len(whole))
         assert len(found) == len(ctx.all_devices)
         assert all(tokens.tolist() == best for tokens in found)
 
@@ -47,7 +47,7 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-40, 5e-324])
-def test_next_to_no_temperature_takes_the_likeliest(temperature: float) -> None:
+def test_next_to_no_temperature_takes_the_greedy(temperature: float) -> None:
     """However small it is: no quotient overflows."""
     assert set(draws(Sampling(temperature), 50)) == {1}
 

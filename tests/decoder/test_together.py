@@ -21,7 +21,7 @@ from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
-from tpplan.decoder.layer.stack import agreed
+from tpplan.decoder.layer.agree import agreed
 from tpplan.decoder.prompts import Prompt
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan

@@ -15,7 +15,7 @@ from tests.decoder.test_prompt_graphs import check_same
 from tests.decoder_cases import model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
-from tpplan.decoder import Decoder, decoder
+from tpplan.decoder import Decoder, forward
 from tpplan.decoder.decoding import prefill_graphs
 from tpplan.decoder.layer.steps import Plain
 from tpplan.exec import TPContext
@@ -32,8 +32,8 @@ __all__ = ["fine_units", "flash_calls"]  # fixtures
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let halves have few rows, but more than the smallest graph."""
     monkeypatch.setattr(prefill_graphs, "_SMALLEST", 4)
-    monkeypatch.setattr(decoder, "_HALF", 4)
-    monkeypatch.setattr(decoder, "_EVEN", 1)
+    monkeypatch.setattr(forward, "_HALF", 4)
+    monkeypatch.setattr(forward, "_EVEN", 1)
 
 
 class Late:
@@ -152,8 +152,8 @@ def test_turns_are_for_links_that_are_slow() -> None:
     for transport in ("peer", "host"):
         with compile_plan(plan, backend="cpu", transport=transport) as context:
             weights = load_weights(plan, directory, context)
-            assert not Decoder(context, directory, weights)._in_turns
-            assert Decoder(context, directory, weights, turns=True)._in_turns
+            assert not Decoder(context, directory, weights).forward._in_turns
+            assert Decoder(context, directory, weights, turns=True).forward._in_turns
 
 
 @pytest.mark.usefixtures("flash_calls")

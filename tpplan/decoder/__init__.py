@@ -1,8 +1,10 @@
 """A tensor-parallel decoder that runs on a compiled plan, and the generation of text with it.
 
-``decoder`` leads from tokens to logits. ``layer`` has the layers: it combines the devices' results, and computes on one
-device in plain torch, with the ``weights`` and over the ``cache``. ``fast`` overrides its steps by fused kernels where
-these take the tensors; results are right without it. ``generation`` makes tokens from prompts, and ``text`` from these.
+``decoder`` is what users hold: prompts, decoding steps, and CUDA graphs of both, on top of ``forward``, which computes
+logits from tokens. ``layer`` has the layers: it combines the devices' results, and computes on one device in plain
+torch, with the ``weights`` and over the KV ``cache``. ``fast`` overrides these computations by fused kernels for the
+tensors that they support; results are right without it. ``generation`` generates tokens from prompts, and ``text``
+converts between text and tokens.
 
 Names are imported when they are first used, as in ``tpplan`` itself: what checks a request needs no torch.
 """

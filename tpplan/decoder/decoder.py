@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 import torch
-from torch.nn import functional
 
-from tpplan.core.axes import Axis
 from tpplan.core.workspace import areas
 from tpplan.decoder.cache.heads import heads_of
-from tpplan.decoder.cache.store import Where
-from tpplan.decoder.decoding.prefill_graphs import graphs_of
+from tpplan.decoder.decoding.prefill_graphs import PrefillGraphs, graphs_of
 from tpplan.decoder.decoding.steps import Steps
 from tpplan.decoder.fast.fused import codes_of, steps_on
-from tpplan.decoder.layer.attention import Group
-from tpplan.decoder.layer.passes import Decode, Prefill
-from tpplan.decoder.layer.stack import Stack, agreed, room_for
+from tpplan.decoder.forward import Forward
+from tpplan.decoder.layer.agree import agreed
+from tpplan.decoder.layer.stack import Stack
 from tpplan.decoder.model.settings import facts_of as settings_facts
 from tpplan.decoder.model.settings import settings_of
-from tpplan.decoder.prompts import Extent, Prompt, check, check_step, cut, facts_of, length_of, numbers_of
+from tpplan.decoder.prompts import Prompt, check, check_step, cut, facts_of, length_of, numbers_of
 from tpplan.decoder.weights.convert import matrices_of
-from tpplan.decoder.weights.fuse import check_weights, joined
-from tpplan.decoder.weights.products import made_at_once
+from tpplan.decoder.weights.fuse import check_weights, fuse_weights
+from tpplan.decoder.weights.products import elements_at_once
 from tpplan.errors import ExecutionError
 from tpplan.exec.processes.agreement import agree
 from tpplan.exec.programs.program import HOST
@@ -39,24 +37,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.core.model import ModelSpec
-    from tpplan.decoder.model.ropes import Angles
+    from tpplan.decoder.decoding.prefill_graphs import Capture
     from tpplan.decoder.model.settings import Settings
-    from tpplan.decoder.prompts import Stretch
+    from tpplan.decoder.prompts import PromptSlice
     from tpplan.exec.context import TPContext
     from tpplan.exec.cuda.graph import Graph
     from tpplan.weights import Weights
 
 _LOG = logging.getLogger(__name__)
 
-#: Minimum rows of half a pass for the halves to take turns, and a multiple that the first half is rounded down to. A
-#: graph this large is always more than half full, so that the second half is never all padding.
-_HALF, _EVEN = 512, 128
-
 
 class Decoder:
     """A model on the devices of a compiled plan, with its weights and its cache.
 
     Attributes:
+        forward: computes prefill passes and decode steps.
         stack: the model's layers.
         batch: maximum number of sequences that decode together.
         weights: tensors by device and name; adjacent matrices with the same input are joined into one.
@@ -100,7 +95,7 @@ class Decoder:
                 several processes, one failed, or their arguments or config.json differ: the same error in all.
         """
         request = context.plan.request
-        asked = {
+        arguments = {
             "cache": cache or request.cache.kind,
             "graphs": str(graphs),
             "kernels": str(kernels),
@@ -111,14 +106,11 @@ class Decoder:
             model = read_model(directory)
             return model, settings_of(directory, model)
 
-        model, self._settings = agree(context, "the decoder", read, lambda found: asked | settings_facts(found[1]))
+        model, self._settings = agree(
+            context, "the decoder", read, lambda result: arguments | settings_facts(result[1])
+        )
         self.batch = request.batch
         self.length = length_of(request)
-        scale = self._settings.embedding_scale
-        if self._settings.family.scaled_embedding:
-            scale = torch.tensor(scale, dtype=context.dtype).item()  # rounded as in transformers
-        self._embedding_scale = scale
-        self._head = "model.embed_tokens" if model.tied_embeddings else "lm_head"
         self._steps: dict[int, Steps] = {}
         self.graph: Graph | None = None
         self.generations = 0
@@ -126,8 +118,18 @@ class Decoder:
         if turns is None:
             is_joint = len(context.all_devices) > 1 and context.processes == 1
             turns = is_joint and context.transport != "peer" and context.can_capture
-        self._in_turns = turns
-        self.prompt_graphs = graphs_of(self, self._settings.attention_cap, graphs=graphs)
+        head = "model.embed_tokens" if model.tied_embeddings else "lm_head"
+        self.forward = Forward(
+            self.stack,
+            self._settings,
+            self.weights,
+            self._tables,
+            batch=self.batch,
+            length=self.length,
+            head=head,
+            in_turns=turns,
+        )
+        self.prompt_graphs = graphs_of(self.forward, self._capture(), graphs=graphs)
 
     def _prepare(self, context: TPContext, model: ModelSpec, weights: Weights, cache: str, *, kernels: bool) -> None:
         """Prepare this process's weights, and allocate its cache and tables."""
@@ -138,7 +140,7 @@ class Decoder:
         self.weights = {}
         for device in context.devices:  # before there is a cache: rearranging codes takes memory
             matrices = matrices_of(weights[device], slices[device], self._settings.scheme)
-            self.weights[device] = joined(weights[device], matrices, layers, self._settings, context.dtype)
+            self.weights[device] = fuse_weights(weights[device], matrices, layers, self._settings, context.dtype)
             rearranged = matrices or self._settings.family.experts.fused
             if rearranged and context.devices[device].device.type == "cuda":
                 torch.cuda.empty_cache()  # frees the memory that rearranging took
@@ -160,7 +162,7 @@ class Decoder:
                 joint=joint,
                 experts=experts,
                 codes=codes_of(self.weights[device]),
-                at_once=made_at_once(room[device].scratch_bytes // context.dtype.itemsize),
+                at_once=elements_at_once(room[device].scratch_bytes // context.dtype.itemsize),
             )
             for device in context.devices
         }
@@ -190,16 +192,50 @@ class Decoder:
         plan = self.context.plan
         is_even = not plan.request.cache.tokens % plan.request.batch
         for device in self.context.devices:
-            taken, counted = self.cache_bytes(device), plan.memory[device].cache_bytes
-            if taken > counted or (is_even and taken < counted):
-                what = f"the cache takes {taken} bytes on device {device}, the plan for {plan.model.name}"
+            size, counted = self.cache_bytes(device), plan.memory[device].cache_bytes
+            if size > counted or (is_even and size < counted):
+                what = f"the cache takes {size} bytes on device {device}, the plan for {plan.model.name}"
                 raise ExecutionError(f"{what} counts {counted}", "make the plan again with tpplan plan")
 
     def steps(self, sequences: int) -> Steps:
         """Return the decoding steps of the cache's first ``sequences`` sequences; created once and kept with graphs."""
         if sequences not in self._steps:
-            self._steps[sequences] = Steps(self, sequences)
+            self._steps[sequences] = self.new_steps(sequences)
         return self._steps[sequences]
+
+    def new_steps(self, sequences: int, *, graphs: bool | None = None) -> Steps:
+        """Return decoding steps like those of :meth:`steps`, with tokens, positions and graphs of their own.
+
+        The decoder must outlive them.
+
+        Args:
+            sequences: number of sequences.
+            graphs: whether to capture steps as graphs; by default on CUDA devices.
+        """
+        decoder: Decoder = proxy(self)  # a strong reference would be a cycle, which delays freeing the memory
+
+        def read(prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
+            return decoder.read(prompts)
+
+        return Steps(self.forward, sequences, read, self._capture(), graphs=graphs)
+
+    def new_prompt_graphs(self, sizes: Sequence[int]) -> PrefillGraphs:
+        """Return new graphs of prefill passes, for :attr:`prompt_graphs`; the decoder must outlive them.
+
+        Args:
+            sizes: rows of each graph, in ascending order; such passes must have a fixed shape, see
+                :func:`tpplan.decoder.decoding.prefill_graphs.is_fixed`.
+        """
+        return PrefillGraphs(self.forward, self._capture(), sizes)
+
+    def _capture(self) -> Capture:
+        """Return :meth:`captured` as a function that does not keep the decoder alive."""
+        decoder: Decoder = proxy(self)
+
+        def capture(issue: Callable[[], None], what: str) -> Graph | None:
+            return decoder.captured(issue, what)
+
+        return capture
 
     def captured(self, issue: Callable[[], None], what: str) -> Graph | None:
         """Capture work as a graph that shares the memory of earlier ones; return None and log a warning on failure.
@@ -248,48 +284,22 @@ class Decoder:
         agree(self.context, "the prompts", lambda: check(prompts, self.context.plan), lambda _: facts_of(prompts))
         ends: list[list[Tensor]] = [[] for _ in self.context.devices]
         xs: tuple[Tensor, ...] = ()
-        for tokens, stretches in cut(prompts, self.context.max_rows):
-            numbers = torch.tensor([tokens, *numbers_of(stretches)]).T.contiguous()  # the same shape but for the rows
+        for tokens, prompt_slices in cut(prompts, self.context.max_rows):
+            # One tensor for all numbers of the rows: passes differ only in its first dimension.
+            numbers = torch.tensor([tokens, *numbers_of(prompt_slices)]).T.contiguous()
             xs = ()  # frees memory for the next pass
-            xs = self.prompt_graphs.run(numbers) if self.prompt_graphs else ()
-            xs = xs or self.run(self.context.broadcast(numbers, source=HOST), stretches)
-            last = [torch.cat([x_RD[each.ends] for each in stretches]) for x_RD in xs]
-            ends = [[*kept, new_RD] for kept, new_RD in zip(ends, last, strict=True)]
-        return self._logits([torch.cat(kept) for kept in ends])
+            if self.prompt_graphs:
+                xs = self.prompt_graphs.run(numbers)
+                if self.prompt_graphs.has_failed:
+                    self.prompt_graphs = None
+            xs = xs or self.run(self.context.broadcast(numbers, source=HOST), prompt_slices)
+            last = [torch.cat([x_RD[each.ends] for each in prompt_slices]) for x_RD in xs]
+            ends = [[*rows, new_RD] for rows, new_RD in zip(ends, last, strict=True)]
+        return self.forward.logits([torch.cat(rows) for rows in ends])
 
-    def run(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> tuple[Tensor, ...]:
-        """Return the residual stream after a pass of prompts.
-
-        Args:
-            numbers: on each device, for each row its token and its
-                :func:`tpplan.decoder.prompts.numbers_of`.
-            stretches: stretches of all rows; left out if the pass must not depend on them, and may end with padding.
-        """
-        xs = self._embed([one[:, 0] for one in numbers])
-        count = len(numbers[0])
-        half = count // 2 // _EVEN * _EVEN
-        if not self._in_turns or stretches or half < _HALF:
-            return self.stack.run(xs, self._prefill(numbers, stretches))
-        halves = [
-            (tuple(x_RD[some] for x_RD in xs), self._prefill([one[some] for one in numbers]))
-            for some in (slice(half), slice(half, count))
-        ]
-        self.stack.run_in_turns(halves)
-        return xs
-
-    def _prefill(self, numbers: Sequence[Tensor], stretches: Sequence[Stretch] = ()) -> Prefill:
-        """Return the pass that :meth:`run` computes for these rows."""
-        _, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
-        count = len(numbers[0])
-        extent = Extent.of(stretches) if stretches else Extent.of_any(count, self.batch, self.length)
-        cap, held = self._settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]
-        some_attend = len(stretches) != 1 and any(each.attend_at_once(extent, cap) for each in held)
-        groups = {
-            device: Group.of(positions, sequences, before, extent, is_filled=not stretches)
-            for device, positions, sequences, before in zip(self.context.devices, *others, strict=True)
-            if device in self._tables and some_attend
-        }
-        return Prefill(self._angles(others[0]), groups, stretches)
+    def run(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> tuple[Tensor, ...]:
+        """Return the residual stream after a prefill pass; see :meth:`tpplan.decoder.forward.Forward.prefill`."""
+        return self.forward.prefill(numbers, prompt_slices)
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:
@@ -307,41 +317,4 @@ class Decoder:
             RequestError: see :func:`tpplan.decoder.prompts.check_step`.
         """
         check_step(tokens, positions, len(self.context.devices), self.context.plan)
-        return self._logits(self.stack.run(self._embed(tokens), self._decode(positions, span or self.length)))
-
-    def _decode(self, positions: Sequence[Tensor], span: int) -> Decode:
-        lengths = {heads.cache.length for each in self.stack.heads for heads in each.values()}
-        where = {
-            device: {length: Where.of(at, length, span, self.context.dtype) for length in lengths}
-            for device, at in zip(self.context.devices, positions, strict=True)
-            if device in self._tables
-        }
-        return Decode(self._angles(positions), where)
-
-    def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
-        """Return the RoPE angles of rows at these positions on each device that has KV heads."""
-        at = dict(zip(self.context.devices, positions, strict=True))
-        ropes = self._settings.ropes
-        return {device: ropes.angles(sin, cos, at[device]) for device, (sin, cos) in self._tables.items()}
-
-    def _embed(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the embeddings of tokens: the sum over devices, each with zeros for tokens that others hold."""
-        ids = dict(zip(self.context.devices, tokens, strict=True))
-        parts = []
-        for part in self.context.split(Axis.VOCAB):
-            size = part.end - part.start
-            asked = ids[part.device] - part.start
-            own = asked.clamp(0, size - 1)
-            x_RD = functional.embedding(own, self.weights[part.device]["model.embed_tokens.weight"])
-            parts.append(x_RD.mul_((own == asked)[:, None]))
-        hidden = self.context.plan.split(Axis.RESIDUAL).size
-        out = None if parts else room_for(self.context, len(tokens[0]), hidden, self.context.dtype)
-        xs = self.context.all_reduce(parts, axis=Axis.VOCAB, out=out)
-        return xs if self._embedding_scale == 1 else tuple(x.mul_(self._embedding_scale) for x in xs)
-
-    def _logits(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        cap, logits = self._settings.logit_cap, []
-        for device in self.context.devices_of(Axis.VOCAB):
-            y_RV = self.stack.normed(xs, device, "model.norm", self._head)
-            logits.append(y_RV if cap is None else y_RV.div_(cap).tanh_().mul_(cap))
-        return tuple(logits)
+        return self.forward.decode(tokens, positions, span or self.length)

@@ -1,7 +1,7 @@
 """Functions of a layer on one device in plain torch: RMS norm, RoPE and attention.
 
 Shapes are suffixes of names: R rows (tokens of a pass), B batch, S sequence (queries), T keys, D hidden, H heads (KV
-heads of keys and values), K elements of a head, P pairs of elements that RoPE turns, I intermediate.
+heads of keys and values), K elements of a head, P pairs of elements that RoPE rotates, I intermediate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AT_ONCE: Final = 2**24
 #: Rows that are converted to float32 at a time.
 _WIDENED: Final = 512
 
-#: The head size that the flash kernel takes is a multiple of this.
+#: FlashAttention supports head sizes that are multiples of this.
 _FLASH_HEADS: Final = 8
 
 
@@ -47,7 +47,7 @@ class Scoring:
 
     def of(self, heads: slice) -> Self:
         """Return the scoring of a slice of the query heads."""
-        return self if self.sinks is None else evolve(self, sinks=some_of(self.sinks, heads, dim=0))
+        return self if self.sinks is None else evolve(self, sinks=slice_of(self.sinks, heads, dim=0))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, out: Tensor | None = None) -> Tensor:
@@ -84,7 +84,7 @@ def angles(sin_RP: Tensor, cos_RP: Tensor) -> Tensor:
 
 
 def rotate(x_RHK: Tensor, by: Tensor, *, are_neighbours: bool = False) -> None:
-    """Rotate the leading elements of heads in place by the rows' :func:`angles` (RoPE).
+    """Rotate the leading elements of heads in place by the rows' :func:`angles` (RoPE, arXiv:2104.09864).
 
     Pairs are elements i and i + P, or neighbours 2i and 2i + 1. This takes two kernels, because each half is read for
     both halves before it is overwritten.
@@ -95,7 +95,7 @@ def rotate(x_RHK: Tensor, by: Tensor, *, are_neighbours: bool = False) -> None:
     torch.add(first, second, out=x_RH2P)
 
 
-def side_by_side(x_RHK: Tensor, y_RHK: Tensor) -> Tensor:
+def stack_heads(x_RHK: Tensor, y_RHK: Tensor) -> Tensor:
     """Return two tensors of heads as one, ``[R, 2, H, K]``: a view if they share storage and strides, else a copy."""
     step = y_RHK.storage_offset() - x_RHK.storage_offset()
     is_one = x_RHK.untyped_storage().data_ptr() == y_RHK.untyped_storage().data_ptr()
@@ -105,7 +105,7 @@ def side_by_side(x_RHK: Tensor, y_RHK: Tensor) -> Tensor:
     return x_RHK.as_strided((len(x_RHK), 2, *x_RHK.shape[1:]), (row, step, *others))
 
 
-def hiding(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an additive attention mask: 0 where a query sees a key, else minus infinity."""
     return seen.to(dtype).log_()  # log 1 = 0, log 0 = -inf
 
@@ -123,11 +123,11 @@ def attend(
     """Return the attention output ``[B, H, S, K]``.
 
     Args:
-        q_BHSK: queries; each KV head is shared by the same number of successive query heads.
+        q_BHSK: queries; each KV head is shared by equally many successive query heads (GQA, arXiv:2305.13245).
         k_BHTK: keys.
         v_BHTK: values.
-        mask: mask from :func:`hiding`, ``[B or 1, 1, S, T]``; None for causal attention, where the queries belong to
-            the last S tokens.
+        mask: mask from :func:`additive_mask`, ``[B or 1, 1, S, T]``; None for causal attention, where the queries
+            belong to the last S tokens.
         scoring: how scores become weights.
         window: tokens that a query sees without a mask, itself included; 0 for all.
         recurs: whether these shapes occur repeatedly. Only then is cuDNN worth using: it is fast, but builds a plan for
@@ -141,50 +141,48 @@ def attend(
     if window:
         parts = []
         for some in torch.split(q_BHSK, max(1, AT_ONCE // (4 * total)), dim=2):  # mask and temporaries
-            hides = _hiding_others(some, total - count, total, window)
+            hides = _causal_mask(some, total - count, total, window)
             parts.append(attend(some, k_BHTK, v_BHTK, hides, scoring=scoring, recurs=recurs))
             count -= some.shape[2]
-        return together(parts, dim=2)
+        return concat(parts, dim=2)
     is_plain = scoring.cap is None and scoring.sinks is None
     alike = 1 if is_plain else 4  # tensors of this size: scores, their mask, and temporaries
     block = max(1, AT_ONCE // (alike * q_BHSK.shape[:2].numel() * total))
     found = []
     for first in range(0, count, block):
         some = q_BHSK[:, :, first : first + block]
-        hides = (
-            _hiding_others(some, total - count + first, total) if mask is None else mask[:, :, first : first + block]
-        )
-        found.append(_behind(some, k_BHTK, v_BHTK, hides, scoring))
-    return together(found, dim=2)
+        hides = _causal_mask(some, total - count + first, total) if mask is None else mask[:, :, first : first + block]
+        found.append(_masked_attention(some, k_BHTK, v_BHTK, hides, scoring))
+    return concat(found, dim=2)
 
 
 def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:
-    """Tell whether the flash kernel takes these tensors, with query heads that share KV heads."""
+    """Tell whether torch's FlashAttention supports these tensors, with query heads that share KV heads."""
     params = SDPAParams(q_BHSK, k_BHTK, v_BHTK, None, 0.0, False, True)  # noqa: FBT003
     return not q_BHSK.shape[3] % _FLASH_HEADS and can_use_flash_attention(params)
 
 
-def _hiding_others(q_BHSK: Tensor, first: int, total: int, window: int = 0) -> Tensor:
+def _causal_mask(q_BHSK: Tensor, first: int, total: int, window: int = 0) -> Tensor:
     """Return the causal mask, with a window if it is not 0, for queries of successive tokens from ``first`` on."""
     tokens = torch.arange(total, device=q_BHSK.device)
     query = tokens[first : first + q_BHSK.shape[2], None]
     seen = tokens <= query
     if window:
         seen &= tokens > query - window
-    return hiding(seen[None, None], q_BHSK.dtype)
+    return additive_mask(seen[None, None], q_BHSK.dtype)
 
 
-def together(parts: list[Tensor], dim: int) -> Tensor:
+def concat(parts: list[Tensor], dim: int) -> Tensor:
     """Concatenate tensors; a single one, the usual case, is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-def apart(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
+def split_rows(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
     """Split a tensor into pieces; a single one, the usual case, takes no torch call."""
     return (x,) if len(sizes) == 1 else torch.split_with_sizes(x, sizes, dim)
 
 
-def some_of(x: Tensor, some: slice, dim: int) -> Tensor:
+def slice_of(x: Tensor, some: slice, dim: int) -> Tensor:
     """Return a slice of a tensor along a dimension; the whole, the usual case, takes no torch call."""
     size: int = x.shape[dim]
     return x if some.start == 0 and some.stop == size else x.narrow(dim, some.start, some.stop - some.start)
@@ -208,7 +206,7 @@ def _fused(
     return flash_attention(q_BHSK, k_BHTK, v_BHTK, scale, window=window, sinks=sinks)
 
 
-def _behind(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+def _masked_attention(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
     """Return masked attention. Query heads that share a KV head become extra queries, so that no KV head is copied."""
     q_BHGSK = torch.unflatten(q_BHSK, 1, (k_BHTK.shape[1], -1))
     q_BHRK = q_BHGSK.flatten(2, 3)
@@ -231,8 +229,8 @@ def _behind(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, scorin
     return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4]).flatten(1, 2)
 
 
-def best_of(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
-    """Return each row's largest logit and its token, in two columns of an otherwise zero ``[B, 2 × places]``.
+def argmax_columns(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+    """Return each row's largest logit and its token (argmax), in two columns of an otherwise zero ``[B, 2 × places]``.
 
     Args:
         logits_BV: logits of a range of tokens.

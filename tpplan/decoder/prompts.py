@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.plan import Request, SplitPlan
 
-#: Numbers of a padding row at the end of a pass: its token, and its numbers as from :func:`numbers_of`.
+#: Numbers of a padding row at the end of a pass: its token, then those that :func:`numbers_of` gives for a row.
 NOBODY: Final = 0, 0, -1, 2**31 - 1
 
 #: Maximum characters of an invalid token or prompt in an error.
@@ -44,7 +44,7 @@ class Prompt:
 
 
 @frozen
-class Stretch:
+class PromptSlice:
     """Rows of a pass that are successive tokens of a sequence, or equally many of each of several sequences.
 
     Attributes:
@@ -67,7 +67,7 @@ class Stretch:
 
     @property
     def rows(self) -> slice:
-        """All rows of the stretch."""
+        """All rows of the slice."""
         return slice(self.first, self.first + self.count * self.size)
 
     @property
@@ -77,8 +77,8 @@ class Stretch:
 
 
 @frozen
-class Extent:
-    """Upper bounds on the size of a pass.
+class PassShape:
+    """Upper bounds on the sizes of a prefill pass, on which the shapes of its tensors depend.
 
     Attributes:
         count: number of sequences with rows in the pass.
@@ -93,14 +93,14 @@ class Extent:
     rows: int
 
     @classmethod
-    def of(cls, stretches: Sequence[Stretch]) -> Self:
-        """Return the extent of a pass of these stretches."""
-        longest, most = max(each.size for each in stretches), max(each.start + each.size for each in stretches)
-        return cls(sum(each.count for each in stretches), longest, most, stretches[-1].rows.stop)
+    def of(cls, prompt_slices: Sequence[PromptSlice]) -> Self:
+        """Return the shape of a pass of these prompt slices."""
+        longest, most = max(each.size for each in prompt_slices), max(each.start + each.size for each in prompt_slices)
+        return cls(sum(each.count for each in prompt_slices), longest, most, prompt_slices[-1].rows.stop)
 
     @classmethod
     def of_any(cls, rows: int, batch: int, length: int) -> Self:
-        """Return the extent of any pass of ``rows`` rows, of ``batch`` sequences of at most ``length`` tokens."""
+        """Return the shape of any pass of ``rows`` rows, of ``batch`` sequences of at most ``length`` tokens."""
         return cls(batch, min(rows, length), length, rows)
 
     def beside(self, length: int) -> int:
@@ -169,9 +169,9 @@ def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
             raise RequestError(f"token {number}, the model's are 0 to {size - 1}", "use the model's own tokenizer")
 
 
-def _shown(given: object) -> str:
+def _shown(value: object) -> str:
     """Return the representation of an object, shortened."""
-    return " ".join(repr(given).split())[:_SHOWN]
+    return " ".join(repr(value).split())[:_SHOWN]
 
 
 def facts_of(prompts: Sequence[Prompt]) -> dict[str, str]:
@@ -203,15 +203,15 @@ def check_step(tokens: Sequence[Tensor], positions: Sequence[Tensor], devices: i
         raise RequestError(what, "plan with a larger --batch" if count else "give one of each sequence")
 
 
-def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[Stretch]]]:
-    """Yield the tokens and stretches of each pass; prompts follow each other, and are cut where a pass is full.
+def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[PromptSlice]]]:
+    """Yield the tokens and prompt slices of each pass; prompts follow each other, and are cut where a pass is full.
 
     Args:
         prompts: prompts of different sequences.
         most: maximum rows of a pass.
     """
     tokens: list[int] = []
-    stretches: list[Stretch] = []
+    prompt_slices: list[PromptSlice] = []
     for prompt in prompts:
         read = 0
         while read < len(prompt.tokens):
@@ -220,21 +220,21 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
             size = len(tokens) - first
             read += size
             is_last = read == len(prompt.tokens)
-            new = Stretch(first, size, start, prompt.sequence, 1, is_last=is_last, is_full=size == most)
-            stretches[-1:] = _joined(stretches[-1:], new)
+            new = PromptSlice(first, size, start, prompt.sequence, 1, is_last=is_last, is_full=size == most)
+            prompt_slices[-1:] = _joined(prompt_slices[-1:], new)
             if len(tokens) == most:
-                yield tokens, stretches
-                tokens, stretches = [], []
+                yield tokens, prompt_slices
+                tokens, prompt_slices = [], []
     if tokens:
-        yield tokens, stretches
+        yield tokens, prompt_slices
 
 
-def numbers_of(stretches: Iterable[Stretch]) -> tuple[list[int], list[int], list[int]]:
+def numbers_of(prompt_slices: Iterable[PromptSlice]) -> tuple[list[int], list[int], list[int]]:
     """Return for each row its position, the index of its sequence, and how many sequences have rows before it."""
     positions: list[int] = []
     sequences: list[int] = []
     before: list[int] = []
-    for each in stretches:
+    for each in prompt_slices:
         positions += [*range(each.start, each.start + each.size)] * each.count
         for sequence in range(each.sequence, each.sequence + each.count):
             before += [before[-1] + 1 if before else 0] * each.size
@@ -242,10 +242,10 @@ def numbers_of(stretches: Iterable[Stretch]) -> tuple[list[int], list[int], list
     return positions, sequences, before
 
 
-def _joined(before: list[Stretch], new: Stretch) -> list[Stretch]:
-    """Join a new stretch to the latest one if they are alike, so that they are computed at once.
+def _joined(before: list[PromptSlice], new: PromptSlice) -> list[PromptSlice]:
+    """Join a new slice to the latest one if they are alike, so that they are computed at once.
 
-    Only stretches at the start of sequences are joined: the tokens that many sequences already have may take too much
+    Only slices at the start of sequences are joined: the tokens that many sequences already have may take too much
     memory.
     """
     for old in before:

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 
 from tests.gate_cases import rounded_gate
 from tests.packed_cases import int_matrix
-from tpplan.decoder.fast.launches.experts import Experts
+from tpplan.decoder.fast.launches.experts import ExpertGemv
 from tpplan.decoder.layer import experts
 from tpplan.decoder.weights.quantised import Float4Matrix, Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.weights.stacked import Projection, Stacked
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.decoder.fast.launches.grouped import Grouped
+    from tpplan.decoder.fast.launches.grouped import GroupedGemm
 
     Matrices = Tensor | Stacked
 
@@ -131,7 +131,7 @@ def check(found: Tensor | None, exact: Tensor) -> None:
 
 
 def check_products(
-    run: Experts | Grouped, three: tuple[Matrices, Matrices, Matrices], x_RD: Tensor, choice_RC: Tensor
+    run: ExpertGemv | GroupedGemm, three: tuple[Matrices, Matrices, Matrices], x_RD: Tensor, choice_RC: Tensor
 ) -> None:
     """Multiply rows by their own experts' matrices, and add what comes of it to rows that are parts of longer ones.
 
@@ -157,7 +157,7 @@ def check_products(
     assert torch.equal(h_RCI, again_RCI)
     exact_RD = experts.down(h_RCI.float(), exact(downs), numbers_RC, weights_RC, fixed=True)
     check(run.down(h_RCI, downs, choice_RC), exact_RD)
-    spare = 1 if isinstance(run, Experts) else 8  # others write vectors
+    spare = 1 if isinstance(run, ExpertGemv) else 8  # others write vectors
     to_RD = torch.randn(rows, hidden + 2 * spare, device=x_RD.device).to(dtype)
     before = to_RD.clone()
     run.down(h_RCI, downs, choice_RC, to_RD[:, spare:-spare])
@@ -166,7 +166,9 @@ def check_products(
     assert torch.equal(to_RD[:, -spare:], before[:, -spare:])
 
 
-def check_gates(run: Experts | Grouped, name: str, gate_EID: Matrices, up_EID: Matrices, dtype: torch.dtype) -> None:
+def check_gates(
+    run: ExpertGemv | GroupedGemm, name: str, gate_EID: Matrices, up_EID: Matrices, dtype: torch.dtype
+) -> None:
     """Compare gates of three rows with torch's, which are rounded at the same places; for most rows they are equal.
 
     Args:

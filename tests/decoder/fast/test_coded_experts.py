@@ -20,7 +20,7 @@ from tests.machine_code import registers
 from tests.packed_cases import int_matrix
 from tpplan.decoder.fast.kernels.scale_kinds import FORMS
 from tpplan.decoder.fast.launches.chosen import readable
-from tpplan.decoder.fast.launches.experts import KINDS, Experts
+from tpplan.decoder.fast.launches.experts import KINDS, ExpertGemv
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.layer import experts
 from tpplan.decoder.model.gates import ACTIVATIONS
@@ -149,12 +149,12 @@ class FakeLauncher:
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Experts:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ExpertGemv:
     """Return kernels of a device that is not there."""
     monkeypatch.setattr("tpplan.decoder.fast.launches.experts.Launcher", FakeLauncher)
     found = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    return Experts(torch.device("cuda", 0), request.param, "silu", ("e5m2", *KINDS))
+    return ExpertGemv(torch.device("cuda", 0), request.param, "silu", ("e5m2", *KINDS))
 
 
 @pytest.mark.parametrize(("rows", "chosen"), [(1, 2), (1, 9), (3, 3), (9, 1)])
@@ -173,7 +173,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=str,
 )
-def test_products(kernels: Experts, rows: int, chosen: int, case: Case) -> None:
+def test_products(kernels: ExpertGemv, rows: int, chosen: int, case: Case) -> None:
     """They are those of torch, for every kind of codes and scales, and rows and results that are parts of others.
 
     There are biases, but where a row has too many experts for them.
@@ -202,7 +202,7 @@ def test_products(kernels: Experts, rows: int, chosen: int, case: Case) -> None:
     check(to_RD, before + exact_RD)
 
 
-def test_what_is_not_taken(kernels: Experts) -> None:
+def test_what_is_not_taken(kernels: ExpertGemv) -> None:
     """Other codes, groups that end within 16 bytes, zeros of another kind, and unlike matrices are left to torch."""
     dtype, choice_RC = kernels._dtype, chosen_of(2, 2, 4)
     x_RD, h_RCI = torch.randn(2, 96).to(dtype), torch.randn(2, 2, 64).to(dtype)
@@ -254,7 +254,7 @@ def test_what_is_not_taken(kernels: Experts) -> None:
     columns_EK = torch.arange(64).expand(4, 64)
     assert kernels.down(h_RCI, Projection(evolve(down_EDI, columns=columns_EK)), choice_RC) is None
     assert kernels.down(h_RCI[..., :48].contiguous(), Projection(case.with_(width=48).matrices()[2]), choice_RC) is None
-    others = Experts(torch.device("cuda", 0), dtype, "silu", ("8",))
+    others = ExpertGemv(torch.device("cuda", 0), dtype, "silu", ("8",))
     assert others.down(h_RCI, Projection(down_EDI), choice_RC) is None
     assert others.down(h_RCI, Projection(Stacked(eights, 4)), choice_RC) is not None
 
@@ -363,7 +363,7 @@ def test_all_codes_of_4_bits_are_exact() -> None:
         assert torch.equal(y_RD[0].float(), given.dense(0, 256, torch.float32)[:, column])
 
 
-def test_floats_of_4_bits_that_are_not_taken(kernels: Experts) -> None:
+def test_floats_of_4_bits_that_are_not_taken(kernels: ExpertGemv) -> None:
     """Scales that lie otherwise than codes, and rows that are not of whole 16 bytes, are left to torch."""
     dtype, choice_RC = kernels._dtype, chosen_of(2, 2, 4)
     x_RD = torch.randn(2, 96).to(dtype)

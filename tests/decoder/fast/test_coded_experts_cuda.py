@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.decoder.fast.experts_cases import Case, check_gates, check_products, chosen_of
-from tpplan.decoder.fast.launches.experts import Experts
+from tpplan.decoder.fast.launches.experts import ExpertGemv
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.weights.row_kernels import GATES
 
@@ -30,9 +30,9 @@ CASES = [
 ]
 
 
-def kernels(dtype: torch.dtype, case: Case, activation: str = "silu") -> Experts:
+def kernels(dtype: torch.dtype, case: Case, activation: str = "silu") -> ExpertGemv:
     """Return those of the first GPU."""
-    return Experts(torch.device("cuda", 0), dtype, activation, (case.kind,))
+    return ExpertGemv(torch.device("cuda", 0), dtype, activation, (case.kind,))
 
 
 @pytest.mark.parametrize(("rows", "chosen"), [(1, 2), (1, 8), (2, 4), (8, 1), (2, 3)])

@@ -13,7 +13,7 @@ from tests.decoder.fast.dense_cases import check, floats, ints, small_floats
 from tests.decoder.fast.overlap import check_overlap
 from tests.machine_code import CAPABILITIES, check_code, in_order
 from tpplan.decoder.fast.launches import dense
-from tpplan.decoder.fast.launches.dense import KINDS, Dense, names_of
+from tpplan.decoder.fast.launches.dense import KINDS, Dequantiser, names_of
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.exec.toolchain import kernel_cache
 
@@ -90,7 +90,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     monkeypatch.setattr(dense, "Launcher", Told)
 
     def rows(matrix: Quantised, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        kernels, width = Dense(PLACE, dtype, [dense.kind_of(matrix)]), matrix.shape[1]
+        kernels, width = Dequantiser(PLACE, dtype, [dense.kind_of(matrix)]), matrix.shape[1]
         assert kernels.takes(matrix)
         out = torch.full((end - start + 2, width + 16), 9, dtype=dtype)
         kept = (matrix.codes, matrix.scales, getattr(matrix, "zeros", None), out)
@@ -144,9 +144,9 @@ def test_fractions(block: int, count: int) -> None:
 def test_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kinds that are not loaded, and columns that are not in eights, or grouped in another way, are left to torch."""
     monkeypatch.setattr(dense, "Launcher", Told)
-    matrix, every = ints(4, (4, 64), 32, F16), Dense(PLACE, BF16)
+    matrix, every = ints(4, (4, 64), 32, F16), Dequantiser(PLACE, BF16)
     assert every.takes(matrix)
-    assert not Dense(PLACE, BF16, ["8", "e4m3"]).takes(matrix)
+    assert not Dequantiser(PLACE, BF16, ["8", "e4m3"]).takes(matrix)
     assert not every.takes(evolve(matrix, bits=2))
     assert not every.takes(evolve(matrix, scales=matrix.scales.double()))
     assert not every.takes(ints(4, (4, 64), 12, F16))
@@ -155,7 +155,7 @@ def test_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not every.takes(evolve(ints(8, (4, 64), 32, F16), codes=torch.zeros(257, dtype=torch.uint8)[1:].view(4, 64)))
     assert not every.takes(floats("e4m3", (4, 64), (2, 4)))
     assert every.takes(small_floats(4, 64))
-    assert not Dense(PLACE, BF16, ["4"]).takes(small_floats(4, 64))
+    assert not Dequantiser(PLACE, BF16, ["4"]).takes(small_floats(4, 64))
     small = evolve(small_floats(4, 64), codes=torch.zeros(4, 33, dtype=torch.uint8)[:, :32])
     assert not every.takes(small)
     assert every.takes(floats("e4m3", (4, 64), (2, 16)))

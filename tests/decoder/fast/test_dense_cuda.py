@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from tests.decoder.fast.dense_cases import FLOATS, check, floats, ints, small_floats
-from tpplan.decoder.fast.launches.dense import Dense
+from tpplan.decoder.fast.launches.dense import Dequantiser
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.weights.quantised import IntMatrix, Quantised
 
@@ -26,7 +26,7 @@ def on_gpu(matrix: Quantised) -> Quantised:
 
 def check_rows(matrix: Quantised, dtype: torch.dtype) -> None:
     """Make all rows, and some into the middle of longer ones, which stay as they are."""
-    kernels, (size, width) = Dense(torch.device("cuda", 0), dtype), matrix.shape
+    kernels, (size, width) = Dequantiser(torch.device("cuda", 0), dtype), matrix.shape
     assert kernels.takes(matrix)
     for start, end in {(0, size), (size // 3, size - size // 3), (size - 1, size)}:
         out_RK = torch.full((end - start + 2, width + 16), 9, device="cuda", dtype=dtype)
@@ -69,7 +69,7 @@ def test_floats_of_4_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
 def test_kernels_before_and_behind_in_a_graph(dtype: torch.dtype) -> None:
     """Pieces that share their memory with those before are not made before these are used."""
     matrix = on_gpu(evolve(ints(4, (4096, 1024), 128, torch.float16), scales=torch.rand(4096, 8).half() / 100))
-    kernels, x_RK = Dense(torch.device("cuda", 0), dtype), torch.randn(64, 1024, device="cuda").to(dtype)
+    kernels, x_RK = Dequantiser(torch.device("cuda", 0), dtype), torch.randn(64, 1024, device="cuda").to(dtype)
     piece, found = (torch.empty(*shape, device="cuda", dtype=dtype) for shape in ((256, 1024), (64, 4096)))
 
     def products() -> None:

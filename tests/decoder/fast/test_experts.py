@@ -21,7 +21,7 @@ from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder
 from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches.chosen import words_of_biases
-from tpplan.decoder.fast.launches.experts import Experts
+from tpplan.decoder.fast.launches.experts import ExpertGemv
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.layer import experts
 from tpplan.decoder.model.gates import ACTIVATIONS, SWIGLU_OAI, gated
@@ -204,22 +204,22 @@ class FakeLauncher:
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Experts:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ExpertGemv:
     """Return kernels of a device that is not there."""
     monkeypatch.setattr("tpplan.decoder.fast.launches.experts.Launcher", FakeLauncher)
     found = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    return Experts(torch.device("cuda", 0), request.param, "silu")
+    return ExpertGemv(torch.device("cuda", 0), request.param, "silu")
 
 
-def some(kernels: Experts, *shape: int) -> Tensor:
+def some(kernels: ExpertGemv, *shape: int) -> Tensor:
     """Return numbers in the dtype of kernels."""
     return torch.randn(shape).to(kernels._dtype)
 
 
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(("count", "chosen"), [(8, 2), (128, 8), (300, 32), (5, 5)])
-def test_choices(kernels: Experts, count: int, chosen: int, *, normalised: bool) -> None:
+def test_choices(kernels: ExpertGemv, count: int, chosen: int, *, normalised: bool) -> None:
     """They are those of torch: weights, then experts, of which the first of equal ones."""
     torch.manual_seed(count)
     scores_RE = some(kernels, 3, count + 1)[:, :count]
@@ -231,7 +231,7 @@ def test_choices(kernels: Experts, count: int, chosen: int, *, normalised: bool)
 
 
 @pytest.mark.parametrize(("rows", "chosen"), [(1, 2), (1, 9), (3, 3), (9, 1)])
-def test_products(kernels: Experts, rows: int, chosen: int) -> None:
+def test_products(kernels: ExpertGemv, rows: int, chosen: int) -> None:
     """They are those of torch with copies of matrices, for rows and results that are parts of longer ones.
 
     There are biases, but where a row has too many experts for them.
@@ -271,7 +271,7 @@ def test_products(kernels: Experts, rows: int, chosen: int) -> None:
 
 
 @pytest.mark.parametrize("chosen", [8, 9])
-def test_biases_that_are_not_taken(kernels: Experts, chosen: int) -> None:
+def test_biases_that_are_not_taken(kernels: ExpertGemv, chosen: int) -> None:
     """Those of one projection of two, unlike ones, of other dtypes, and of more experts of a row are left to torch."""
     dtype, h_RCI = kernels._dtype, some(kernels, 1, chosen, 32)
     x_RD, choice_RC, matrix_EOI = some(kernels, 1, 32), torch.ones(1, 2 * chosen), some(kernels, 9, 32, 32)
@@ -284,7 +284,7 @@ def test_biases_that_are_not_taken(kernels: Experts, chosen: int) -> None:
     assert kernels.down(h_RCI, Projection(matrix_EOI, exact(downs).bias), choice_RC) is None
 
 
-def test_what_is_not_taken(kernels: Experts) -> None:
+def test_what_is_not_taken(kernels: ExpertGemv) -> None:
     """More pairs than experts, of which torch reads each once, and other dtypes and strides are left to torch."""
     scores_RE, choice_RC = some(kernels, 2, 600), torch.ones(2, 4)
     assert kernels.choose(scores_RE[:, :512], 32, normalised=True) is not None

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from tests.decoder.fast.experts_cases import check_gates, check_products, chosen_of
-from tpplan.decoder.fast.launches.experts import Experts
+from tpplan.decoder.fast.launches.experts import ExpertGemv
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.layer import experts
 from tpplan.decoder.weights.row_kernels import GATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
-#: Experts, hidden, and the device's part of an expert's width.
+#: ExpertGemv, hidden, and the device's part of an expert's width.
 SIZES = [(8, 4096, 3584), (128, 2048, 192), (64, 2048, 768), (9, 72, 40), (40, 520, 1032), (16, 2112, 8), (8, 64, 5000)]
 
 
-def kernels(dtype: torch.dtype, activation: str = "silu") -> Experts:
+def kernels(dtype: torch.dtype, activation: str = "silu") -> ExpertGemv:
     """Return those of the first GPU."""
-    return Experts(torch.device("cuda", 0), dtype, activation)
+    return ExpertGemv(torch.device("cuda", 0), dtype, activation)
 
 
 @pytest.mark.parametrize("normalised", [True, False])

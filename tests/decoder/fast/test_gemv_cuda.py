@@ -14,7 +14,7 @@ from tpplan.decoder.math import rms_norm
 from tpplan.decoder.weights.row_kernels import GATES
 
 if TYPE_CHECKING:
-    from tpplan.decoder.fast.launches.skinny import Skinny
+    from tpplan.decoder.fast.launches.skinny import SkinnyGemm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5
@@ -39,7 +39,7 @@ def check(found: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def check_plain(
-    run: Gemv | Skinny, x_RK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor, exact: torch.Tensor
+    run: Gemv | SkinnyGemm, x_RK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor, exact: torch.Tensor
 ) -> None:
     """Compare products, twice the same, with a bias, and added to the middle of longer rows."""
     rows, size = exact.shape

@@ -17,7 +17,7 @@ from tests.decoder.fast.overlap import check_overlap
 from tests.machine_code import CAPABILITIES, registers
 from tpplan.decoder.fast.kernels.grouped_limits import BLOCKS, WARPS, most_tiles, shared_bytes
 from tpplan.decoder.fast.launches import grouped
-from tpplan.decoder.fast.launches.grouped import WHOLE, Grouped, names_of
+from tpplan.decoder.fast.launches.grouped import WHOLE, GroupedGemm, names_of
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.layer import experts
 from tpplan.decoder.model.gates import SWIGLU_OAI
@@ -121,9 +121,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return found
 
 
-def kernels(dtype: torch.dtype, kind: str, act: str = "silu") -> Grouped:
+def kernels(dtype: torch.dtype, kind: str, act: str = "silu") -> GroupedGemm:
     """Return them."""
-    return Grouped(torch.device("cuda"), dtype, act, [kind])
+    return GroupedGemm(torch.device("cuda"), dtype, act, [kind])
 
 
 def matrices(case: Case) -> tuple[Matrices, Matrices, Matrices]:

@@ -11,7 +11,7 @@ from attrs import evolve
 from tests.decoder.fast.experts_cases import Case, check_gates, check_products, chosen_of
 from tests.decoder.fast.test_coded_experts_cuda import CASES
 from tpplan.decoder.fast.launches import grouped
-from tpplan.decoder.fast.launches.grouped import Grouped
+from tpplan.decoder.fast.launches.grouped import GroupedGemm
 from tpplan.decoder.weights.quantised import Float4Matrix
 from tpplan.decoder.weights.row_kernels import GATES
 
@@ -34,7 +34,7 @@ def test_products(case: Case, dtype: torch.dtype, rows: int, chosen: int) -> Non
     """Tiles of all sizes, not all of them full; rows and results may be parts of longer ones."""
     torch.manual_seed(case.hidden + rows)
     x_RD = torch.randn(rows, case.hidden + 8, device="cuda").to(dtype)[:, : case.hidden]
-    run = Grouped(torch.device("cuda", 0), dtype, "silu", (case.kind,))
+    run = GroupedGemm(torch.device("cuda", 0), dtype, "silu", (case.kind,))
     three = [rounded(each, dtype) for each in case.matrices("cuda")]
     check_products(run, (three[0], three[1], three[2]), x_RD, chosen_of(rows, chosen, case.count).cuda())
 
@@ -59,7 +59,7 @@ def test_whole_matrices(  # noqa: PLR0917
     down_EDI = (torch.randn(count, hidden, width, device="cuda") / width**0.5).to(dtype)
     x_RD = torch.randn(rows, hidden + 8, device="cuda").to(dtype)[:, :hidden]
     choice_RC = chosen_of(rows, chosen, count).cuda()
-    run = Grouped(torch.device("cuda", 0), dtype, "silu")
+    run = GroupedGemm(torch.device("cuda", 0), dtype, "silu")
     check_products(run, (both_EID[:, ::2], both_EID[:, 1::2], down_EDI), x_RD, choice_RC)
 
 
@@ -70,7 +70,7 @@ def test_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "_FREE", 2**12)
     case = Case("4", 8, 2048, 32, (1, 32), torch.float16)
     x_RD = torch.randn(rows, case.hidden, device="cuda", dtype=torch.bfloat16)
-    run = Grouped(torch.device("cuda", 0), torch.bfloat16, "silu", (case.kind,))
+    run = GroupedGemm(torch.device("cuda", 0), torch.bfloat16, "silu", (case.kind,))
     check_products(run, case.matrices("cuda"), x_RD, chosen_of(rows, 6, case.count).cuda())
 
 
@@ -79,7 +79,7 @@ def test_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gates(dtype: torch.dtype, name: str) -> None:
     """The products, the activations and what comes of both are rounded, as torch's are; elements are exact here."""
     torch.manual_seed(3)
-    run = Grouped(torch.device("cuda", 0), dtype, name, ["e2m1"])
+    run = GroupedGemm(torch.device("cuda", 0), dtype, name, ["e2m1"])
     gate_EID, up_EID = ((torch.randn(16, 264, 512, device="cuda") / 16).to(dtype) for _ in range(2))
     check_gates(run, name, gate_EID, up_EID, dtype)
     if dtype is torch.bfloat16:

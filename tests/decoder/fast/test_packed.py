@@ -19,13 +19,13 @@ from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.fused import Fused
 from tpplan.decoder.fast.launches import dense, packed
 from tpplan.decoder.fast.launches.launcher import DTYPES
-from tpplan.decoder.fast.launches.packed import STEPS, Packed, names_of, shape_of
+from tpplan.decoder.fast.launches.packed import STEPS, QuantisedSkinnyGemm, names_of, shape_of
 from tpplan.decoder.model.gates import ACTIVATIONS
 from tpplan.decoder.model.settings import FAMILIES
-from tpplan.decoder.weights.device import Held
+from tpplan.decoder.weights.device import DeviceWeights
 from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.decoder.weights.row_kernels import GATES
-from tpplan.decoder.weights.stacked import below
+from tpplan.decoder.weights.stacked import stack_rows
 from tpplan.exec.protocol.channel import CALLERS, MOST_BLOCKS
 from tpplan.exec.protocol.words import MOST_WORDS
 from tpplan.exec.toolchain import kernel_cache
@@ -140,16 +140,16 @@ class FakeLauncher:
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Packed:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> QuantisedSkinnyGemm:
     """Return kernels of a device that is not there."""
     monkeypatch.setattr(packed, "Launcher", FakeLauncher)
     found = SimpleNamespace(multi_processor_count=PROCESSORS, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    return Packed(torch.device("cuda", 0), request.param, ["e5m2", *STEPS], joint=True)
+    return QuantisedSkinnyGemm(torch.device("cuda", 0), request.param, ["e5m2", *STEPS], joint=True)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
-def test_words(kernels: Packed, rows: int) -> None:
+def test_words(kernels: QuantisedSkinnyGemm, rows: int) -> None:
     """Products, with a bias, a sum or a gate, are told to a kernel of so many rows, whatever scales and zeros are."""
     torch.manual_seed(rows)
     dtype = kernels._dtype
@@ -181,11 +181,13 @@ def test_words(kernels: Packed, rows: int) -> None:
 
 
 @pytest.mark.usefixtures("launches")
-def test_biases_behind_sums(kernels: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biases_behind_sums(kernels: QuantisedSkinnyGemm, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer adds them, whatever its codes are; then no kernel adds up what several GPUs have."""
     dtype, names = kernels._dtype, list[str]()
     monkeypatch.setattr(dense, "Launcher", lambda *_: None)
-    monkeypatch.setattr(fused, "Wide", lambda *_: SimpleNamespace(adds_up=lambda *_: False))  # which is for more rows
+    monkeypatch.setattr(
+        fused, "QuantisedGemm", lambda *_: SimpleNamespace(adds_up=lambda *_: False)
+    )  # which is for more rows
     monkeypatch.setattr(kernel_cache, "prepare", lambda asked: names.extend([name for name, _ in asked]))
     settings: Any = SimpleNamespace(family=FAMILIES["llama"], norm_eps=1e-5, activation="silu", attention_cap=None)
     layer = Fused(torch.device("cuda", 0), dtype, settings, (), "fp16", joint=True, codes=[*STEPS])
@@ -193,7 +195,7 @@ def test_biases_behind_sums(kernels: Packed, monkeypatch: pytest.MonkeyPatch) ->
     for kind in STEPS:
         x_RK, to_RN, bias_N = torch.randn(3, 256).to(dtype), torch.randn(3, 16).to(dtype), torch.randn(16).to(dtype)
         matrix = matrix_of(kind, 16, 256, 128, dtype, 1)
-        held = Held({"o.bias": bias_N}, {"o.weight": matrix})
+        held = DeviceWeights({"o.bias": bias_N}, {"o.weight": matrix})
         exact = x_RK.float() @ matrix.dense(0, 16, torch.float32).mT + bias_N
         FakeLauncher.calls.clear()
         torch.testing.assert_close(layer.linear(x_RK, held, "o").float(), exact, atol=0.03, rtol=0.02)
@@ -204,10 +206,10 @@ def test_biases_behind_sums(kernels: Packed, monkeypatch: pytest.MonkeyPatch) ->
         assert {*its_names} <= {*names}
         assert FakeLauncher.calls == {its_names[0]: 2}
         assert layer.joint(to_RN, x_RK, held, "o", channel, 0) is None
-        assert layer.joint(to_RN, x_RK, Held({}, held.quantised), "o", channel, 0)
+        assert layer.joint(to_RN, x_RK, DeviceWeights({}, held.quantised), "o", channel, 0)
 
 
-def test_what_is_not_taken(kernels: Packed) -> None:
+def test_what_is_not_taken(kernels: QuantisedSkinnyGemm) -> None:
     """Many rows, other matrices and dtypes, small groups and steps that are not whole are left to others."""
     dtype = kernels._dtype
     x_RK, matrix = torch.randn(16, 512).to(dtype), int_matrix(24, 512, 128, torch.float16, 1)
@@ -237,7 +239,7 @@ def test_what_is_not_taken(kernels: Packed) -> None:
     assert not kernels.adds_up(x_RK[:9], matrix)
 
 
-def test_matrices_of_bytes_are_taken(kernels: Packed) -> None:
+def test_matrices_of_bytes_are_taken(kernels: QuantisedSkinnyGemm) -> None:
     """Whole numbers, and floats of blocks that powers of two are the size of; steps are of 64 columns."""
     x_RK, f32 = torch.randn(16, 576).to(kernels._dtype), torch.float32
     eight = int_matrix(24, 576, 64, f32, 1, bits=8)
@@ -262,10 +264,10 @@ def test_matrices_of_bytes_are_taken(kernels: Packed) -> None:
     assert not kernels.adds_up(x_RK[:9], floats)
 
 
-def test_scales_of_whole_matrices_below_each_other(kernels: Packed) -> None:
+def test_scales_of_whole_matrices_below_each_other(kernels: QuantisedSkinnyGemm) -> None:
     """Of a gate and what it is for, each with one scale, whatever their rows are."""
     parts = [float_matrix(24, 128, (24, 128), torch.float32) for _ in range(2)]
-    found = below(parts, lambda tensors: torch.cat(list(tensors)))
+    found = stack_rows(parts, lambda tensors: torch.cat(list(tensors)))
     assert found is not None
     assert kernels.takes(torch.randn(3, 128).to(kernels._dtype), found, gated=True)
     dense = [part.dense(0, 24, torch.float32) for part in parts]
@@ -278,7 +280,7 @@ def test_kinds_that_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1, major=8, minor=9)
     )
-    kernels = Packed(torch.device("cuda", 0), torch.float16, ["e4m3"])
+    kernels = QuantisedSkinnyGemm(torch.device("cuda", 0), torch.float16, ["e4m3"])
     x_RK = torch.randn(1, 128).half()
     assert kernels.takes(x_RK, float_matrix(16, 128, (1, 128), torch.float32))
     assert not kernels.takes(x_RK, int_matrix(16, 128, 128, torch.float32, None))

@@ -8,7 +8,7 @@ import torch
 from tests.decoder.fast.test_gemv_cuda import check
 from tests.packed_cases import gates_of, matrix_of
 from tpplan.decoder.fast.launches.launcher import DTYPES
-from tpplan.decoder.fast.launches.packed import MOST_JOINT, STEPS, Packed
+from tpplan.decoder.fast.launches.packed import MOST_JOINT, STEPS, QuantisedSkinnyGemm
 from tpplan.decoder.weights.row_kernels import GATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
@@ -43,7 +43,7 @@ def test_products(case: tuple[str, int, int, int, torch.dtype, int | None], rows
     matrix = matrix_of(*case, device="cuda")
     x_RK = torch.randn(rows, width + 8, device="cuda").to(dtype)[:, :width]
     bias_N = torch.randn(size, device="cuda").to(dtype)
-    run = Packed(torch.device("cuda", 0), dtype, [kind])
+    run = QuantisedSkinnyGemm(torch.device("cuda", 0), dtype, [kind])
     assert run.takes(x_RK, matrix)
     assert run.adds_up(x_RK, matrix) == (rows <= MOST_JOINT)
     exact = (x_RK.double() @ matrix.dense(0, size, torch.float32).double().mT).float()
@@ -67,7 +67,7 @@ def test_gates(  # noqa: PLR0917
     size: int, width: int, kind: str, rows: int, name: str, dtype: torch.dtype
 ) -> None:
     """The products, the activations and what comes of both are rounded, as torch's are."""
-    kernels = Packed(torch.device("cuda", 0), dtype, [kind])
+    kernels = QuantisedSkinnyGemm(torch.device("cuda", 0), dtype, [kind])
     found, expected = gates_of(kernels, size, width, kind, rows, name, dtype)
     assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
     assert (found != expected).float().mean() < 0.25

@@ -158,7 +158,7 @@ def test_turns_take_heads_of_whole_vectors(launches: Counter[str]) -> None:
         for weight, some in zip(weights, (expected[:, :2], expected[:, 2 : 2 + heads]), strict=False):
             some.copy_(rms_norm(some, weight, 1e-5, 0.5))
         rotate(expected[:, : 2 + heads], by)
-        taken = kernels().turn(x, (2, heads), by, weights)
+        taken = kernels().norm_and_rope(x, (2, heads), by, weights)
         assert not taken or torch.equal(x, expected)
         return taken
 
@@ -184,9 +184,9 @@ def test_caches_of_other_dtypes_are_not_written(launches: Counter[str]) -> None:
     numbers = torch.arange(2)
     wide = Places(keys, values, 3, numbers, numbers)
     short = Places(keys.bfloat16(), values.bfloat16(), 3, numbers.int(), numbers)
-    assert not kernels().turn(x, (2, 1), by, keep=wide)
-    assert not kernels().turn(x, (2, 1), by, keep=short)
-    assert kernels().turn(x, (2, 1), by, keep=Places(keys.bfloat16(), values.bfloat16(), 3, numbers, numbers))
+    assert not kernels().norm_and_rope(x, (2, 1), by, to=wide)
+    assert not kernels().norm_and_rope(x, (2, 1), by, to=short)
+    assert kernels().norm_and_rope(x, (2, 1), by, to=Places(keys.bfloat16(), values.bfloat16(), 3, numbers, numbers))
     assert launches["turn"] == 1
 
 

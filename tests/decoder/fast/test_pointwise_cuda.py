@@ -9,7 +9,7 @@ from tests.gate_cases import rounded_gate
 from tpplan.decoder.cache.store import Store
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.pointwise import GATES, Places, Pointwise
-from tpplan.decoder.math import angles, rms_norm, rotate, side_by_side
+from tpplan.decoder.math import angles, rms_norm, rotate, stack_heads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5
@@ -110,7 +110,7 @@ def test_turns(shape: tuple[int, int, int, int, int], normed: str, dtype: torch.
     norms = tuple(torch.randn(2, width, device="cuda").to(dtype)) if normed else ()
     offset = 1.0 if "plus" in normed else 0.0
     found = x.clone()
-    if not kernels(dtype, offset=offset).turn(found, (queries, keys), by, norms):
+    if not kernels(dtype, offset=offset).norm_and_rope(found, (queries, keys), by, norms):
         assert normed
         assert turned < width or width == 80
         return
@@ -130,10 +130,10 @@ def test_turns(shape: tuple[int, int, int, int, int], normed: str, dtype: torch.
     for kind in ("fp16", "fp8", "q8") if width != 80 else ("fp16", "fp8"):
         stores = [Store(kind, (6, keys, rows, width), dtype, x.device) for _ in range(2)]
         again = x.clone()
-        to = Places(*stores[0].in_a_row(), numbers[:, 0], numbers[:, 1], stores[0].scales)
-        assert kernels(dtype, kind=kind, offset=offset).turn(again, (queries, keys), by, norms, to)
+        to = Places(*stores[0].as_rows(), numbers[:, 0], numbers[:, 1], stores[0].scales)
+        assert kernels(dtype, kind=kind, offset=offset).norm_and_rope(again, (queries, keys), by, norms, to)
         assert torch.equal(again, found)
-        stores[1].write(sequences, slice(None), places, side_by_side(k_RHK, v_RHK))
+        stores[1].write(sequences, slice(None), places, stack_heads(k_RHK, v_RHK))
         for part, right in zip(stores[0]._parts, stores[1]._parts, strict=True):
             assert torch.equal(part, right)
 
@@ -149,10 +149,10 @@ def test_caches_round_every_number(kind: str, dtype: torch.dtype) -> None:
     by = angles(*torch.zeros(2, len(x), 32, device="cuda", dtype=dtype))
     stores = [Store(kind, (1, 1, len(x), 64), dtype, x.device) for _ in range(2)]
     sequences, places = torch.zeros(len(x), dtype=torch.int64, device="cuda"), torch.arange(len(x), device="cuda")
-    assert kernels(dtype, kind=kind).turn(
-        x, (1, 1), by, (), Places(*stores[0].in_a_row(), sequences, places, stores[0].scales)
+    assert kernels(dtype, kind=kind).norm_and_rope(
+        x, (1, 1), by, (), Places(*stores[0].as_rows(), sequences, places, stores[0].scales)
     )
-    stores[1].write(sequences, slice(None), places, side_by_side(x[:, 1:2], x[:, 2:]))
+    stores[1].write(sequences, slice(None), places, stack_heads(x[:, 1:2], x[:, 2:]))
     for part, right in zip(stores[0]._parts, stores[1]._parts, strict=True):
         assert torch.equal(part, right)
 
@@ -167,7 +167,7 @@ def test_rows_of_nobody_are_not_written(dtype: torch.dtype) -> None:
     sequences = torch.tensor([2, -1, 0, -1, 1, -(2**31), -1], device="cuda")
     places = torch.tensor([3, 0, 5, 2, 4, 0, 1], device="cuda")
     found = x.clone()
-    assert kernels(dtype).turn(found, (2, 1), by, keep=Places(keys, values, 6, sequences, places))
+    assert kernels(dtype).norm_and_rope(found, (2, 1), by, to=Places(keys, values, 6, sequences, places))
     rotate(x[:, :3], by)
     assert torch.equal(found, x)
     expected = torch.full_like(memory, torch.nan)
@@ -186,14 +186,14 @@ def test_the_largest_of_each_row(columns: int, dtype: torch.dtype) -> None:
     x[2, columns // 2 :] = 9
     x[3, : columns // 3] = x[3, columns // 3 + 1 :] = -torch.inf
     x[4] = -torch.inf
-    found = kernels(dtype).best(x, 1000, 2, 4)
+    found = kernels(dtype).argmax(x, 1000, 2, 4)
     assert found is not None
     expected = torch.zeros(5, 8, device="cuda")
     expected[:, 4] = torch.tensor([9.0, 9.0, 9.0, 9.0, -torch.inf])
     expected[:, 5] = 1000 + torch.tensor([0, columns - 1, columns // 2, columns // 3, 0])
     assert torch.equal(found, expected)
     x[1, columns // 2] = torch.nan
-    found = kernels(dtype).best(x, 0, 0, 1)
+    found = kernels(dtype).argmax(x, 0, 0, 1)
     assert found is not None
     assert found[1].isnan().tolist() == [True, False]
     assert found[1, 1] == columns // 2

@@ -15,7 +15,7 @@ from tests.decoder.pointwise_cases import memory
 from tests.machine_code import CAPABILITIES, check_code, registers
 from tpplan.decoder.fast.launches import skinny
 from tpplan.decoder.fast.launches.launcher import DTYPES
-from tpplan.decoder.fast.launches.skinny import Skinny, shape_of
+from tpplan.decoder.fast.launches.skinny import SkinnyGemm, shape_of
 from tpplan.decoder.model.gates import ACTIVATIONS
 from tpplan.decoder.weights.row_kernels import GATES
 from tpplan.exec.protocol.channel import CALLERS, MOST_BLOCKS
@@ -171,22 +171,22 @@ class FakeLauncher:
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Skinny:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SkinnyGemm:
     """Return kernels of a device that is not there."""
     monkeypatch.setattr(skinny, "Launcher", FakeLauncher)
     found = SimpleNamespace(multi_processor_count=PROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    return Skinny(torch.device("cuda", 0), request.param, joint=True)
+    return SkinnyGemm(torch.device("cuda", 0), request.param, joint=True)
 
 
 @pytest.fixture
-def some(kernels: Skinny) -> Callable[..., torch.Tensor]:
+def some(kernels: SkinnyGemm) -> Callable[..., torch.Tensor]:
     """Return what makes numbers in the dtype of kernels."""
     return lambda *shape: torch.randn(shape).to(kernels._dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
-def test_words(kernels: Skinny, some: Callable[..., torch.Tensor], rows: int) -> None:
+def test_words(kernels: SkinnyGemm, some: Callable[..., torch.Tensor], rows: int) -> None:
     """Products, with a bias, a sum or a gate, are told to a kernel of so many rows."""
     torch.manual_seed(rows)
     x_RK, weight_NK, bias_N = some(rows, 80)[:, :72], some(26, 72), some(26)
@@ -212,7 +212,7 @@ def test_words(kernels: Skinny, some: Callable[..., torch.Tensor], rows: int) ->
             check(kernels.gated(x_RK, weight_NK, name, bias_N), act(gate.clone()) * up)
 
 
-def test_what_is_not_taken(kernels: Skinny, some: Callable[..., torch.Tensor]) -> None:
+def test_what_is_not_taken(kernels: SkinnyGemm, some: Callable[..., torch.Tensor]) -> None:
     """Many rows, and other dtypes and strides, are left to torch; halves of a matrix are alike."""
     x_RK, weight_NK = some(8, 4096), some(8, 4096)
     assert kernels.takes(x_RK, weight_NK)
@@ -245,7 +245,7 @@ def test_what_is_not_taken(kernels: Skinny, some: Callable[..., torch.Tensor]) -
         (14336, 4096, True, 0),
     ],
 )
-def test_torch_multiplies_by_large_matrices(kernels: Skinny, size: int, width: int, gated: bool, most: int) -> None:
+def test_torch_multiplies_by_large_matrices(kernels: SkinnyGemm, size: int, width: int, gated: bool, most: int) -> None:
     """And by small ones, if rows are many: as it was measured on a GPU of so many multiprocessors."""
     weight_NK = torch.empty(size, width, dtype=kernels._dtype)
     x_RK = torch.empty(16, width, dtype=kernels._dtype)

@@ -8,7 +8,7 @@ import torch
 from tests.decoder.fast.test_gemv_cuda import check_plain
 from tests.gate_cases import rounded_gate
 from tpplan.decoder.fast.launches.launcher import DTYPES
-from tpplan.decoder.fast.launches.skinny import MOST_JOINT, Skinny
+from tpplan.decoder.fast.launches.skinny import MOST_JOINT, SkinnyGemm
 from tpplan.decoder.weights.row_kernels import GATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
@@ -23,7 +23,7 @@ def test_products(size: int, width: int, rows: int, dtype: torch.dtype) -> None:
     x_RK = torch.randn(rows, width + 8, device="cuda").to(dtype)[:, :width]
     weight_NK = (torch.randn(size, width, device="cuda") / width**0.5).to(dtype)
     bias_N = torch.randn(size, device="cuda").to(dtype)
-    run = Skinny(torch.device("cuda", 0), dtype)
+    run = SkinnyGemm(torch.device("cuda", 0), dtype)
     assert run.adds_up(x_RK, weight_NK) == (rows <= MOST_JOINT)
     exact = (x_RK.double() @ weight_NK.double().mT).float()
     check_plain(run, x_RK, weight_NK, bias_N, exact)
@@ -41,6 +41,6 @@ def test_gates(size: int, width: int, rows: int, name: str, dtype: torch.dtype) 
     exact = (x_RK.double() @ weight_NK.double().mT).float() + bias_N
     gate, up = exact.to(dtype).chunk(2, dim=-1)
     expected = rounded_gate(name, gate, up)
-    found = Skinny(torch.device("cuda", 0), dtype).gated(x_RK, weight_NK, name, bias_N)
+    found = SkinnyGemm(torch.device("cuda", 0), dtype).gated(x_RK, weight_NK, name, bias_N)
     assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
     assert (found != expected).float().mean() < 0.25

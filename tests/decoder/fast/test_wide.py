@@ -19,7 +19,7 @@ from tpplan.decoder.fast.kernels.wide_limits import FEWEST, stage_bytes
 from tpplan.decoder.fast.launches import packed, wide
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.packed import STEPS
-from tpplan.decoder.fast.launches.wide import Wide, bytes_of, names_of, paired_of, shape_of, stages_of
+from tpplan.decoder.fast.launches.wide import QuantisedGemm, bytes_of, names_of, paired_of, shape_of, stages_of
 from tpplan.decoder.model.gates import ACTIVATIONS
 from tpplan.decoder.weights.row_kernels import GATES
 
@@ -126,7 +126,7 @@ def _without_place(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wide:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> QuantisedGemm:
     """Return kernels of a device that is not there."""
     monkeypatch.setattr(wide, "Launcher", FakeLauncher)
     told = dict(zip(("shared_memory_per_block_optin", "shared_memory_per_multiprocessor"), LIMITS, strict=True))
@@ -134,11 +134,11 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", _without_place(torch.zeros))
-        return Wide(torch.device("cuda", 0), request.param, ["e5m2", *STEPS])
+        return QuantisedGemm(torch.device("cuda", 0), request.param, ["e5m2", *STEPS])
 
 
 @pytest.mark.parametrize("rows", [17, 32, 33, 48, 64])
-def test_words(kernels: Wide, rows: int) -> None:
+def test_words(kernels: QuantisedGemm, rows: int) -> None:
     """Products, with a bias, a sum or a gate, are told to a kernel of so many rows."""
     torch.manual_seed(rows)
     dtype = kernels._dtype
@@ -166,18 +166,18 @@ def test_words(kernels: Wide, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "who"), [(16, "few"), (17, "many"), (64, "many"), (65, "torch")])
-def test_who_takes_rows(kernels: Wide, rows: int, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_rows(kernels: QuantisedGemm, rows: int, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of codes that all can read: kernels of few rows, those of more, or torch."""
     monkeypatch.setattr(packed, "Launcher", lambda *_: None)
     place = SimpleNamespace(multi_processor_count=PROCESSORS, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
-    few = packed.Packed(torch.device("cuda", 0), kernels._dtype, [*STEPS])
+    few = packed.QuantisedSkinnyGemm(torch.device("cuda", 0), kernels._dtype, [*STEPS])
     x_RK, matrix = torch.randn(rows, 512).to(kernels._dtype), int_matrix(24, 512, 128, torch.float16, 1)
     assert few.takes(x_RK, matrix) == (who == "few")
     assert kernels.takes(x_RK, matrix) == (who == "many")
 
 
-def test_elements_are_in_pairs(kernels: Wide) -> None:
+def test_elements_are_in_pairs(kernels: QuantisedGemm) -> None:
     """A bias or rows of which kernels cannot read and write two elements at once are refused."""
     dtype = kernels._dtype
     x_RK, matrix = torch.randn(17, 128).to(dtype), int_matrix(24, 128, 128, torch.float16, 1)
@@ -188,7 +188,7 @@ def test_elements_are_in_pairs(kernels: Wide) -> None:
         kernels.linear(x_RK, matrix, torch.randn(25).to(dtype)[1:])
 
 
-def test_what_is_not_taken(kernels: Wide) -> None:
+def test_what_is_not_taken(kernels: QuantisedGemm) -> None:
     """Few rows and very many, odd numbers of columns of the result, and what kernels of few rows do not take."""
     dtype = kernels._dtype
     x_RK, matrix = torch.randn(64, 512).to(dtype), int_matrix(24, 512, 128, torch.float16, 1)

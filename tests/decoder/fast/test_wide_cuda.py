@@ -8,7 +8,7 @@ import torch
 from tests.decoder.fast.test_gemv_cuda import check
 from tests.packed_cases import gates_of, matrix_of
 from tpplan.decoder.fast.launches.launcher import DTYPES
-from tpplan.decoder.fast.launches.wide import Wide
+from tpplan.decoder.fast.launches.wide import QuantisedGemm
 
 pytestmark = pytest.mark.gpu
 #: As those of few rows, and how many rows.
@@ -35,7 +35,7 @@ def test_products(case: tuple[str, int, int, int, torch.dtype, int | None], rows
     matrix = matrix_of(*case, device="cuda")
     x_RK = torch.randn(rows, width + 8, device="cuda").to(dtype)[:, :width]
     bias_N = torch.randn(size, device="cuda").to(dtype)
-    run = Wide(torch.device("cuda", 0), dtype, [kind])
+    run = QuantisedGemm(torch.device("cuda", 0), dtype, [kind])
     assert run.takes(x_RK, matrix) == (case[4] is torch.float16 or dtype is not torch.float16)
     exact = (x_RK.double() @ matrix.dense(0, size, torch.float32).double().mT).float()
     found = run.linear(x_RK, matrix)
@@ -60,7 +60,7 @@ def test_gates(  # noqa: PLR0917
     size: int, width: int, kind: str, rows: int, name: str, dtype: torch.dtype
 ) -> None:
     """The products, the activations and what comes of both are rounded, as torch's are."""
-    kernels = Wide(torch.device("cuda", 0), dtype, [kind])
+    kernels = QuantisedGemm(torch.device("cuda", 0), dtype, [kind])
     found, expected = gates_of(kernels, size, width, kind, rows, name, dtype)
     assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
     assert (found - expected).abs().mean() <= torch.finfo(dtype).eps * expected.abs().max() / 4
@@ -71,7 +71,7 @@ def test_graphs_are_replayed(dtype: torch.dtype) -> None:
     """Blocks that share columns take turns anew each time, and kernels that follow each other use the same memory."""
     matrix = matrix_of("4", 4096, 4096, 128, torch.float16, 1, device="cuda")
     x_RK = torch.randn(64, 4096, device="cuda").to(dtype)
-    run = Wide(torch.device("cuda", 0), dtype, ["4"])
+    run = QuantisedGemm(torch.device("cuda", 0), dtype, ["4"])
     expected, graph = run.linear(x_RK, matrix), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = [run.linear(x_RK, matrix) for _ in range(3)]

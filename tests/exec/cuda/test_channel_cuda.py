@@ -16,8 +16,8 @@ from tests.packed_cases import matrix_of
 from tpplan import exec as tpx
 from tpplan.decoder.fast.launches import gemv, packed, skinny
 from tpplan.decoder.fast.launches.gemv import Gemv
-from tpplan.decoder.fast.launches.packed import STEPS, Packed
-from tpplan.decoder.fast.launches.skinny import MOST_JOINT, Skinny
+from tpplan.decoder.fast.launches.packed import STEPS, QuantisedSkinnyGemm
+from tpplan.decoder.fast.launches.skinny import MOST_JOINT, SkinnyGemm
 from tpplan.errors import ExecutionError
 from tpplan.exec.toolchain import kernel_cache
 
@@ -68,8 +68,8 @@ class Products:
         names = chain(names, packed.names_of(dtype, STEPS), packed.names_of(dtype, STEPS, joint=True))
         kernel_cache.prepare((name, capability) for name in names)
         self._gemvs = [Gemv(place, dtype, joint=True) for place in self.places]
-        self._skinnies = [Skinny(place, dtype, joint=True) for place in self.places]
-        self._packed = [Packed(place, dtype, STEPS, joint=True) for place in self.places]
+        self._skinnies = [SkinnyGemm(place, dtype, joint=True) for place in self.places]
+        self._packed = [QuantisedSkinnyGemm(place, dtype, STEPS, joint=True) for place in self.places]
         self._sides: list[list[tuple[torch.Tensor, Matrix]]] = []
         self._exact = []
         self.streams = []

@@ -1,1 +1,1 @@
-"""The KV cache of a device, who reads it, and the attention of passes over it."""
+"""The KV cache of a device: its storage, ring buffers of sliding windows, and which query heads read which KV heads."""

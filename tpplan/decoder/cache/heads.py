@@ -11,7 +11,7 @@ from attrs import field, frozen
 from tpplan.core.axes import Axis
 from tpplan.decoder.cache.layer import LayerCache
 from tpplan.decoder.cache.store import Store
-from tpplan.decoder.math import some_of, takes_flash, together
+from tpplan.decoder.math import concat, slice_of, takes_flash
 from tpplan.decoder.prompts import length_of
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from tpplan.core.axes import Slice
     from tpplan.decoder.math import Scoring
-    from tpplan.decoder.prompts import Extent
+    from tpplan.decoder.prompts import PassShape
     from tpplan.exec.context import TPContext
 
 
 @frozen
-class Run:
-    """Successive KV heads, each read by the same number of successive query heads.
+class HeadRun:
+    """Successive KV heads, each shared by the same number of successive query heads (GQA, arXiv:2305.13245).
 
     Attributes:
         queries: the slice of query heads, among those of the device.
@@ -54,38 +54,38 @@ class Heads:
 
     queries: int
     keys: int
-    runs: tuple[Run, ...]
+    runs: tuple[HeadRun, ...]
     cache: LayerCache
     have_a_kernel: bool = field(init=False)
 
     @have_a_kernel.default
-    def _ask(self) -> bool:
+    def _find_kernel(self) -> bool:
         if not self.cache.is_plain:
             return False
-        one_1HSK = self.cache.in_a_row()[0][None, :1, :1].transpose(1, 2)
+        one_1HSK = self.cache.as_rows()[0][None, :1, :1].transpose(1, 2)
         return takes_flash(one_1HSK, one_1HSK, one_1HSK)
 
-    def attend_at_once(self, extent: Extent, cap: float | None) -> bool:
+    def attend_at_once(self, pass_shape: PassShape, cap: float | None) -> bool:
         """Tell whether all rows of a pass can attend in one kernel call, whatever sequences they belong to.
 
         They can if there is a kernel, the scores have no cap, and the cache holds all tokens of each sequence. If it
         holds those of a window only, there must be room for a copy of at least one head.
 
         Args:
-            extent: extent of the pass.
+            pass_shape: shape of the pass.
             cap: soft cap of the scores.
         """
         if not self.have_a_kernel or cap is not None:
             return False
         length = self.cache.length
-        return extent.most <= length or self.cache.heads_at_once(extent.beside(length)) > 0
+        return pass_shape.most <= length or self.cache.heads_at_once(pass_shape.beside(length)) > 0
 
-    def apart(self, qkv_RHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_qkv(self, qkv_RHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the heads of rows into queries, keys and values."""
         q_RHK, k_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, [self.queries, self.keys, self.keys], dim=1)
         return q_RHK, k_RHK, v_RHK
 
-    def runs_of(self, some: slice) -> Iterator[Run]:
+    def runs_of(self, some: slice) -> Iterator[HeadRun]:
         """Yield the runs of a slice of the KV heads, with ``keys`` relative to the start of the slice."""
         if some == slice(0, self.keys):
             yield from self.runs
@@ -95,11 +95,11 @@ class Heads:
             if first < end:
                 before = run.queries.start + (first - run.keys.start) * run.group
                 queries = slice(before, before + (end - first) * run.group)
-                yield Run(queries, slice(first - some.start, end - some.start), run.group)
+                yield HeadRun(queries, slice(first - some.start, end - some.start), run.group)
 
 
-def found_by(
-    runs: Iterable[Run],
+def attend_by_runs(
+    runs: Iterable[HeadRun],
     q_BHSK: Tensor,
     k_BHTK: Tensor,
     v_BHTK: Tensor,
@@ -107,13 +107,13 @@ def found_by(
     *,
     scoring: Scoring,
 ) -> Tensor:
-    """Return the attention output ``[R, H × K]`` of the query heads of some runs, computed by ``attending``."""
+    """Return the attention output ``[R, H × K]`` of the query heads of some runs; ``attending`` computes each run."""
     parts = []
     for run in runs:
-        kv = [some_of(x_BHTK, run.keys, dim=1) for x_BHTK in (k_BHTK, v_BHTK)]
-        out_BHSK = attending(some_of(q_BHSK, run.queries, dim=1), *kv, scoring=scoring.of(run.queries))
+        kv = [slice_of(x_BHTK, run.keys, dim=1) for x_BHTK in (k_BHTK, v_BHTK)]
+        out_BHSK = attending(slice_of(q_BHSK, run.queries, dim=1), *kv, scoring=scoring.of(run.queries))
         parts.append(out_BHSK.transpose(1, 2).flatten(2).flatten(0, 1))
-    return together(parts, dim=1)
+    return concat(parts, dim=1)
 
 
 def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int, Heads]:
@@ -144,14 +144,14 @@ def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int
 def _queries_per_key(part: Slice, replicas: int, group: int) -> list[int]:
     """Return the number of a device's query heads per KV head; its first and last KV heads may have fewer replicas."""
     first, last = part.start // replicas, -(-part.end // replicas)
-    held = [min(part.end, (head + 1) * replicas) - max(part.start, head * replicas) for head in range(first, last)]
-    return [group * count for count in held]
+    counts = [min(part.end, (head + 1) * replicas) - max(part.start, head * replicas) for head in range(first, last)]
+    return [group * count for count in counts]
 
 
-def _runs(counts: list[int]) -> tuple[Run, ...]:
+def _runs(counts: list[int]) -> tuple[HeadRun, ...]:
     found, query, key = [], 0, 0
     for count, equal in groupby(counts):
         heads = len(list(equal))
-        found.append(Run(slice(query, query + heads * count), slice(key, key + heads), count))
+        found.append(HeadRun(slice(query, query + heads * count), slice(key, key + heads), count))
         query, key = query + heads * count, key + heads
     return tuple(found)

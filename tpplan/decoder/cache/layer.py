@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.decoder.math import AT_ONCE, side_by_side, together
+from tpplan.decoder.math import AT_ONCE, concat, stack_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,14 +73,14 @@ class LayerCache:
         pieces = [
             [find(some, keys) for keys in _slices(heads, most_heads)] for some in _slices(sequences, most_sequences)
         ]
-        return together([together(row, dim=1) for row in pieces], dim=0)
+        return concat([concat(row, dim=1) for row in pieces], dim=0)
 
     def heads_at_once(self, tokens: int) -> int:
-        """Return the number of KV heads of which so many tokens can be beside the cache at a time, 0 if too many."""
+        """Return the number of KV heads whose ``tokens`` keys and values may be copied at a time; 0 if not even one."""
         return AT_ONCE // (2 * tokens * self._store.head_dim)
 
     def slices(self, tokens: int) -> list[slice]:
-        """Return slices of all KV heads, each of as many as :meth:`heads_at_once`, which must not be 0."""
+        """Return slices of the KV heads, each of at most :meth:`heads_at_once` heads, which must not be 0."""
         return _slices(self._store.heads, self.heads_at_once(tokens))
 
     def extend(
@@ -106,17 +106,17 @@ class LayerCache:
         else:  # new tokens overwrite older ones, which the first new tokens still see
             new_2BHSK = torch.stack((k_BHSK, v_BHSK))
             k, v = self._store.read_before(sequences, heads, self._places(first, start), new_2BHSK)
-            kept = max(start, end - self.length)
-            places = self._places(kept, end)
+            oldest = max(start, end - self.length)
+            places = self._places(oldest, end)
             sizes = [each.stop - each.start for each in places]
-            pieces = torch.split_with_sizes(new_2BHSK[:, :, :, kept - start :], sizes, dim=3)
+            pieces = torch.split_with_sizes(new_2BHSK[:, :, :, oldest - start :], sizes, dim=3)
             for each, piece in zip(places, pieces, strict=True):
                 self._store.write(sequences, heads, each, piece)
         return k, v, self.window if end - first > self.window else 0
 
-    def in_a_row(self) -> tuple[Tensor, Tensor, int]:
-        """Return the cache as rows; see :meth:`Store.in_a_row`."""
-        return self._store.in_a_row()
+    def as_rows(self) -> tuple[Tensor, Tensor, int]:
+        """Return the cache as rows; see :meth:`Store.as_rows`."""
+        return self._store.as_rows()
 
     def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor) -> None:
         """Write one token for each row.
@@ -127,7 +127,7 @@ class LayerCache:
             k_RHK: keys.
             v_RHK: values.
         """
-        self._store.write(sequences_R, slice(None), places_R, side_by_side(k_RHK, v_RHK))
+        self._store.write(sequences_R, slice(None), places_R, stack_heads(k_RHK, v_RHK))
 
     def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[B, H, count, K]`` of the first ``count`` places."""

@@ -9,7 +9,7 @@ from attrs import Factory, field, frozen
 from torch import Tensor
 
 from tpplan.core.plan import CACHE_KINDS
-from tpplan.decoder.math import hiding, some_of
+from tpplan.decoder.math import additive_mask, slice_of
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def check_kind(kind: str, head_dim: int) -> None:
         ExecutionError: it has none.
     """
     if kind not in _KINDS or (kind == "q8" and head_dim % _GROUP):
-        known = ", ".join(known for known in _KINDS if known in CACHE_KINDS)
+        kinds = ", ".join(each for each in _KINDS if each in CACHE_KINDS)
         raise ExecutionError(
             f"the decoder has no cache of kind {kind} for heads of {head_dim} elements",
-            f"plan with --cache {known}; q8 takes multiples of {_GROUP}",
+            f"plan with --cache {kinds}; q8 takes multiples of {_GROUP}",
         )
 
 
@@ -107,14 +107,14 @@ class Store:
         self.is_plain = self._parts[0].dtype == dtype
         self.halves: tuple[Tensor, Tensor] = (self._parts[0][0], self._parts[0][1])
         self.scales: tuple[Tensor, ...] = tuple(half for part in self._parts[1:] for half in part)
-        self._rows = _in_a_row(self.halves[0]), _in_a_row(self.halves[1]), shape[1] * shape[2]
+        self._rows = _as_rows(self.halves[0]), _as_rows(self.halves[1]), shape[1] * shape[2]
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
         return sum(part.nbytes for part in self._parts)
 
-    def in_a_row(self) -> tuple[Tensor, Tensor, int]:
+    def as_rows(self) -> tuple[Tensor, Tensor, int]:
         """Return keys and values of all sequences as rows ``[T, H, K]``, and the row stride between sequences.
 
         They are views of the storage. The first L rows of a sequence are its places; its other rows are meaningless.
@@ -128,8 +128,8 @@ class Store:
         end = start + k_BHSK.shape[2]
         if self.is_plain:  # few torch calls: with many devices, the host limits the speed of a pass
             k_BHTK, v_BHTK = (half[sequences, heads, :end] for half in self.halves)
-            for kept, new in ((k_BHTK, k_BHSK), (v_BHTK, v_BHSK)):
-                some_of(kept, slice(start, end), dim=2).copy_(new)
+            for to, new in ((k_BHTK, k_BHSK), (v_BHTK, v_BHSK)):
+                slice_of(to, slice(start, end), dim=2).copy_(new)
         else:
             self.write(sequences, heads, slice(start, end), torch.stack((k_BHSK, v_BHSK)))
             k_BHTK, v_BHTK = self.read(sequences, heads, slice(0, end))
@@ -165,8 +165,8 @@ class Store:
 
 
 @frozen
-class Where:
-    """Where one new token of each sequence goes in caches of a length, and what it attends to; equal for all layers.
+class CachePlaces:
+    """The cache places of one new token of each sequence, and those that it attends to, for all caches of a length.
 
     No shape depends on the positions, so that a graph can be captured.
 
@@ -186,7 +186,7 @@ class Where:
 
     @classmethod
     def of(cls, positions_B: Tensor, length: int, span: int, dtype: torch.dtype) -> Self:
-        """Return where tokens go.
+        """Return the places of tokens in the cache.
 
         Args:
             positions_B: positions of the tokens, of any integer dtype and stride.
@@ -204,11 +204,11 @@ class Where:
         """Attention mask of the places in use, ``[B, 1, 1, T]``; see :func:`tpplan.decoder.math.attend`."""
         if not self._masks:
             seen = torch.arange(self.span, device=self.positions.device) <= self.positions[:, None]
-            self._masks.append(hiding(seen[:, None, None], self._dtype))
+            self._masks.append(additive_mask(seen[:, None, None], self._dtype))
         return self._masks[0]
 
 
-def _in_a_row(stored: Tensor) -> Tensor:
+def _as_rows(stored: Tensor) -> Tensor:
     """Return a view ``[T, H, K]`` of ``[B, H, L, K]``: head h of sequence b and place l is in row ``b × H × L + l``."""
     _, heads, length, width = stored.shape
     rows = stored.shape[:3].numel() - (heads - 1) * length

@@ -1,1 +1,1 @@
-"""Prefill and decode step by step: prompts, their graphs, the choice of tokens, and what is wrong with logits."""
+"""Decode steps, CUDA graphs of prefill passes and of steps, greedy choice and sampling, and errors about logits."""

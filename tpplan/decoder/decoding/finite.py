@@ -14,29 +14,29 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.decoder.decoder import Decoder
-    from tpplan.decoder.weights.device import Held
+    from tpplan.decoder.forward import Forward
+    from tpplan.decoder.weights.device import DeviceWeights
 
 #: Tensors that the error names.
 _NAMED: Final = 3
-#: Elements of 8 bits that are looked at at a time.
+#: 8-bit elements that are checked at a time.
 _AT_ONCE: Final = 2**22
 
 
-def not_finite(decoder: Decoder, when: str) -> ExecutionError:
+def not_finite(forward: Forward, when: str) -> ExecutionError:
     """Return the error for logits that are not finite, with the names of weights that are not, in any process.
 
     All processes call this at once: their logits come from the weights of all.
 
     Args:
-        decoder: the decoder.
+        forward: computed the logits.
         when: after which tokens of which texts, in words.
     """
-    context, plan = decoder.context, decoder.context.plan
+    context, plan = forward.context, forward.context.plan
     what = f"the logits of {plan.model.name} are not finite (NaN or infinity) {when}"
-    own = [f"{name} on device {device}" for device, held in decoder.weights.items() for name in _names(held)]
-    told = context.tell((len(own), own[:_NAMED]))
-    count, names = sum(each for each, _ in told), [name for _, some in told for name in some]
+    own = [f"{name} on device {device}" for device, weights in forward.weights.items() for name in _names(weights)]
+    reports = context.tell((len(own), own[:_NAMED]))
+    count, names = sum(each for each, _ in reports), [name for _, some in reports for name in some]
     if names:
         more = f" and {count - _NAMED} more" if count > _NAMED else ""
         hint = "fetch the checkpoint again, and compare its files with the published hashes"
@@ -50,12 +50,15 @@ def not_finite(decoder: Decoder, when: str) -> ExecutionError:
     return ExecutionError(f"{what}, although its weights are: its activations overflow in {dtype}", hint)
 
 
-def _names(held: Held) -> Iterator[str]:
+def _names(weights: DeviceWeights) -> Iterator[str]:
     """Yield the names of a device's weights that have NaN or infinity, those of joined matrices once."""
-    for name, tensor in held.tensors.items():
+    for name, tensor in weights.tensors.items():
         if tensor.is_floating_point() and not _is_finite(tensor):
             yield name
-    for name, matrix in (*held.quantised.items(), *((name, stack.matrix) for name, stack in held.stacked.items())):
+    for name, matrix in (
+        *weights.quantised.items(),
+        *((name, stack.matrix) for name, stack in weights.stacked.items()),
+    ):
         scales = matrix.scales
         if (scales.is_floating_point() and not _is_finite(scales)) or (
             isinstance(matrix, Float8Matrix) and not _are_finite(matrix.codes)

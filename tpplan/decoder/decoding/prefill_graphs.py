@@ -1,25 +1,27 @@
-"""Passes of prompts as graphs: each pass is padded to one of a few sizes, with one graph for each size."""
+"""CUDA graphs of prefill passes: each pass is padded to one of a few sizes, with one graph for each size."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Final
-from weakref import proxy
 
 import torch
 
-from tpplan.decoder.layer.stack import agreed
-from tpplan.decoder.prompts import NOBODY, Extent
+from tpplan.decoder.layer.agree import agreed
+from tpplan.decoder.prompts import NOBODY, PassShape
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from tpplan.decoder.decoder import Decoder
+    from tpplan.decoder.forward import Forward
     from tpplan.decoder.layer.stack import Stack
     from tpplan.exec.cuda.graph import Graph
+
+    #: Captures the work that a function issues as a graph, or returns None if it fails. The text names the work.
+    Capture = Callable[[Callable[[], None], str], Graph | None]
 
 #: Minimum rows of a graph. With half of them, a pass takes a GPU nearly as long, as it still reads all weights.
 _SMALLEST: Final = 128
@@ -28,24 +30,27 @@ _SMALLEST: Final = 128
 _MOST_ALONE: Final = 512
 
 
-def graphs_of(decoder: Decoder, cap: float | None, *, graphs: bool | None = None) -> PromptGraphs | None:
-    """Return the prompt graphs of a decoder, or None if its prompts run without graphs.
+def graphs_of(forward: Forward, capture: Capture, *, graphs: bool | None = None) -> PrefillGraphs | None:
+    """Return the graphs of prefill passes, or None if these run without graphs.
 
     Args:
-        decoder: the decoder, with its layers and cache.
-        cap: soft cap of the attention scores.
+        forward: computes the passes.
+        capture: captures work as a graph.
         graphs: whether to use graphs if passes are fixed, see :func:`is_fixed`; by default on CUDA devices.
     """
-    context, length = decoder.context, decoder.length
-    wanted = context.can_capture if graphs is None else graphs
-    ahead = len(context.all_devices) == 1 and not any(weights.quantised for weights in decoder.weights.values())
-    possible = sizes_of(context.max_rows, decoder.batch * length, _MOST_ALONE if ahead else None) if wanted else []
-    fixed = [is_fixed(decoder.stack, cap, Extent.of_any(size, decoder.batch, length)) for size in possible]
+    context, batch, length = forward.context, forward.batch, forward.length
+    captures = context.can_capture if graphs is None else graphs
+    ahead = len(context.all_devices) == 1 and not any(weights.quantised for weights in forward.weights.values())
+    possible = sizes_of(context.max_rows, batch * length, _MOST_ALONE if ahead else None) if captures else []
+    fixed = [
+        is_fixed(forward.stack, forward.settings.attention_cap, PassShape.of_any(size, batch, length))
+        for size in possible
+    ]
     sizes = [size for size, is_one in zip(possible, agreed(context, fixed), strict=True) if is_one]
-    return PromptGraphs(decoder, sizes) if sizes else None
+    return PrefillGraphs(forward, capture, sizes) if sizes else None
 
 
-def is_fixed(stack: Stack, cap: float | None, extent: Extent) -> bool:
+def is_fixed(stack: Stack, cap: float | None, pass_shape: PassShape) -> bool:
     """Tell whether passes of the same size differ only in values in device memory, whatever their prompts are.
 
     They do if in every layer all rows of a pass attend in one kernel call, and kernels group the rows by their experts
@@ -57,10 +62,10 @@ def is_fixed(stack: Stack, cap: float | None, extent: Extent) -> bool:
     Args:
         stack: the model's layers.
         cap: soft cap of the attention scores.
-        extent: extent of any pass of this size.
+        pass_shape: shape of any pass of this size.
     """
     heads = [each for layer in stack.heads for each in layer.values()]
-    return all(each.attend_at_once(extent, cap) for each in heads) and stack.has_fixed_experts(extent.rows)
+    return all(each.attend_at_once(pass_shape, cap) for each in heads) and stack.has_fixed_experts(pass_shape.rows)
 
 
 def sizes_of(max_rows: int, room: int, most: int | None = None) -> list[int]:
@@ -80,26 +85,30 @@ def sizes_of(max_rows: int, room: int, most: int | None = None) -> list[int]:
             return sizes[::-1]
 
 
-class PromptGraphs:
-    """Runs passes of prompts, each padded to the smallest graph that has room for its rows.
+class PrefillGraphs:
+    """Runs prefill passes, each padded to the smallest graph that has room for its rows.
 
     The first pass of a size runs without a graph, the second is captured, and later ones replay the graph. If capturing
-    fails, a warning is logged and the decoder runs all later prompts without graphs.
+    fails, all later prompts are to run without graphs.
 
     Attributes:
         sizes: rows of each graph, in ascending order.
+        has_failed: whether a pass could not be captured.
     """
 
-    def __init__(self, decoder: Decoder, sizes: Sequence[int]) -> None:
+    def __init__(self, forward: Forward, capture: Capture, sizes: Sequence[int]) -> None:
         """Allocate the numbers of the rows on every device.
 
         Args:
-            decoder: the decoder, which must outlive this object and have fixed passes, see :func:`is_fixed`.
+            forward: computes the passes, which must have a fixed shape, see :func:`is_fixed`.
+            capture: captures work as a graph.
             sizes: rows of each graph, in ascending order.
         """
         self.sizes = tuple(sizes)
-        self._decoder: Decoder = proxy(decoder)  # it refers to this object
-        places = [device.device for device in decoder.context.devices.values()]
+        self.has_failed = False
+        self._forward = forward
+        self._capture = capture
+        places = [device.device for device in forward.context.devices.values()]
         self._numbers = [torch.zeros(max(sizes), 4, dtype=torch.int64, device=place) for place in places]
         self._nobody = torch.tensor([NOBODY])
         self._have_run: set[int] = set()
@@ -107,10 +116,10 @@ class PromptGraphs:
         self._xs: dict[int, tuple[Tensor, ...]] = {}
 
     def run(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Run a pass, and return the residual stream after the last layer, valid until the decoder's next work.
+        """Run a pass, and return the residual stream after the last layer, valid until the next pass or step.
 
         Args:
-            numbers: numbers of the rows in host memory, see :meth:`tpplan.decoder.Decoder.run`.
+            numbers: numbers of the rows in host memory, see :meth:`tpplan.decoder.forward.Forward.prefill`.
 
         Returns:
             The residual stream of the rows, followed by meaningless rows of padding; empty if no graph has room.
@@ -120,16 +129,16 @@ class PromptGraphs:
         if not size:
             return ()
         filled = torch.cat((numbers, self._nobody.expand(size - rows, -1)))
-        self._decoder.context.broadcast(filled, source=HOST, out=self._numbers_of(size))
+        self._forward.context.broadcast(filled, source=HOST, out=self._numbers_of(size))
         if size not in self._have_run:
-            xs = self._decoder.run(self._numbers_of(size))
+            xs = self._forward.prefill(self._numbers_of(size))
             self._have_run.add(size)
             return xs
         if size not in self._graphs:
-            graph = self._decoder.captured(partial(self._issue, size), "a pass of prompts")
+            graph = self._capture(partial(self._issue, size), "a pass of prompts")
             if graph is None:
-                self._decoder.prompt_graphs = None
-                return self._decoder.run(self._numbers_of(size))
+                self.has_failed = True
+                return self._forward.prefill(self._numbers_of(size))
             self._graphs[size] = graph
         self._graphs[size].replay()
         return self._xs[size]
@@ -140,4 +149,4 @@ class PromptGraphs:
 
     def _issue(self, size: int) -> None:
         """Launch a pass on the devices, without waiting."""
-        self._xs[size] = self._decoder.run(self._numbers_of(size))
+        self._xs[size] = self._forward.prefill(self._numbers_of(size))

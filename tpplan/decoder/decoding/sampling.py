@@ -21,9 +21,9 @@ class Sampling:
     """How tokens are chosen.
 
     Attributes:
-        temperature: divisor of the logits before sampling; 0 takes the likeliest token.
+        temperature: divisor of the logits before sampling; 0 is greedy: it takes the token with the largest logit.
         top_p: sample only from the fewest likeliest tokens whose probabilities add up to this (nucleus sampling,
-            Holtzman et al., arXiv 1904.09751).
+            Holtzman et al., arXiv:1904.09751).
         seed: seed of the random generator.
     """
 

@@ -4,38 +4,37 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Final
-from weakref import proxy
 
 import torch
 
 from tpplan.core.axes import Axis
 from tpplan.decoder.decoding.finite import not_finite
 from tpplan.decoder.decoding.sampling import NO_TOKEN, Sampling
-from tpplan.decoder.layer.stack import room_for
+from tpplan.decoder.layer.agree import room_for
 from tpplan.decoder.prompts import Prompt
 from tpplan.errors import RequestError
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from tpplan.decoder.decoder import Decoder
+    from tpplan.decoder.decoding.prefill_graphs import Capture
+    from tpplan.decoder.forward import Forward
     from tpplan.decoder.layer.steps import Plain
     from tpplan.exec.context import TPContext
     from tpplan.exec.cuda.graph import Graph
 
 
-def likeliest(
-    context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain], rows: int
-) -> tuple[Tensor, ...]:
-    """Return the likeliest tokens ``[B]``, in float32, on every device in use.
+def greedy(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain], rows: int) -> tuple[Tensor, ...]:
+    """Return the greedy choice of tokens, the argmax of the logits ``[B]``, in float32, on every device in use.
 
-    Where the largest logit is not finite, it is ``NO_TOKEN``.
+    The token is ``NO_TOKEN`` where the largest logit is not finite.
 
-    Each device finds its own best token. One small all-reduce collects these, as every device has columns of its own.
-    float32 holds every token number exactly, and all devices choose by the same bits.
+    Each device finds the largest logit of its part of the vocabulary, and writes it and its token to two columns that
+    are zero on all other devices, so that one small all-reduce collects all of them. float32 represents every token
+    number exactly, and all devices choose from the same bits.
 
     Args:
         context: the compiled plan.
@@ -46,7 +45,7 @@ def likeliest(
     every = context.plan.slices(Axis.VOCAB)
     here = [(i, part) for i, part in enumerate(every) if part.device in context.devices]
     bests = [
-        steps[part.device].best(logits_BV, part.start, i, len(every))
+        steps[part.device].argmax(logits_BV, part.start, i, len(every))
         for (i, part), logits_BV in zip(here, logits, strict=True)
     ]
     out = None if bests else room_for(context, rows, 2 * len(every), torch.float32)
@@ -69,23 +68,36 @@ _SHORTEST_SPAN: Final = 256
 
 
 class Steps:
-    """Decodes the first sequences of a decoder's cache, one token of each in a step.
+    """Decodes the first sequences of the KV cache, one token of each in a step.
 
     On CUDA devices a step is one graph: the first step of a span runs without a graph, the second is captured. If that
     fails, a warning is logged and all later steps run without graphs, unless the context has failed too.
     """
 
     @torch.inference_mode()
-    def __init__(self, decoder: Decoder, sequences: int, *, graphs: bool | None = None) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        sequences: int,
+        read: Callable[[Sequence[Prompt]], tuple[Tensor, ...]],
+        capture: Capture,
+        *,
+        graphs: bool | None = None,
+    ) -> None:
         """Allocate tokens and positions on every device.
 
         Args:
-            decoder: the decoder, which must outlive this object.
+            forward: computes the steps.
             sequences: number of sequences.
+            read: processes prompts, and returns the logits of the token after each, see
+                :meth:`tpplan.decoder.decoder.Decoder.read`.
+            capture: captures work as a graph.
             graphs: whether to capture steps; by default on CUDA devices.
         """
-        self._decoder: Decoder = proxy(decoder)  # it refers to this object: a cycle would delay freeing its memory
-        self._context = decoder.context
+        self._forward = forward
+        self._read = read
+        self._capture = capture
+        self._context = forward.context
         places = [device.device for device in self._context.devices.values()]
         self._tokens, self._positions = (
             [torch.zeros(1, sequences, dtype=torch.int64, device=place) for place in places] for _ in range(2)
@@ -116,7 +128,7 @@ class Steps:
             raise RequestError(f"{len(prompts)} prompts for the steps of {count} sequences", "give one for each")
         self._sampling = sampling
         self._generator.manual_seed(sampling.seed)
-        logits = self._decoder.read([Prompt(prompt, sequence) for sequence, prompt in enumerate(prompts)])
+        logits = self._read([Prompt(prompt, sequence) for sequence, prompt in enumerate(prompts)])
         self._lengths, self._new = [*map(len, prompts)], 0
         first = self._checked(self._choose(logits).tolist())
         self._set(self._tokens, first)
@@ -132,7 +144,7 @@ class Steps:
             RequestError: the cache has no room for them.
             ExecutionError: the model's logits are not finite.
         """
-        if self._longest == self._decoder.length:
+        if self._longest == self._forward.length:
             what = f"the longest text has {self._longest} tokens, as many as the plan caches of a sequence"
             raise RequestError(what, "plan with a larger --context")
         self._longest += 1
@@ -162,10 +174,10 @@ class Steps:
     def _spans(self) -> Iterator[int]:
         """Yield the spans that steps may have, in ascending order."""
         span = _SHORTEST_SPAN
-        while span < self._decoder.length and self._decoder.stack.looks_at_spans:
+        while span < self._forward.length and self._forward.stack.looks_at_spans:
             yield span
             span *= 2
-        yield self._decoder.length
+        yield self._forward.length
 
     def _run(self, span: int) -> None:
         """Run a step of a span, by its graph if there is one."""
@@ -176,7 +188,7 @@ class Steps:
             return
         captured = self._graphs[key]
         if captured is None:
-            self._graphs[key] = captured = self._decoder.captured(partial(self._issue, span), "a step")
+            self._graphs[key] = captured = self._capture(partial(self._issue, span), "a step")
         if captured is None:
             self._captures = False
             self._issue(span)
@@ -185,13 +197,13 @@ class Steps:
 
     def _issue(self, span: int) -> None:
         """Launch a step on the devices, without waiting."""
-        logits = self._decoder.decode([t[0] for t in self._tokens], [p[0] for p in self._positions], span)
+        logits = self._forward.decode([t[0] for t in self._tokens], [p[0] for p in self._positions], span)
         if self._sampling.temperature:  # copied to one place for the host, as each graph has logits of its own
             self._logits = self._logits or tuple(map(torch.empty_like, logits))
-            for kept, new in zip(self._logits, logits, strict=True):
-                kept.copy_(new)
+            for to, new in zip(self._logits, logits, strict=True):
+                to.copy_(new)
         else:
-            for tokens, new in zip(self._tokens, self._likeliest(logits), strict=True):
+            for tokens, new in zip(self._tokens, self._greedy(logits), strict=True):
                 tokens[0].copy_(new)
         for positions in self._positions:
             positions.add_(1)
@@ -199,7 +211,7 @@ class Steps:
     def _choose(self, logits: tuple[Tensor, ...]) -> Tensor:
         """Choose tokens from logits, and return them in host memory."""
         if not self._sampling.temperature:
-            return self._likeliest(logits)[0].cpu()
+            return self._greedy(logits)[0].cpu()
         out = None
         if not logits:  # the vocabulary is on other processes' devices
             shape = self._tokens[0].shape[1], self._context.plan.split(Axis.VOCAB).size
@@ -222,11 +234,11 @@ class Steps:
             new = f" and {self._new} new ones" if self._new else ""
             more = f", and of {len(texts) - 1} other texts" if len(texts) > 1 else ""
             when = f"behind the {self._lengths[texts[0]]} tokens of prompt {texts[0]}{new}{more}"
-            raise not_finite(self._decoder, when)
+            raise not_finite(self._forward, when)
         return [*map(int, tokens)]
 
-    def _likeliest(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return likeliest(self._context, logits, self._decoder.stack.steps, self._tokens[0].shape[1])
+    def _greedy(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return greedy(self._context, logits, self._forward.stack.steps, self._tokens[0].shape[1])
 
     def _set(self, tensors: list[Tensor], values: Sequence[int]) -> None:
         """Write values into the tensor of every device."""

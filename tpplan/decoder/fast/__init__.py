@@ -1,1 +1,1 @@
-"""Fused kernels for what :mod:`tpplan.decoder.layer` computes. Without this package, everything runs, slower."""
+"""Fused kernels for what :mod:`tpplan.decoder.layer` computes; without this package everything runs, but slower."""

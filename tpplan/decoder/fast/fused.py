@@ -1,4 +1,4 @@
-"""The computation steps of a layer on a CUDA device by tpplan's fused kernels, each in place of several of torch."""
+"""The computation steps of a layer on a CUDA device by fused kernels, each of which replaces several of torch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from tpplan.decoder.fast.launches import attention, dense, gemv, packed, pointwise, skinny, wide
 from tpplan.decoder.fast.launches.attention import Attention
-from tpplan.decoder.fast.launches.dense import Dense
-from tpplan.decoder.fast.launches.experts import Experts
+from tpplan.decoder.fast.launches.dense import Dequantiser
+from tpplan.decoder.fast.launches.experts import ExpertGemv
 from tpplan.decoder.fast.launches.experts import names_of as names_of_experts
 from tpplan.decoder.fast.launches.gemv import Gemv, Norm
-from tpplan.decoder.fast.launches.grouped import Grouped
+from tpplan.decoder.fast.launches.grouped import GroupedGemm
 from tpplan.decoder.fast.launches.grouped import names_of as names_of_grouped
 from tpplan.decoder.fast.launches.launcher import DTYPES
-from tpplan.decoder.fast.launches.packed import Packed
+from tpplan.decoder.fast.launches.packed import QuantisedSkinnyGemm
 from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
-from tpplan.decoder.fast.launches.skinny import Skinny
-from tpplan.decoder.fast.launches.wide import Wide
+from tpplan.decoder.fast.launches.skinny import SkinnyGemm
+from tpplan.decoder.fast.launches.wide import QuantisedGemm
 from tpplan.decoder.layer.steps import Plain
-from tpplan.decoder.math import some_of, together
+from tpplan.decoder.math import concat, slice_of
 from tpplan.decoder.weights.products import AT_ONCE
 from tpplan.decoder.weights.quantised import ordered
 from tpplan.exec.toolchain import kernel_cache
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from tpplan.decoder.cache.heads import Heads
-    from tpplan.decoder.cache.store import Where
-    from tpplan.decoder.layer.steps import Turn
+    from tpplan.decoder.cache.store import CachePlaces
+    from tpplan.decoder.layer.steps import NormAndRope
     from tpplan.decoder.math import Scoring
     from tpplan.decoder.model.settings import Settings
-    from tpplan.decoder.weights.device import Held
+    from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.decoder.weights.quantised import Matrix, Quantised
-    from tpplan.decoder.weights.row_kernels import FewRows, JointRows
+    from tpplan.decoder.weights.row_kernels import AllReduceKernels, RowKernels
     from tpplan.decoder.weights.stacked import Projection
     from tpplan.exec.cuda.channel import Channel
 
@@ -65,7 +65,7 @@ def steps_on(
         head_dims: head sizes of all layers, in elements.
         kind: kind of cache.
         kernels: whether to use fused kernels.
-        joint: whether to load kernels that add up the products of several devices.
+        joint: whether to load kernels with an all-reduce over the devices as epilogue.
         experts: whether any layer has experts.
         codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.fast.launches.dense.KINDS`.
         at_once: elements of a quantised matrix to dequantise at a time.
@@ -82,14 +82,14 @@ def has_kernels(place: torch.device, dtype: torch.dtype) -> bool:
     return place.type == "cuda" and dtype in DTYPES and not kernel_cache.lacks()
 
 
-def codes_of(weights: Held) -> list[str]:
+def codes_of(weights: DeviceWeights) -> list[str]:
     """Return the kinds of codes of a device's matrices, of :data:`tpplan.decoder.fast.launches.dense.KINDS`."""
     matrices = [*weights.quantised.values(), *(each.matrix for each in weights.stacked.values())]
     return sorted({dense.kind_of(each) for each in matrices}.intersection(dense.KINDS))
 
 
 class Fused(Plain):
-    """The steps of a layer by fused kernels, in 16 bits; tensors that no kernel takes are left to torch."""
+    """The steps of a layer by fused kernels, in 16 bits; torch computes with tensors that no kernel supports."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Fused(Plain):
             settings: settings of the model.
             head_dims: head sizes of all layers, in elements.
             kind: kind of cache.
-            joint: whether to load kernels that add up the products of several devices.
+            joint: whether to load kernels with an all-reduce over the devices as epilogue.
             experts: whether any layer has experts.
             codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.fast.launches.dense.KINDS`.
             at_once: elements of a quantised matrix to dequantise at a time.
@@ -133,17 +133,17 @@ class Fused(Plain):
         kernel_cache.prepare((name, capability) for name in names)  # compiled in parallel
         self._pointwise = Pointwise(place, dtype, self._name, kind, eps=settings.norm_eps, offset=offset)
         self._gemv = Gemv(place, dtype, joint=joint)
-        self._joint: list[JointRows[Any]] = [self._gemv, Skinny(place, dtype, joint=joint)]
-        many: list[FewRows[Any]] = []
+        self._joint: list[AllReduceKernels[Any]] = [self._gemv, SkinnyGemm(place, dtype, joint=joint)]
+        many: list[RowKernels[Any]] = []
         if packed.names_of(dtype, codes):
-            self._joint.append(Packed(place, dtype, codes, joint=joint))
-            many.append(Wide(place, dtype, codes))
+            self._joint.append(QuantisedSkinnyGemm(place, dtype, codes, joint=joint))
+            many.append(QuantisedGemm(place, dtype, codes))
         self._few = [*self._joint, *many]
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
-        self._experts = Experts(place, dtype, self._name, codes) if experts else None
-        self._grouped = Grouped(place, dtype, self._name, codes) if experts else None
-        self._products = [each for each in (self._grouped, self._experts) if each]  # whose few rows the latter take
-        self._dense = Dense(place, dtype, codes)
+        self._experts = ExpertGemv(place, dtype, self._name, codes) if experts else None
+        self._grouped = GroupedGemm(place, dtype, self._name, codes) if experts else None
+        self._products = [each for each in (self._grouped, self._experts) if each]  # the latter for few rows
+        self._dense = Dequantiser(place, dtype, codes)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the RMS norm of rows."""
@@ -155,15 +155,15 @@ class Fused(Plain):
         if self._pointwise.norm(x_RD, weight, to_RD, added=True) is None:
             super().add_norm(to_RD, x_RD, weight)
 
-    def make(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
+    def dequantise(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
         """Dequantise rows of a matrix from row ``start`` on into ``out_RK``."""
         if self._dense.takes(matrix):
             self._dense(matrix, start, start + len(out_RK), out_RK)
         else:
-            super().make(matrix, start, out_RK)
+            super().dequantise(matrix, start, out_RK)
 
     def joint(  # noqa: PLR0917
-        self, to: Tensor, x: Tensor, weights: Held, name: str, channel: Channel, device: int
+        self, to: Tensor, x: Tensor, weights: DeviceWeights, name: str, channel: Channel, device: int
     ) -> Callable[[], None] | None:
         """Return the launch of one kernel that adds all devices' products with a matrix to the residual stream."""
         matrix = weights.matrix(name)
@@ -172,14 +172,18 @@ class Fused(Plain):
             return None
         return partial(kernels.joint, to, ordered(x, matrix), matrix, channel, device)
 
-    def normed(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
+    def normed(
+        self, x_RD: Tensor, norm: Tensor | None, weights: DeviceWeights, fused: str, names: Sequence[str] = ()
+    ) -> Tensor:
         """Multiply the norm of rows by several matrices, and return the products side by side: ``[R, O]``."""
         matrix = weights.find(fused)
         if norm is not None and isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, norm=norm):
             return self._gemv.normed(x_RD, matrix, Norm(norm, self._eps, self._offset), weights.bias(fused))
         return super().normed(x_RD, norm, weights, fused, names)
 
-    def gated(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
+    def gated(
+        self, x_RD: Tensor, norm: Tensor | None, weights: DeviceWeights, fused: str, names: Sequence[str]
+    ) -> Tensor:
         """Return the gated output ``[R, I]`` of two matrices for the norm of rows; the first has the activation."""
         matrix, bias = weights.find(fused), weights.bias(fused)
         if norm is not None and isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, gated=True, norm=norm):
@@ -189,8 +193,8 @@ class Fused(Plain):
             return kernels.gated(ordered(y_RD, matrix), matrix, self._name, bias)
         return super().gated(x_RD, norm, weights, fused, names)
 
-    def kernels(self, x: Tensor, matrix: Matrix, *, gated: bool = False) -> FewRows[Any] | None:
-        """Return the kernels for a product of few rows and a matrix, or None if none take it."""
+    def kernels(self, x: Tensor, matrix: Matrix, *, gated: bool = False) -> RowKernels[Any] | None:
+        """Return the kernels for a product of few rows and a matrix, or None if none support it."""
         return next((each for each in self._few if each.takes(x, matrix, gated=gated)), None)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -203,11 +207,11 @@ class Fused(Plain):
         return super().choose(scores_RE, count, normalised=normalised) if found is None else found
 
     def takes_experts_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
-        """Tell whether :meth:`experts_up` has kernels for which many rows are no slower than by torch."""
+        """Tell whether :meth:`experts_up` has kernels that are no slower than torch for this number of rows."""
         return self._grouped is not None and self._grouped.takes_up(rows, chosen, gates, ups)
 
     def takes_experts_down(self, rows: int, chosen: int, downs: Projection) -> bool:
-        """Tell whether :meth:`experts_down` has kernels for which many rows are no slower than by torch."""
+        """Tell whether :meth:`experts_down` has kernels that are no slower than torch for this number of rows."""
         return self._grouped is not None and self._grouped.takes_down(rows, chosen, downs)
 
     def experts_up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor, *, fixed: bool) -> Tensor:
@@ -226,49 +230,51 @@ class Fused(Plain):
                 return found
         return super().experts_down(h_RCI, downs, choice_RC, to_RD, fixed=fixed)
 
-    def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
+    def norm_and_rope(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> None:
         """Apply the norms and rotation to the query and key heads of rows, in place."""
-        if not self._turn(qkv_RHK, heads, turn):
-            super().turn(qkv_RHK, heads, turn)
+        if not self._norm_and_rope(qkv_RHK, heads, norm_rope):
+            super().norm_and_rope(qkv_RHK, heads, norm_rope)
 
-    def keep(
+    def append_kv(
         self,
         qkv_RHK: Tensor,
         heads: Heads,
-        turn: Turn,
+        norm_rope: NormAndRope,
         sequences: Tensor,
         places: Tensor,
         *,
-        kept: Tensor | None = None,
+        rows_to_write: Tensor | None = None,
     ) -> None:
-        """Apply :meth:`turn`, and write the keys and values to the cache."""
-        to = Places(*heads.cache.in_a_row(), sequences, places, heads.cache.scales)
-        if not self._turn(qkv_RHK, heads, turn, to):
-            super().keep(qkv_RHK, heads, turn, sequences, places, kept=kept)
+        """Apply :meth:`norm_and_rope`, and write the keys and values to the cache."""
+        to = Places(*heads.cache.as_rows(), sequences, places, heads.cache.scales)
+        if not self._norm_and_rope(qkv_RHK, heads, norm_rope, to):
+            super().append_kv(qkv_RHK, heads, norm_rope, sequences, places, rows_to_write=rows_to_write)
 
-    def _turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn, to: Places | None = None) -> bool:
-        """Turn heads, and write keys and values to the cache if told where, by a kernel; tell whether it takes them."""
-        if turn.are_neighbours or (turn.norms and turn.norms_last):
+    def _norm_and_rope(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope, to: Places | None = None) -> bool:
+        """Apply norms and RoPE by a kernel, and write keys and values to ``to`` if given; return False if none can."""
+        if norm_rope.are_neighbours or (norm_rope.norms and norm_rope.norms_last):
             return False
-        return self._pointwise.turn(qkv_RHK, (heads.queries, heads.keys), turn.angles, turn.norms, to)
+        return self._pointwise.norm_and_rope(
+            qkv_RHK, (heads.queries, heads.keys), norm_rope.angles, norm_rope.norms, to
+        )
 
     def attends(self, heads: Heads) -> bool:
         """Tell whether there is an attention kernel for these heads; it needs no mask."""
         return heads.cache.head_dim in self._attention
 
-    def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, scoring: Scoring) -> Tensor:
+    def attend(self, qkv_RHK: Tensor, heads: Heads, places: CachePlaces, scoring: Scoring) -> Tensor:
         """Return the attention output ``[R, H × K]`` of one token of each sequence, over the cache."""
         if not self.attends(heads):
-            return super().attend(qkv_RHK, heads, where, scoring)
+            return super().attend(qkv_RHK, heads, places, scoring)
         kernel, cache = self._attention[heads.cache.head_dim], heads.cache
         found = []
         for run in heads.runs:
-            k_BHLK, v_BHLK, *scales = (some_of(x, run.keys, dim=1) for x in (*cache.halves, *cache.scales))
+            k_BHLK, v_BHLK, *scales = (slice_of(x, run.keys, dim=1) for x in (*cache.halves, *cache.scales))
             q_RHK, sinks = qkv_RHK[:, run.queries], scoring.of(run.queries).sinks
-            found.append(kernel(q_RHK, k_BHLK, v_BHLK, where.positions, scales, scale=scoring.scale, sinks=sinks))
-        return together(found, dim=1)
+            found.append(kernel(q_RHK, k_BHLK, v_BHLK, places.positions, scales, scale=scoring.scale, sinks=sinks))
+        return concat(found, dim=1)
 
-    def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
-        """Return the largest logits of rows and their tokens."""
-        found = self._pointwise.best(logits_BV, start, place, places)
-        return super().best(logits_BV, start, place, places) if found is None else found
+    def argmax(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+        """Return the largest logits of rows and their tokens (argmax)."""
+        found = self._pointwise.argmax(logits_BV, start, place, places)
+        return super().argmax(logits_BV, start, place, places) if found is None else found

@@ -1,4 +1,6 @@
-"""Attention of the rows of several sequences by one call of a kernel that reads the cache, or a copy of its windows.
+"""Prefill attention of several sequences by one call of FlashAttention (arXiv:2307.08691) with variable lengths.
+
+It reads the KV cache in place or, for a sliding window, a copy of the windows with the new rows behind them.
 
 Shapes: R rows, T places of a cache, H heads, K elements of a head.
 """
@@ -11,34 +13,35 @@ import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from tpplan.decoder.math import together
-from tpplan.decoder.prompts import Extent
+from tpplan.decoder.math import concat
+from tpplan.decoder.prompts import PassShape
 from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tpplan.decoder.cache.heads import Heads, Run
+    from tpplan.decoder.cache.heads import HeadRun, Heads
     from tpplan.decoder.cache.layer import LayerCache
-    from tpplan.decoder.layer.steps import Plain, Turn
+    from tpplan.decoder.layer.steps import NormAndRope, Plain
     from tpplan.decoder.math import Scoring
 
 
 @frozen
 class Ring:
-    """The rows of a pass, each sequence's behind the tokens of its ring; equal for all caches of a length.
+    """Indices that unroll ring buffers of a sliding window, with the rows of a pass behind; shared by all such layers.
 
-    Each sequence has as many rows as the cache has places, for the tokens of its ring, oldest first, and then its rows
-    of the pass. If it has fewer tokens, the first of its rows are meaningless; so are all behind the last sequence.
+    The unrolled keys and values have, for each sequence, a row for each place of its ring buffer, oldest first, and
+    then its rows of the pass. If a sequence has fewer tokens than places, its first rows are meaningless; so are all
+    rows behind the last sequence.
 
     Attributes:
         sources: for each row, the sequence and the place in the cache of its token, ``[T]``; meaningless for rows of
             the pass.
-        goals: which of all rows each row of the pass is, ``[R]``.
+        goals: index among the unrolled rows of each row of the pass, ``[R]``.
         starts: first row of each sequence that has a token, then one meaningless value, in int32.
         counts: rows of each sequence that have tokens, in int32.
-        kept: for each row of the pass, the row whose keys and values are written: the last of its sequence that has the
-            same place, so that the order of writing does not matter. For padding, it is that of row 0.
+        rows_to_write: for each row of the pass, the row whose keys and values are written: the last of its sequence
+            with the same place, so that the order of writing does not matter. For padding, it is that of row 0.
         targets: sequence and place that each row of the pass writes to.
     """
 
@@ -46,38 +49,38 @@ class Ring:
     goals: Tensor
     starts: Tensor
     counts: Tensor
-    kept: Tensor
+    rows_to_write: Tensor
     targets: tuple[Tensor, Tensor]
 
     @classmethod
     def of(cls, group: Group, length: int) -> Self:
         """Return where the rows of a group are beside tokens in caches of a length; no shape depends on a value."""
-        extent, bounds = group.extent, group.bounds.long()
-        rows = torch.arange(extent.rows, device=bounds.device)
-        owners = torch.searchsorted(bounds[1:], rows, right=True).clamp_(max=extent.count - 1)
+        pass_shape, bounds = group.pass_shape, group.bounds.long()
+        rows = torch.arange(pass_shape.rows, device=bounds.device)
+        owners = torch.searchsorted(bounds[1:], rows, right=True).clamp_(max=pass_shape.count - 1)
         new = bounds.diff()
         before = group.ends - new
-        firsts = bounds + torch.arange(0, (extent.count + 1) * length, length, device=bounds.device)
+        firsts = bounds + torch.arange(0, (pass_shape.count + 1) * length, length, device=bounds.device)
         cached = before.clamp(max=length)
         starts = firsts + length
         starts[:-1] -= cached
 
-        every = torch.arange(extent.beside(length), device=bounds.device)
+        every = torch.arange(pass_shape.beside(length), device=bounds.device)
         whose = torch.searchsorted(firsts[:-1], every, right=True).sub_(1)
         # The oldest token of a full ring, at position before - length, is at place before modulo length.
         places = every.sub_((firsts[:-1] - before).index_select(0, whose)).remainder_(length)
         sources = group.numbers.index_select(0, whose).long(), places
 
-        kept = rows if group.kept is None else group.kept
-        last = bounds[1:].sub(1).index_select(0, owners).index_select(0, kept)
-        kept = kept + (last - kept).div_(length, rounding_mode="floor").mul_(length)
-        sequences, positions = (x.index_select(0, kept) for x in (group.sequences, group.positions))
+        rows_to_write = rows if group.rows_to_write is None else group.rows_to_write
+        last = bounds[1:].sub(1).index_select(0, owners).index_select(0, rows_to_write)
+        rows_to_write = rows_to_write + (last - rows_to_write).div_(length, rounding_mode="floor").mul_(length)
+        sequences, positions = (x.index_select(0, rows_to_write) for x in (group.sequences, group.positions))
         return cls(
             sources,
             rows + (owners + 1) * length,
             starts.int(),
             (cached + new).int(),
-            kept,
+            rows_to_write,
             (sequences, positions.remainder_(length)),
         )
 
@@ -98,7 +101,7 @@ class Ring:
 
     def write(self, cache: LayerCache, kv_RHK: Tensor) -> None:
         """Write the keys and values of the pass, side by side, to a cache, which then has the last of each sequence."""
-        cache.put(*self.targets, *kv_RHK.index_select(0, self.kept).chunk(2, dim=1))
+        cache.put(*self.targets, *kv_RHK.index_select(0, self.rows_to_write).chunk(2, dim=1))
 
 
 @frozen
@@ -113,9 +116,9 @@ class Group:
         bounds: first row of each sequence, then the number of rows, in int32. The last sequences may have no rows.
         numbers: number of each sequence, then one meaningless value, in int32.
         ends: tokens of each sequence including these rows, in int32.
-        extent: extent of the pass.
-        kept: for each row, the row whose keys and values are written: the row itself, or row 0 again for padding. None
-            if no row is padding.
+        pass_shape: shape of the pass.
+        rows_to_write: for each row, the row whose keys and values are written: the row itself, or row 0 again for
+            padding. None if no row is padding.
     """
 
     sequences: Tensor
@@ -123,54 +126,58 @@ class Group:
     bounds: Tensor
     numbers: Tensor
     ends: Tensor
-    extent: Extent
-    kept: Tensor | None = None
+    pass_shape: PassShape
+    rows_to_write: Tensor | None = None
     _starts: dict[int, Tensor] = field(default=Factory(dict), init=False)
     _rings: dict[int, Ring] = field(default=Factory(dict), init=False)
 
     @classmethod
-    def of(cls, positions: Tensor, sequences: Tensor, before: Tensor, extent: Extent, *, is_filled: bool) -> Self:
+    def of(
+        cls, positions: Tensor, sequences: Tensor, before: Tensor, pass_shape: PassShape, *, is_filled: bool
+    ) -> Self:
         """Group rows by sequence.
 
         Args:
             positions: position of each row, see :func:`tpplan.decoder.prompts.numbers_of`.
             sequences: sequence of each row.
             before: for each row, the number of sequences before its own, up to a constant common to all rows.
-            extent: extent of the pass.
+            pass_shape: shape of the pass.
             is_filled: whether the last rows may be padding.
         """
-        kept = None
+        rows_to_write = None
         if is_filled:
-            kept = torch.arange(len(before), device=before.device)
-            kept.mul_(sequences >= 0)
-        counts = torch.arange(extent.count + 1, device=before.device)
+            rows_to_write = torch.arange(len(before), device=before.device)
+            rows_to_write.mul_(sequences >= 0)
+        counts = torch.arange(pass_shape.count + 1, device=before.device)
         bounds = torch.searchsorted(before - before[0], counts, out_int32=True)
         numbers = sequences.index_select(0, bounds.clamp(max=len(before) - 1)).int().clamp_(min=0)
         ends = positions.index_select(0, bounds[1:] - 1).add_(1).int()
-        return cls(sequences, positions, bounds, numbers, ends, extent, kept)
+        return cls(sequences, positions, bounds, numbers, ends, pass_shape, rows_to_write)
 
-    def attention(self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, scoring: Scoring) -> Tensor:
+    def attention(
+        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, norm_rope: NormAndRope, scoring: Scoring
+    ) -> Tensor:
         """Write the rows' keys and values to the cache, and return the attention output ``[R, H × K]``."""
-        cache, length, most = heads.cache, heads.cache.length, self.extent.most
+        cache, length, most = heads.cache, heads.cache.length, self.pass_shape.most
         if most <= length:
-            steps.keep(qkv_RHK, heads, turn, self.sequences, self.positions, kept=self.kept)
-            k_THK, v_THK, apart = cache.in_a_row()
-            where = self._starts_of(apart), self.ends
-            return together(self._attend(heads.runs, qkv_RHK, (k_THK, v_THK), where, most, scoring=scoring), dim=1)
-        steps.turn(qkv_RHK, heads, turn)
+            steps.append_kv(qkv_RHK, heads, norm_rope, self.sequences, self.positions, rows_to_write=self.rows_to_write)
+            k_THK, v_THK, stride = cache.as_rows()
+            where = self._starts_of(stride), self.ends
+            return concat(self._attend(heads.runs, qkv_RHK, (k_THK, v_THK), where, most, scoring=scoring), dim=1)
+        steps.norm_and_rope(qkv_RHK, heads, norm_rope)
         ring = self._ring_of(length)
-        where, most = (ring.starts, ring.counts), min(most, length + self.extent.longest)
+        where, most = (ring.starts, ring.counts), min(most, length + self.pass_shape.longest)
         found = []
-        for some in cache.slices(self.extent.beside(length)):
-            kv = ring.read(cache, some, heads.apart(qkv_RHK)[1:])
+        for some in cache.slices(self.pass_shape.beside(length)):
+            kv = ring.read(cache, some, heads.split_qkv(qkv_RHK)[1:])
             found += self._attend(heads.runs_of(some), qkv_RHK, kv, where, most, scoring=scoring, window=length)
             del kv
         ring.write(cache, qkv_RHK[:, heads.queries :])
-        return together(found, dim=1)
+        return concat(found, dim=1)
 
     def _attend(
         self,
-        runs: Iterable[Run],
+        runs: Iterable[HeadRun],
         qkv_RHK: Tensor,
         kv: tuple[Tensor, Tensor],
         where: tuple[Tensor, Tensor],
@@ -198,7 +205,7 @@ class Group:
                 k_THK,
                 v_THK,
                 (self.bounds, *where),
-                (self.extent.longest, most),
+                (self.pass_shape.longest, most),
                 scale=scoring.scale,
                 window=window,
                 sinks=scoring.of(run.queries).sinks,
@@ -206,11 +213,11 @@ class Group:
             found.append(out_RHK.flatten(1))
         return found
 
-    def _starts_of(self, apart: int) -> Tensor:
-        """Return the first row of each sequence in the cache, where sequences begin ``apart`` rows apart."""
-        if apart not in self._starts:
-            self._starts[apart] = self.numbers * apart
-        return self._starts[apart]
+    def _starts_of(self, stride: int) -> Tensor:
+        """Return the first row of each sequence in the cache, where sequences begin ``stride`` rows apart."""
+        if stride not in self._starts:
+            self._starts[stride] = self.numbers * stride
+        return self._starts[stride]
 
     def _ring_of(self, length: int) -> Ring:
         """Return where the rows are beside the tokens of caches of a length."""

@@ -1,4 +1,4 @@
-"""A mixture of experts on one device in plain torch: routing, and the products with the chosen experts' matrices.
+"""A mixture of experts (arXiv:1701.06538) on one device in plain torch: top-k routing, and the experts' products.
 
 Where no shape may depend on the choice, few rows are multiplied by copies of the chosen matrices, and many rows by all
 experts. The kernels in :mod:`tpplan.decoder.fast.launches.experts` need no copies.
@@ -16,8 +16,8 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from tpplan.decoder.math import AT_ONCE, together
-from tpplan.decoder.weights.products import Making, linear, linear_of_all, sum_of_all
+from tpplan.decoder.math import AT_ONCE, concat
+from tpplan.decoder.weights.products import ProductOptions, linear, linear_of_all, sum_of_all
 from tpplan.decoder.weights.stacked import Stacked
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: One part in this many of all choices is computed at a time.
 _PARTS: Final = 4
 
-_BY_TORCH: Final = Making()
+_BY_TORCH: Final = ProductOptions()
 
 
 def choose(scores_RE: Tensor, count: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def up(  # noqa: PLR0917 (the inputs of an expert)
     ups: Projection,
     experts_RC: Tensor,
     gating: Callable[[Tensor, Tensor], Tensor],
-    making: Making = _BY_TORCH,
+    options: ProductOptions = _BY_TORCH,
     *,
     fixed: bool,
 ) -> Tensor:
@@ -58,7 +58,7 @@ def up(  # noqa: PLR0917 (the inputs of an expert)
         ups: up projections.
         experts_RC: numbers of the chosen experts.
         gating: combines the outputs of gate and up projections; it may overwrite the former.
-        making: how to dequantise rows of quantised matrices.
+        options: how to dequantise rows of quantised matrices.
         fixed: whether no shape may depend on the choice, as in a graph.
     """
     count = len(gates)
@@ -66,14 +66,14 @@ def up(  # noqa: PLR0917 (the inputs of an expert)
         out_NI = x_RD.new_empty(experts_RC.numel(), gates.outputs)
         for choices, parts in _by_expert(experts_RC, count):
             x_PD = x_RD[choices // experts_RC.shape[1]]
-            out_NI[choices] = gating(*(_products(x_PD, each, parts, making) for each in (gates, ups)))
+            out_NI[choices] = gating(*(_products(x_PD, each, parts, options) for each in (gates, ups)))
         return torch.unflatten(out_NI, 0, experts_RC.shape)
     if experts_RC.numel() <= count:
         gate_RCI, up_RCI = (
             each.plus_bias(_multiply(each.matrix, experts_RC, x_RD[:, None]), experts_RC) for each in (gates, ups)
         )
         return gating(gate_RCI, up_RCI)
-    all_REI = gating(*(each.plus_bias(linear_of_all(x_RD, each.matrix, making)) for each in (gates, ups)))
+    all_REI = gating(*(each.plus_bias(linear_of_all(x_RD, each.matrix, options)) for each in (gates, ups)))
     return all_REI.gather(1, _places(experts_RC, all_REI))
 
 
@@ -82,7 +82,7 @@ def down(
     downs: Projection,
     experts_RC: Tensor,
     weights_RC: Tensor,
-    making: Making = _BY_TORCH,
+    options: ProductOptions = _BY_TORCH,
     *,
     fixed: bool,
 ) -> Tensor:
@@ -93,7 +93,7 @@ def down(
         downs: down projections.
         experts_RC: numbers of the chosen experts.
         weights_RC: weights of the chosen experts.
-        making: how to dequantise rows of quantised matrices.
+        options: how to dequantise rows of quantised matrices.
         fixed: whether no shape may depend on the choice, as in a graph.
     """
     h_RCI *= weights_RC[..., None].to(h_RCI.dtype)
@@ -102,7 +102,7 @@ def down(
         out_RD = _bias_of_all(downs, experts_RC, weights_RC, h_RCI)
         for choices, parts in _by_expert(experts_RC, count):
             rows_P = choices // chosen
-            y_PD = _products(h_RCI[rows_P, choices % chosen], evolve(downs, bias=None), parts, making)
+            y_PD = _products(h_RCI[rows_P, choices % chosen], evolve(downs, bias=None), parts, options)
             for _, some in parts:  # one after the other: each has a row once, so that sums are always the same
                 out_RD.index_add_(0, rows_P[some], y_PD[some])
         return out_RD
@@ -111,7 +111,7 @@ def down(
     else:
         all_REI = h_RCI.new_zeros(rows, count, width)
         all_REI.scatter_(1, _places(experts_RC, all_REI), h_RCI)
-        out_RD = sum_of_all(all_REI, down_EDI, making)
+        out_RD = sum_of_all(all_REI, down_EDI, options)
     return out_RD if downs.bias is None else out_RD.add_(_bias_of_all(downs, experts_RC, weights_RC, h_RCI))
 
 
@@ -142,11 +142,11 @@ def _by_expert(experts_RC: Tensor, count: int) -> Iterator[tuple[Tensor, list[tu
     yield order[first:], parts
 
 
-def _products(x_PK: Tensor, projection: Projection, parts: list[tuple[int, slice]], making: Making) -> Tensor:
+def _products(x_PK: Tensor, projection: Projection, parts: list[tuple[int, slice]], options: ProductOptions) -> Tensor:
     """Return the products of rows with their experts' matrices, given each expert's rows: ``[P, O]``."""
     y_PO = x_PK.new_empty(len(x_PK), projection.outputs)
     for i, some in parts:
-        linear(x_PK[some], projection.matrix[i], projection.bias_of(i), making, y_PO[some])
+        linear(x_PK[some], projection.matrix[i], projection.bias_of(i), options, y_PO[some])
     return y_PO
 
 
@@ -163,7 +163,7 @@ def _multiply(matrix_EOI: Tensor | Stacked, experts_RC: Tensor, x_RCI: Tensor) -
         else:
             part = matrix_EOI.chosen(experts_RC, start, end, x_RCI.dtype)
         found.append((part @ x_RCI[..., None]).squeeze(-1))
-    return together(found, dim=2)
+    return concat(found, dim=2)
 
 
 def _places(experts_RC: Tensor, all_REI: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The two kinds of pass through a model: the next tokens of some sequences, and one token of each sequence.
+"""The two kinds of pass: prefill, over the next tokens of some sequences, and decode, over one token of each.
 
 Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a head.
 """
@@ -13,42 +13,42 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from tpplan.decoder.cache.heads import found_by
-from tpplan.decoder.cache.store import Where
+from tpplan.decoder.cache.heads import attend_by_runs
+from tpplan.decoder.cache.store import CachePlaces
 from tpplan.decoder.layer.attention import Group
-from tpplan.decoder.math import apart, attend, some_of, together
+from tpplan.decoder.math import attend, concat, slice_of, split_rows
 from tpplan.decoder.model.ropes import Angles
-from tpplan.decoder.prompts import Stretch
+from tpplan.decoder.prompts import PromptSlice
 
 if TYPE_CHECKING:
     from tpplan.decoder.cache.heads import Heads
-    from tpplan.decoder.layer.steps import Plain, Turn
+    from tpplan.decoder.layer.steps import NormAndRope, Plain
     from tpplan.decoder.math import Scoring
 
 
 @frozen
 class Prefill:
-    """A pass over the next tokens of several sequences; shapes depend on the tokens, and the host may wait for devices.
+    """A prefill pass: shapes depend on the number of tokens, and the host may wait for devices.
 
     Attributes:
         angles: RoPE angles of the rows, by device.
-        groups: the grouping of all rows for a single attention call, by device; empty if they are one stretch.
-        stretches: the stretches of all rows, in order; empty if all rows are sure to attend in a single call.
-        sizes: rows of each stretch.
+        groups: the grouping of all rows for a single attention call, by device; empty if they are one prompt slice.
+        prompt_slices: the prompt slices of all rows, in order; empty if all rows are sure to attend in a single call.
+        sizes: rows of each prompt slice.
     """
 
     angles: Mapping[int, Angles]
     groups: Mapping[int, Group]
-    stretches: Sequence[Stretch] = ()
+    prompt_slices: Sequence[PromptSlice] = ()
     sizes: list[int] = field(init=False)
     fixed = False
 
     @sizes.default
     def _count(self) -> list[int]:
-        return [each.count * each.size for each in self.stretches]
+        return [each.count * each.size for each in self.prompt_slices]
 
     def attention(  # noqa: PLR0917 (what a layer has on a device)
-        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, scoring: Scoring, device: int
+        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, norm_rope: NormAndRope, scoring: Scoring, device: int
     ) -> Tensor:
         """Write the rows' keys and values to the cache, and return the attention output ``[R, H × K]``.
 
@@ -56,32 +56,32 @@ class Prefill:
             steps: the computation steps of the device.
             heads: the attention heads of a layer on the device.
             qkv_RHK: queries, keys and values; overwritten.
-            turn: the norms and rotation applied to queries and keys first.
+            norm_rope: the norms and rotation applied to queries and keys first.
             scoring: how scores become weights.
             device: index of the device.
         """
         group = self.groups.get(device)
-        if group and heads.attend_at_once(group.extent, scoring.cap):
-            return group.attention(steps, heads, qkv_RHK, turn, scoring)
-        steps.turn(qkv_RHK, heads, turn)
-        parts = [apart(x_RHK, self.sizes, dim=0) for x_RHK in heads.apart(qkv_RHK)]
+        if group and heads.attend_at_once(group.pass_shape, scoring.cap):
+            return group.attention(steps, heads, qkv_RHK, norm_rope, scoring)
+        steps.norm_and_rope(qkv_RHK, heads, norm_rope)
+        parts = [split_rows(x_RHK, self.sizes, dim=0) for x_RHK in heads.split_qkv(qkv_RHK)]
         found = []
-        for each, *own in zip(self.stretches, *parts, strict=True):
+        for each, *own in zip(self.prompt_slices, *parts, strict=True):
             q_BHSK, *kv = [torch.unflatten(x_RHK, 0, (each.count, each.size)).transpose(1, 2) for x_RHK in own]
             found.append(self._read(each, heads, q_BHSK, kv, scoring))
-        return together(found, dim=0)
+        return concat(found, dim=0)
 
     @staticmethod
-    def _read(each: Stretch, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], scoring: Scoring) -> Tensor:
-        """Return the attention output of one stretch."""
+    def _read(each: PromptSlice, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], scoring: Scoring) -> Tensor:
+        """Return the attention output of one prompt slice."""
 
         def find(some: slice, keys: slice) -> Tensor:
             sequences = slice(each.sequence + some.start, each.sequence + some.stop)
-            k_BHSK, v_BHSK = [some_of(some_of(x_BHSK, some, dim=0), keys, dim=1) for x_BHSK in kv]
+            k_BHSK, v_BHSK = [slice_of(slice_of(x_BHSK, some, dim=0), keys, dim=1) for x_BHSK in kv]
             k_BHTK, v_BHTK, window = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
             attending = partial(attend, window=window, recurs=each.is_full)
-            return found_by(
-                heads.runs_of(keys), some_of(q_BHSK, some, dim=0), k_BHTK, v_BHTK, attending, scoring=scoring
+            return attend_by_runs(
+                heads.runs_of(keys), slice_of(q_BHSK, some, dim=0), k_BHTK, v_BHTK, attending, scoring=scoring
             )
 
         return heads.cache.in_pieces(each.count, each.start, each.start + each.size, find)
@@ -89,24 +89,24 @@ class Prefill:
 
 @frozen
 class Decode:
-    """A pass over one token of each sequence; it can be captured, as no shape depends on a value and nothing waits.
+    """A decode step; it can be captured as a graph, as no shape depends on a value and the host does not wait.
 
     Attributes:
         angles: RoPE angles of the rows, by device.
-        where: where the tokens go in the caches, by device and cache length.
+        places: where the tokens go in the caches, by device and cache length.
     """
 
     angles: Mapping[int, Angles]
-    where: Mapping[int, Mapping[int, Where]]
+    places: Mapping[int, Mapping[int, CachePlaces]]
     fixed = True
 
     def attention(  # noqa: PLR0917 (what a layer has on a device)
-        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, turn: Turn, scoring: Scoring, device: int
+        self, steps: Plain, heads: Heads, qkv_RHK: Tensor, norm_rope: NormAndRope, scoring: Scoring, device: int
     ) -> Tensor:
         """Write to the cache and attend; see :meth:`Prefill.attention`."""
-        where = self.where[device][heads.cache.length]
-        steps.keep(qkv_RHK, heads, turn, where.sequences, where.places)
-        return steps.attend(qkv_RHK, heads, where, scoring)
+        places = self.places[device][heads.cache.length]
+        steps.append_kv(qkv_RHK, heads, norm_rope, places.sequences, places.places)
+        return steps.attend(qkv_RHK, heads, places, scoring)
 
 
 Pass = Prefill | Decode

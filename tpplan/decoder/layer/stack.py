@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tpplan.core.axes import Axis
-from tpplan.decoder.layer.steps import Plain, Turn
+from tpplan.decoder.layer.agree import agreed, room_for
+from tpplan.decoder.layer.steps import NormAndRope, Plain
 from tpplan.decoder.math import Scoring
 from tpplan.exec.toolchain.torch_shims import leaving_processors
 
@@ -25,31 +26,13 @@ if TYPE_CHECKING:
     from tpplan.decoder.cache.heads import Heads
     from tpplan.decoder.layer.passes import Pass
     from tpplan.decoder.model.settings import Settings
-    from tpplan.decoder.weights.device import Held
+    from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.exec.context import TPContext
     from tpplan.exec.handles import Aside
 
 
-def agreed(context: TPContext, facts: Sequence[bool]) -> list[bool]:
-    """Return which facts hold in all processes; each process gives as many, at the same time.
-
-    What a process can do may depend on its devices. Whatever decides on the operations that follow, or on their rows,
-    has to be the same in all processes.
-    """
-    return [all(each) for each in zip(*context.tell(list(facts)), strict=True)]
-
-
-def room_for(context: TPContext, rows: int, columns: int, dtype: torch.dtype, axis: Axis | None = None) -> list[Tensor]:
-    """Return room for a result on each device of this process that holds a part of ``axis``, by default on all.
-
-    Operations need it in a process that gets a result of which it has no part: only from there they know the shape.
-    """
-    places = [context.devices[device].device for device in context.devices_of(axis)]
-    return [torch.empty(rows, columns, dtype=dtype, device=place) for place in places]
-
-
-class Made(NamedTuple):
-    """The output of an attention or MLP on each device, to be combined and added to the residual stream.
+class Partial(NamedTuple):
+    """The partial output of attention or an MLP on each device, to be combined and added to the residual stream.
 
     Attributes:
         ys: one tensor for each device; the stream itself if the output is already added to it.
@@ -70,8 +53,9 @@ class Stack:
         heads: attention heads of each layer, by device.
         steps: the computation steps of each device.
         looks_at_spans: whether the work of a step depends on how many places of the cache it may read.
-        processors_left: multiprocessors that matrix products leave free while passes take turns; otherwise the sums of
-            one wait for a product of the other. With more than 8, products lost more time than sums gained.
+        processors_left: multiprocessors that matrix products leave free while passes are interleaved, so that the
+            all-reduce of one pass need not wait for a product of the other. With more than 8, products lost more time
+            than all-reduces gained.
     """
 
     processors_left = 8
@@ -81,7 +65,7 @@ class Stack:
         context: TPContext,
         settings: Settings,
         blocks: Sequence[Block],
-        weights: Mapping[int, Held],
+        weights: Mapping[int, DeviceWeights],
         heads: Sequence[Mapping[int, Heads]],
         *,
         steps: Mapping[int, Plain],
@@ -92,7 +76,7 @@ class Stack:
             context: a compiled plan for the model.
             settings: settings of the model.
             blocks: the block that each layer belongs to.
-            weights: weights of each device, see :func:`tpplan.decoder.weights.fuse.joined`.
+            weights: weights of each device, see :func:`tpplan.decoder.weights.fuse.fuse_weights`.
             heads: attention heads of each layer, by device.
             steps: the computation steps of each device.
         """
@@ -115,30 +99,30 @@ class Stack:
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` after the last layer, equal on all devices in use."""
         for layer, block in enumerate(self._blocks):
-            for make in self._halves(block):
+            for make in self._sublayers(block):
                 xs = self._add(layer, make(layer, xs, rows), xs)
         return xs
 
     def run_in_turns(self, passes: Sequence[tuple[tuple[Tensor, ...], Pass]]) -> None:
-        """Run several passes in turn, updating their residual streams in place.
+        """Run several passes interleaved, sublayer by sublayer, updating their residual streams in place.
 
         While one pass is computed, the devices' outputs of the others are combined. A pass may attend to keys and
         values of the passes before it, as it comes after them in every layer.
         """
-        adding: dict[int, tuple[Aside, Made]] = {}  # keeps the outputs alive until they are added up
+        adding: dict[int, tuple[Aside, Partial]] = {}  # keeps the outputs alive until they are added up
         with leaving_processors([device.device for device in self.context.devices.values()], self.processors_left):
             try:
-                halves = [(layer, make) for layer, block in enumerate(self._blocks) for make in self._halves(block)]
+                halves = [(layer, make) for layer, block in enumerate(self._blocks) for make in self._sublayers(block)]
                 for layer, make in halves:
                     for i, (xs, rows) in enumerate(passes):
                         if i in adding:
                             adding[i][0].wait()
                             del adding[i]
-                        made = make(layer, xs, rows)
+                        partial = make(layer, xs, rows)
                         with self.context.aside() as aside:
-                            self._add(layer, made, xs)
-                        adding[i] = aside, made
-                        del made
+                            self._add(layer, partial, xs)
+                        adding[i] = aside, partial
+                        del partial
             finally:
                 for aside, _ in adding.values():
                     aside.wait()
@@ -164,15 +148,15 @@ class Stack:
         weights, x_RD = self._weights[device], xs[self._places[device]]
         return self.steps[device].normed(x_RD, weights[f"{norm}.weight"] if norm else None, weights, fused, names)
 
-    def _halves(self, block: Block) -> tuple[Callable[[int, tuple[Tensor, ...], Pass], Made], ...]:
-        """Return what computes the two halves of a layer."""
+    def _sublayers(self, block: Block) -> tuple[Callable[[int, tuple[Tensor, ...], Pass], Partial], ...]:
+        """Return the functions that compute the two sublayers of a layer: attention, and the MLP or the experts."""
         return self._attention, self._mixture if block.experts else self._mlp
 
-    def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Made:
+    def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
         found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
         name = f"model.layers.{layer}.self_attn.o_proj"
-        ys = self._lead_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=self._head_dims[layer])
-        return Made(ys, Axis.Q_HEADS, self._norms.after_attention)
+        ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=self._head_dims[layer])
+        return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)
 
     def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
         """Return the attention output of a device's query heads, concatenated to ``[R, ...]``."""
@@ -187,15 +171,15 @@ class Stack:
             qkv_RHK[:, : heads.queries].mul_(angles.growth)
         norms = tuple(weights[name] for each in (of.queries, of.keys) if (name := f"{start}{each}.weight") in weights)
         by = angles.by_kind[ropes.kinds[layer]]
-        turn = Turn(by, norms, are_neighbours=ropes.are_neighbours, norms_last=of.behind_rope)
+        norm_rope = NormAndRope(by, norms, are_neighbours=ropes.are_neighbours, norms_last=of.behind_rope)
         sinks = weights[name] if (name := f"{start}self_attn.sinks") in weights else None
         scoring = Scoring(self._settings.attention_scale or 1 / sqrt(head_dim), self._settings.attention_cap, sinks)
-        return rows.attention(steps, heads, qkv_RHK, turn, scoring, device)
+        return rows.attention(steps, heads, qkv_RHK, norm_rope, scoring, device)
 
-    def _mlp(self, layer: int, xs: tuple[Tensor, ...], _rows: Pass) -> Made:
+    def _mlp(self, layer: int, xs: tuple[Tensor, ...], _rows: Pass) -> Partial:
         name = f"model.layers.{layer}.mlp.down_proj"
-        return Made(
-            self._lead_back(layer, self._gated(layer, xs), name, Axis.INTERMEDIATE, xs=xs),
+        return Partial(
+            self._project_back(layer, self._gated(layer, xs), name, Axis.INTERMEDIATE, xs=xs),
             Axis.INTERMEDIATE,
             self._norms.after_mlp,
         )
@@ -210,7 +194,7 @@ class Stack:
             found.append(self.steps[part.device].gated(x_RD, norm, weights, f"{start}gate_up_proj", names))
         return found
 
-    def _mixture(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Made:
+    def _mixture(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
         start, names, count = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
         devices = self.context.devices_of(Axis.EXPERT_INTERMEDIATE, layer)
         norm = f"{self._before_mlp(layer)}.weight"
@@ -242,9 +226,9 @@ class Stack:
             self.steps[device].experts_down(h_RCI, projections, choices[device], to_RD, fixed=rows.fixed)
             for device, h_RCI, projections in zip(devices, hidden, downs, strict=True)
         ]
-        return Made(xs if self._is_alone else ys, Axis.EXPERT_INTERMEDIATE)
+        return Partial(xs if self._is_alone else ys, Axis.EXPERT_INTERMEDIATE)
 
-    def _lead_back(
+    def _project_back(
         self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, *, xs: tuple[Tensor, ...], dim: int = 1
     ) -> Sequence[Tensor]:
         """Multiply the parts of an axis by the matrix that projects back to the residual stream.
@@ -275,7 +259,7 @@ class Stack:
         return self.context.allgather(parts, axis, Axis.RESIDUAL, dim=dim, layer=layer, out=out)
 
     def _most_joint(self, steps: Iterable[Plain]) -> int:
-        """Return the most elements of the stream for which one kernel multiplies and all-reduces; 0 for none."""
+        """Return the maximum elements of rows for which one kernel multiplies and all-reduces; 0 if none can."""
         if not self._reduce or self._norms.of_outputs:
             return 0
         return min(each.joint_rows for each in steps) * self.context.plan.split(Axis.RESIDUAL).bounds[-1]
@@ -296,9 +280,9 @@ class Stack:
         channel.run(launches)
         return True
 
-    def _add(self, layer: int, made: Made, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _add(self, layer: int, partial: Partial, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Combine the outputs of the devices and add them to the residual stream, after the norm if there is one."""
-        ctx, (ys, axis, post) = self.context, made
+        ctx, (ys, axis, post) = self.context, partial
         if ys is xs:  # already added
             return xs
         if post:

@@ -13,28 +13,28 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.cache.heads import found_by
+from tpplan.decoder.cache.heads import attend_by_runs
 from tpplan.decoder.layer import experts
-from tpplan.decoder.math import attend, best_of, rms_norm, rotate
+from tpplan.decoder.math import argmax_columns, attend, rms_norm, rotate
 from tpplan.decoder.model.gates import gated
-from tpplan.decoder.weights.products import AT_ONCE, Making, add_linear, by_torch, linear
+from tpplan.decoder.weights.products import AT_ONCE, ProductOptions, add_linear, by_torch, linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tpplan.decoder.cache.heads import Heads
-    from tpplan.decoder.cache.store import Where
+    from tpplan.decoder.cache.store import CachePlaces
     from tpplan.decoder.math import Scoring
-    from tpplan.decoder.weights.device import Held
+    from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.decoder.weights.quantised import Matrix, Quantised
-    from tpplan.decoder.weights.row_kernels import FewRows
+    from tpplan.decoder.weights.row_kernels import RowKernels
     from tpplan.decoder.weights.stacked import Projection
     from tpplan.exec.cuda.channel import Channel
 
 
 @frozen
-class Turn:
-    """The norms and rotation applied to queries and keys before attention.
+class NormAndRope:
+    """The norms and RoPE (arXiv:2104.09864) applied to queries and keys before attention.
 
     Attributes:
         angles: RoPE angles of the rows, from :func:`tpplan.decoder.math.angles`.
@@ -70,7 +70,7 @@ class Plain:
             offset: number that norms add to their weights.
             at_once: elements of a quantised matrix to dequantise at a time.
         """
-        self._making = Making(self.make, at_once, self.kernels)
+        self._options = ProductOptions(self.dequantise, at_once, self.kernels)
         self._eps, self._offset = eps, offset
         self._activation = activation
 
@@ -82,25 +82,25 @@ class Plain:
         """Add the RMS norm of rows to others, in place; ``x_RD`` may be overwritten."""
         to_RD.add_(self.norm(x_RD, weight, out=x_RD))
 
-    def linear(self, x: Tensor, weights: Held, name: str, *, bias: bool = True) -> Tensor:
+    def linear(self, x: Tensor, weights: DeviceWeights, name: str, *, bias: bool = True) -> Tensor:
         """Multiply by a matrix, given by name, and add its bias if it has one and ``bias`` is true."""
-        return linear(x, weights.matrix(name), weights.bias(name) if bias else None, self._making)
+        return linear(x, weights.matrix(name), weights.bias(name) if bias else None, self._options)
 
-    def add_linear(self, to: Tensor, x: Tensor, weights: Held, name: str) -> None:
+    def add_linear(self, to: Tensor, x: Tensor, weights: DeviceWeights, name: str) -> None:
         """Add the product of rows and a matrix, with its bias if it has one, to the residual stream in place."""
-        add_linear(to, x, weights.matrix(name), weights.bias(name), self._making)
+        add_linear(to, x, weights.matrix(name), weights.bias(name), self._options)
 
-    def kernels(self, x: Tensor, matrix: Matrix) -> FewRows[Any] | None:
-        """Return kernels for a product of rows and a matrix that torch is slower for, or None."""
+    def kernels(self, x: Tensor, matrix: Matrix) -> RowKernels[Any] | None:
+        """Return kernels that are faster than torch for a product of rows and a matrix, or None."""
         del x, matrix
         return None
 
-    def make(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
+    def dequantise(self, matrix: Quantised, start: int, out_RK: Tensor) -> None:
         """Dequantise rows of a matrix from row ``start`` on into ``out_RK``: computed in float32, rounded once."""
         by_torch(matrix, start, out_RK)
 
     def joint(  # noqa: PLR0917 (all that a product and a sum need)
-        self, to: Tensor, x: Tensor, weights: Held, name: str, channel: Channel, device: int
+        self, to: Tensor, x: Tensor, weights: DeviceWeights, name: str, channel: Channel, device: int
     ) -> Callable[[], None] | None:
         """Return the launch of one kernel that adds all devices' products with a matrix to the residual stream.
 
@@ -118,7 +118,9 @@ class Plain:
         del to, x, weights, name, channel, device
         return None
 
-    def normed(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str] = ()) -> Tensor:
+    def normed(
+        self, x_RD: Tensor, norm: Tensor | None, weights: DeviceWeights, fused: str, names: Sequence[str] = ()
+    ) -> Tensor:
         """Multiply the norm of rows by several matrices, and return the products side by side: ``[R, O]``.
 
         Args:
@@ -133,13 +135,15 @@ class Plain:
             return self.linear(y_RD, weights, fused)
         return torch.cat([self.linear(y_RD, weights, name) for name in names], dim=-1)
 
-    def gated(self, x_RD: Tensor, norm: Tensor | None, weights: Held, fused: str, names: Sequence[str]) -> Tensor:
+    def gated(
+        self, x_RD: Tensor, norm: Tensor | None, weights: DeviceWeights, fused: str, names: Sequence[str]
+    ) -> Tensor:
         """Return the gated output ``[R, I]`` of two matrices for the norm of rows; the first has the activation."""
         gate_RI, up_RI = self.normed(x_RD, norm, weights, fused, names).chunk(2, dim=-1)
         return self.gate(gate_RI, up_RI)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return the gate of two projections, see :func:`tpplan.decoder.model.gates.gated`; ``gate`` is overwritten."""
+        """Return the output of a gate; see :func:`tpplan.decoder.model.gates.gated`. ``gate`` is overwritten."""
         return gated(self._activation, gate, up)
 
     def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
@@ -183,7 +187,7 @@ class Plain:
             choice_RC: the result of :meth:`choose`.
             fixed: whether no shape may depend on the choice.
         """
-        return experts.up(x_RD, gates, ups, choice_RC.chunk(2, dim=1)[1].long(), self.gate, self._making, fixed=fixed)
+        return experts.up(x_RD, gates, ups, choice_RC.chunk(2, dim=1)[1].long(), self.gate, self._options, fixed=fixed)
 
     def experts_down(
         self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None, *, fixed: bool
@@ -198,77 +202,77 @@ class Plain:
             fixed: whether no shape may depend on the choice.
         """
         weights_RC, numbers_RC = choice_RC.chunk(2, dim=1)
-        y_RD = experts.down(h_RCI, downs, numbers_RC.long(), weights_RC, self._making, fixed=fixed)
+        y_RD = experts.down(h_RCI, downs, numbers_RC.long(), weights_RC, self._options, fixed=fixed)
         return y_RD if to_RD is None else to_RD.add_(y_RD)
 
-    def turn(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
+    def norm_and_rope(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> None:
         """Apply the norms and rotation to the query and key heads of rows, in place.
 
         Args:
             qkv_RHK: queries, then keys, then values.
             heads: the attention heads of the layer on the device.
-            turn: the norms and rotation.
+            norm_rope: the norms and rotation.
         """
-        if not turn.norms_last:
-            self._norm_heads(qkv_RHK, heads, turn)
-        rotate(qkv_RHK[:, : heads.queries + heads.keys], turn.angles, are_neighbours=turn.are_neighbours)
-        if turn.norms_last:
-            self._norm_heads(qkv_RHK, heads, turn)
+        if not norm_rope.norms_last:
+            self._norm_heads(qkv_RHK, heads, norm_rope)
+        rotate(qkv_RHK[:, : heads.queries + heads.keys], norm_rope.angles, are_neighbours=norm_rope.are_neighbours)
+        if norm_rope.norms_last:
+            self._norm_heads(qkv_RHK, heads, norm_rope)
 
-    def _norm_heads(self, qkv_RHK: Tensor, heads: Heads, turn: Turn) -> None:
-        if turn.norms:
-            for x_RHK, weight in zip(heads.apart(qkv_RHK), turn.norms, strict=False):
+    def _norm_heads(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> None:
+        if norm_rope.norms:
+            for x_RHK, weight in zip(heads.split_qkv(qkv_RHK), norm_rope.norms, strict=False):
                 x_RHK.copy_(self.norm(x_RHK, weight))
 
-    def keep(
+    def append_kv(
         self,
         qkv_RHK: Tensor,
         heads: Heads,
-        turn: Turn,
+        norm_rope: NormAndRope,
         sequences: Tensor,
         places: Tensor,
         *,
-        kept: Tensor | None = None,
+        rows_to_write: Tensor | None = None,
     ) -> None:
-        """Apply :meth:`turn`, and write the keys and values to the cache.
+        """Apply :meth:`norm_and_rope`, and write the keys and values to the cache.
 
         Args:
             qkv_RHK: queries, then keys, then values.
             heads: the attention heads of the layer on the device, with their cache.
-            turn: the norms and rotation.
+            norm_rope: the norms and rotation.
             sequences: sequence of each row; below 0 for padding.
             places: place of each row in the cache.
-            kept: for each row, the number of the row to write, which is never padding. If not given, each row is
-                written and none is padding.
+            rows_to_write: for each row, the number of the row whose keys and values are written, which is never
+                padding. If not given, each row is written and none is padding.
         """
-        self.turn(qkv_RHK, heads, turn)
+        self.norm_and_rope(qkv_RHK, heads, norm_rope)
         kv_RHK = qkv_RHK[:, heads.queries :]
-        if kept is not None:  # no shape may depend on the amount of padding: it writes a real row again, unchanged
-            kv_RHK, sequences, places = (x.index_select(0, kept) for x in (kv_RHK, sequences, places))
+        if rows_to_write is not None:  # no shape may depend on the padding: a real row is written again, unchanged
+            kv_RHK, sequences, places = (x.index_select(0, rows_to_write) for x in (kv_RHK, sequences, places))
         heads.cache.put(sequences, places, *kv_RHK.chunk(2, dim=1))
 
     def attends(self, heads: Heads) -> bool:  # noqa: ARG002 (a kernel may)
         """Tell whether :meth:`attend` needs no mask for these heads, and issues the same work for any positions."""
         return False
 
-    def attend(self, qkv_RHK: Tensor, heads: Heads, where: Where, scoring: Scoring) -> Tensor:
+    def attend(self, qkv_RHK: Tensor, heads: Heads, places: CachePlaces, scoring: Scoring) -> Tensor:
         """Return the attention output ``[R, H × K]`` of one token of each sequence, over the cache.
 
         Args:
             qkv_RHK: queries, then keys, then values.
             heads: the attention heads, whose cache already has these keys and values.
-            where: where the tokens are in the cache.
+            places: where the tokens are in the cache.
             scoring: how scores become weights.
         """
 
         def find(some: slice, keys: slice) -> Tensor:
             q_BHSK = qkv_RHK[some, : heads.queries, None]
-            k_BHTK, v_BHTK = heads.cache.read(some, keys, where.span)
-            attending = partial(attend, mask=where.mask[some], recurs=True)
-            return found_by(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, attending, scoring=scoring)
+            k_BHTK, v_BHTK = heads.cache.read(some, keys, places.span)
+            attending = partial(attend, mask=places.mask[some], recurs=True)
+            return attend_by_runs(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, attending, scoring=scoring)
 
-        return heads.cache.in_pieces(len(where.places), 0, where.span, find)
+        return heads.cache.in_pieces(len(places.places), 0, places.span, find)
 
-    def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
-        """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.math.best_of`."""
-        return best_of(logits_BV, start, place, places)
+    def argmax(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+        """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.math.argmax_columns`."""
+        return argmax_columns(logits_BV, start, place, places)

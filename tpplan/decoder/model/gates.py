@@ -1,4 +1,4 @@
-"""Gates of MLPs and experts: the activation of one projection, multiplied by another projection."""
+"""Gates of MLPs and experts (GLU variants, arXiv:2002.05202): the activation of one projection times another."""
 
 from __future__ import annotations
 

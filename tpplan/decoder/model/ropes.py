@@ -1,4 +1,4 @@
-"""The RoPE of a model's layers: mostly of one kind, in some models of two, and in others layers without it.
+"""The RoPE (arXiv:2104.09864) of a model's layers: most models have one kind; some have two, or layers without it.
 
 Shapes: R rows, T positions, W columns of a RoPE table.
 """
@@ -32,13 +32,13 @@ NONE: Final = 2
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 
-#: Families whose heads may be turned in part.
+#: Families in which RoPE may rotate only a part of each head.
 _PARTIAL: Final = frozenset({"phi3", "glm", "glm4", "glm4v_text"})
 
 
 @frozen
 class Growth:
-    """The growth of queries with their positions, for attention to stay sharp over long texts (Llama 4).
+    """Temperature scaling of queries by position, which keeps attention sharp over long texts (Llama 4).
 
     Models with it have no norms of queries, so that it may come before RoPE, which is linear.
 
@@ -58,7 +58,7 @@ class Growth:
 
 @frozen(eq=False)
 class Angles:
-    """By how much the heads of rows are turned.
+    """The RoPE angles of the rows of a pass, and the factors of their queries.
 
     Attributes:
         by_kind: angles for each kind of RoPE that a layer has, see :func:`tpplan.decoder.math.angles`.
@@ -77,7 +77,7 @@ class Ropes:
         rope: parameters of the tables, of style ``neox``. A second kind of RoPE is beside the first, so that both take
             the memory of one.
         kinds: kind of RoPE of each layer.
-        are_neighbours: whether neighbouring elements are turned together.
+        are_neighbours: whether neighbouring elements are rotated together (GPT-J), instead of those half a head apart.
         growth: growth of queries with their positions; None if they do not grow.
     """
 
@@ -96,8 +96,8 @@ class Ropes:
             model: the model.
 
         Raises:
-            ModelError: a kind of RoPE is unknown, pairs other elements than in transformers, or rotates a part of heads
-                that transformers rotates whole.
+            ModelError: a kind of RoPE is unknown; or it pairs other elements than in transformers, or rotates only a
+                part of heads that transformers rotates whole.
         """
         kinds = _kinds(config, model_type, model.layer_count)
         data = {**config.data, "model_type": model_type}

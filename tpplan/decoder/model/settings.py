@@ -236,8 +236,8 @@ class Settings:
         family = FAMILIES.get(model_type) if is_part or outer == model_type else None
         if family is None:
             problem = f"the decoder does not compute models of type {(model_type if is_part else outer)[:60]!r}"
-            known = f"it computes {', '.join(FAMILIES)}, and the text part of {', '.join(AROUND)}"
-            raise (config if is_part else whole).error(problem, known)
+            hint = f"it computes {', '.join(FAMILIES)}, and the text part of {', '.join(AROUND)}"
+            raise (config if is_part else whole).error(problem, hint)
         _check_causal(config)
         multiplied = partial(_number, config, default=1.0 if family.multipliers else None)
         # The stream without the factor of what layers add is as much larger; norms divide by its size, but for epsilon.

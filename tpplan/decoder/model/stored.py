@@ -89,7 +89,7 @@ SCALES: Final = (".weight_scale_inv", ".weight_scale")
 _OF_FLOAT8: Final = (*FLOATS, "F8_E8M0")
 #: Suffixes of the codes and scales of MXFP4.
 MXFP4: Final = ("_blocks", "_scales")
-#: What decoders do not use: activations and caches are not quantised as the checkpoint's tool would.
+#: Suffixes of tensors that are not used: the decoder does not quantise activations, and its cache has own scales.
 _UNUSED: Final = frozenset({
     ".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".input_scale_ub"
 })  # fmt: skip
@@ -102,24 +102,24 @@ _EMBEDDING: Final = "embed_tokens"
 _TAKEN: Final = "it takes GPTQ and compressed-tensors of 4 and 8 bits, AWQ of 4 (gemm), FP8, and gpt_oss in MXFP4"
 
 
-def said_of(scheme: Scheme, key: str) -> frozenset[int]:
-    """Return what a config says of a parameter of its formats, such as ``group``; several if modules differ."""
+def config_values(scheme: Scheme, key: str) -> frozenset[int]:
+    """Return the config's values of a parameter of its formats, such as ``group``; several if modules differ."""
     forms = [rule.form for rule in scheme.rules if rule.form]
     return frozenset(form.group if key == "group" else form.known.get(key, 0) for form in forms) - {0}
 
 
-def size_of(length: int, count: int, said: Collection[int]) -> int:
+def size_of(length: int, count: int, from_config: Collection[int]) -> int:
     """Return the elements that share a scale.
 
     Args:
         length: number of elements.
         count: number of scales.
-        said: sizes in the config, -1 for all elements.
+        from_config: sizes in the config, -1 for all elements.
 
     Returns:
         The size in the config if it has ``count`` scales, else that of equal parts; 0 if neither is certain.
     """
-    sizes = {min(size, length) if size > 0 else length for size in said}
+    sizes = {min(size, length) if size > 0 else length for size in from_config}
     fitting = [size for size in sizes if -(-length // size) == count]
     if fitting:
         return fitting[0] if len(fitting) == 1 else 0
@@ -199,23 +199,27 @@ def _are_ints(layout: Layout, shapes: Mapping[str, tuple[int, ...]], scheme: Sch
     forms = [rule.form.format for rule in scheme.rules if rule.form]
     if layout.transposed and any(form != scheme.method for form in forms):
         return False
-    bits = {layout.bits_of(shapes)} if layout.packs_rows or zeros else said_of(scheme, "bits")
+    bits = {layout.bits_of(shapes)} if layout.packs_rows or zeros else config_values(scheme, "bits")
     if not bits or not bits <= {*layout.bits}:
         return False
     rows = codes[layout.outputs] * (WORD // min(bits) if layout.packs_rows else 1)
     widths = [layout.width_of(codes, each) for each in bits]
     count = scales[1 - layout.outputs]
-    return rows == scales[layout.outputs] and any(size_of(width, count, said_of(scheme, "group")) for width in widths)
+    return rows == scales[layout.outputs] and any(
+        size_of(width, count, config_values(scheme, "group")) for width in widths
+    )
 
 
 def _are_floats(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> bool:
     """Return whether a module has 8-bit floats with scales for the matrix, its rows, or blocks of a known size."""
-    given = [shapes[suffix] for suffix in SCALES if suffix in shapes]
+    scale_shapes = [shapes[suffix] for suffix in SCALES if suffix in shapes]
     codes = shapes[".weight"]
-    if len(given) != 1 or len(codes) != 2:  # noqa: PLR2004 (dimensions)
+    if len(scale_shapes) != 1 or len(codes) != 2:  # noqa: PLR2004 (dimensions)
         return False
-    (scales,) = given
+    (scales,) = scale_shapes
     if scales in {(), (1,), codes[:1], (codes[0], 1)}:
         return True
     sizes = zip(codes, scales, ("rows", "columns"), strict=False)
-    return len(scales) == len(codes) and all(size_of(size, count, said_of(scheme, key)) for size, count, key in sizes)
+    return len(scales) == len(codes) and all(
+        size_of(size, count, config_values(scheme, key)) for size, count, key in sizes
+    )

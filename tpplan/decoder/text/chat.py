@@ -18,11 +18,11 @@ from tpplan.decoder.text.files import read_object, read_text
 from tpplan.decoder.text.tokenizer import check_text
 from tpplan.errors import ExecutionError, ModelError, RequestError
 
-if find_spec("jinja2") is None:  # said before anything is read; templates.py imports it
+if find_spec("jinja2") is None:  # reported before anything is read; templates.py imports it
     raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
 
 #: Maximum characters of names in an error.
-_TOLD: Final = 200
+_MOST_SHOWN: Final = 200
 #: Maximum seconds for a template; usual ones take some milliseconds.
 _SECONDS: Final = 2.0
 #: Usual names of special tokens.
@@ -77,16 +77,16 @@ class ChatTemplate:
         """
         check_text(system, "--system")
         check_text(user, "the prompt")
-        said = {"system": system, "user": user} if system else {"user": user}
-        given = {
-            "messages": [{"role": role, "content": content} for role, content in said.items()],
+        messages = {"system": system, "user": user} if system else {"user": user}
+        variables = {
+            "messages": [{"role": role, "content": content} for role, content in messages.items()],
             "add_generation_prompt": True,
             "tools": None,  # templates compare these with None
             "documents": None,
         }
         request: dict[str, Any] = {
             "template": self.text,
-            "variables": {**self.tokens, **given},
+            "variables": {**self.tokens, **variables},
             "now": datetime.now().isoformat(),  # noqa: DTZ005 - the user's local date
         }
         answer = _answered(request)
@@ -145,8 +145,8 @@ def _special(config: Mapping[str, object], older: Mapping[str, object]) -> dict[
     named |= _object(config.get("extra_special_tokens"))
     if not named:  # the key under which transformers saves them
         named = _object(config.get("model_specific_special_tokens"))
-    told = keys | named | _object(older.get("extra_special_tokens"))
-    return {key: content for key, value in told.items() if (content := _content(value)) is not None}
+    special = keys | named | _object(older.get("extra_special_tokens"))
+    return {key: content for key, value in special.items() if (content := _content(value)) is not None}
 
 
 def _object(found: object) -> dict[str, object]:
@@ -165,7 +165,7 @@ def _default(found: object, path: Path) -> str | None:
         entries = [(each.get("name"), each.get("template")) for each in found if isinstance(each, dict)]
         named = {name: template for name, template in entries if isinstance(name, str)}
         if named and "default" not in named:
-            names = ", ".join(named)[:_TOLD]
+            names = ", ".join(named)[:_MOST_SHOWN]
             raise ModelError(f"{path} has the chat templates {names}, and none is the default", _FETCH)
         found = named.get("default")
     if found is not None and not isinstance(found, str):

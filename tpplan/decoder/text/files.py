@@ -71,8 +71,8 @@ def end_tokens(directory: str | Path) -> frozenset[int]:
     config = read_config(directory)
     generation = read_object(Path(directory) / "generation_config.json", "fetch it again, or remove it")
     places = generation, config.data, text_part(config)[1].data
-    given = next((data["eos_token_id"] for data in places if data.get("eos_token_id") is not None), None)
-    tokens = given if isinstance(given, list) else [] if given is None else [given]
+    value = next((data["eos_token_id"] for data in places if data.get("eos_token_id") is not None), None)
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in tokens):
-        raise ModelError(f"{directory}: eos_token_id is {str(given)[:60]}, expected tokens", "compare the files")
+        raise ModelError(f"{directory}: eos_token_id is {str(value)[:60]}, expected tokens", "compare the files")
     return frozenset(tokens)

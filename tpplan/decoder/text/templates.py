@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Maximum characters of a prompt, and of a template's message in an error.
 _LONGEST: Final = 16 * 2**20
-_TOLD: Final = 200
+_MOST_SHOWN: Final = 200
 #: Limits of the process, where the system has them: CPU time with Python's own start, and address space.
 _CPU_SECONDS: Final = 4
 _ADDRESS_BYTES: Final = 384 * 2**20
@@ -41,11 +41,11 @@ def outcome(request: dict[str, Any]) -> dict[str, str]:
         environment = _environment(datetime.fromisoformat(request["now"]))
         text = environment.from_string(request["template"]).render(request["variables"])
     except _RefusedError as error:
-        return {"refused": _told(error)}
+        return {"refused": _first_line(error)}
     except MemoryError:
         return {"failed": f"it needs more than {_ADDRESS_BYTES // 2**20} MiB"}
     except Exception as error:  # noqa: BLE001 - a template can raise anything
-        return {"failed": f"{type(error).__name__}: {_told(error)}"}
+        return {"failed": f"{type(error).__name__}: {_first_line(error)}"}
     return {"text": text} if len(text) <= _LONGEST else {"failed": f"its text has more than {_LONGEST} characters"}
 
 
@@ -89,8 +89,8 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _told(error: Exception) -> str:
-    return str(error).partition("\n")[0][:_TOLD]
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:_MOST_SHOWN]
 
 
 def _limit(address_bytes: int = _ADDRESS_BYTES) -> None:

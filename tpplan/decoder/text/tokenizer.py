@@ -88,7 +88,7 @@ class Stream:
         """Start after the tokens of a prompt."""
         self._tokenizer = tokenizer
         self._tokens = list(prompt)
-        self._start, self._told = max(0, len(prompt) - _CONTEXT), len(prompt)
+        self._start, self._end = max(0, len(prompt) - _CONTEXT), len(prompt)
 
     def add(self, token: int) -> str:
         """Add a token, and return the new text; empty while its last character is incomplete."""
@@ -97,10 +97,10 @@ class Stream:
         if piece.endswith(_INCOMPLETE):
             return ""
         if piece:
-            self._start, self._told = self._told, len(self._tokens)
+            self._start, self._end = self._end, len(self._tokens)
         return piece
 
     def rest(self) -> str:
         """Return the text not yet returned by :meth:`add`, incomplete characters included."""
-        before = self._tokenizer.decode(self._tokens[self._start : self._told])
+        before = self._tokenizer.decode(self._tokens[self._start : self._end])
         return self._tokenizer.decode(self._tokens[self._start :])[len(before) :]

@@ -1,8 +1,8 @@
 """Conversion of a device's quantised matrices from the stored format to the decoder's layout, in the same memory.
 
-GPTQ and AWQ store the transposed matrix, in words of several columns or rows. The decoder's layout has the codes of a
-row one after the other. It takes no more memory, so that the plan's bytes stay right. For shapes see
-:mod:`tpplan.decoder.weights.quantised`.
+GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978) store the transposed matrix, in words of several columns or rows. The
+decoder's layout has the codes of a row one after the other. It takes no more memory, so that the plan's bytes stay
+right. For shapes see :mod:`tpplan.decoder.weights.quantised`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.model.stored import LAYOUTS, NIBBLE, SCALES, WORD, Layout, said_of, size_of
+from tpplan.decoder.model.stored import LAYOUTS, NIBBLE, SCALES, WORD, Layout, config_values, size_of
 from tpplan.decoder.weights.quantised import ORDER, Float8Matrix, IntMatrix, Quantised
 from tpplan.errors import ModelError, RequestError
 from tpplan.models.formats.scheme import Scheme
@@ -86,8 +86,8 @@ def rearranged(words: Tensor, size: tuple[int, int], bits: int, some: Callable[[
 
 _T = TypeVar("_T")
 
-#: Attribute of a tensor whose memory is rearranged: what is made of it, or None until that is done.
-_MADE: Final = "tpplan_matrix"
+#: Attribute of a tensor whose memory is rearranged: the converted matrix, or None while the conversion runs.
+_CONVERTED: Final = "tpplan_matrix"
 
 
 @frozen
@@ -140,34 +140,34 @@ def matrices_of(
         stored = _Stored(stem, tensors, {suffix: slices[stem + suffix] for suffix in tensors}, scheme)
         weight = tensors.get(".weight")
         if layout and layout.codes in tensors:
-            found[f"{stem}.weight"] = once(tensors[layout.codes], stem, partial(_ints, stored, layout))
+            found[f"{stem}.weight"] = convert_once(tensors[layout.codes], stem, partial(_ints, stored, layout))
         elif weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize == 1:
             found[f"{stem}.weight"] = _floats(stored)
     return found
 
 
-def once(memory: Tensor, name: str, make: Callable[[], _T]) -> _T:
-    """Return what is made of a tensor in its own memory, making it in the first call.
+def convert_once(memory: Tensor, name: str, make: Callable[[], _T]) -> _T:
+    """Convert a tensor in its own memory by the first call, and return the result of that in later ones.
 
     Args:
         memory: the tensor.
         name: name of the matrix in the error.
-        make: rearranges the tensor's memory, and calls :func:`begin` before it overwrites anything.
+        make: rearranges the tensor's memory, and calls :func:`begin_overwriting` before it overwrites anything.
 
     Raises:
         RequestError: an earlier call was interrupted while it overwrote the tensor.
     """
-    if not hasattr(memory, _MADE):
-        setattr(memory, _MADE, make())
-    found: _T | None = getattr(memory, _MADE)
+    if not hasattr(memory, _CONVERTED):
+        setattr(memory, _CONVERTED, make())
+    found: _T | None = getattr(memory, _CONVERTED)
     if found is None:
         raise RequestError(f"{name} was left half rearranged", "load the weights again")
     return found
 
 
-def begin(memory: Tensor) -> None:
-    """Note that a tensor is overwritten from here on, see :func:`once`."""
-    setattr(memory, _MADE, None)
+def begin_overwriting(memory: Tensor) -> None:
+    """Note that a tensor is being overwritten from here on, see :func:`convert_once`."""
+    setattr(memory, _CONVERTED, None)
 
 
 def _ints(stored: _Stored, layout: Layout) -> IntMatrix:
@@ -202,20 +202,20 @@ def _ints(stored: _Stored, layout: Layout) -> IntMatrix:
         codes = codes.mT if layout.transposed else codes
         return codes.contiguous() if order is None else codes[:, order]
 
-    begin(words)
+    begin_overwriting(words)
     return IntMatrix(
         codes=rearranged(words, (len(rows), len(columns)), bits, part),
-        scales=_kept(scales, values),
-        zeros=None if zeros is None or wide is None else _kept(zeros, wide),
+        scales=_reuse_memory(scales, values),
+        zeros=None if zeros is None or wide is None else _reuse_memory(zeros, wide),
         plus=int(stored.scheme.zeros_less_one),
         group=step,
         bits=bits,
-        columns=None if order is None else _kept(stored.tensors[layout.groups], order.int()),
+        columns=None if order is None else _reuse_memory(stored.tensors[layout.groups], order.int()),
     )
 
 
 def _groups(
-    stored: _Stored, layout: Layout, columns: Tensor, held: Tensor, group: int
+    stored: _Stored, layout: Layout, columns: Tensor, owned: Tensor, group: int
 ) -> tuple[Tensor, int, Tensor | None]:
     """Return the groups of a matrix's columns, in order.
 
@@ -223,11 +223,11 @@ def _groups(
         stored: the matrix.
         layout: layout of its format.
         columns: numbers of its columns in the whole matrix.
-        held: numbers of the groups whose scales the device has.
+        owned: numbers of the groups whose scales the device has.
         group: columns of a group in the whole matrix.
 
     Returns:
-        Indices of the groups among ``held``; columns that share a scale here; and the column order that brings the
+        Indices of the groups among ``owned``; columns that share a scale here; and the column order that brings the
         columns of each group together, None if they are together.
 
     Raises:
@@ -237,8 +237,8 @@ def _groups(
     if layout.groups in stored.tensors:
         index = stored.tensors[layout.groups]
         groups = index.cpu().long()[_places(columns, stored.numbers(layout.groups, 0))]
-    places = _places(groups, held).clamp(max=len(held) - 1)
-    if not torch.equal(held[places], groups):
+    places = _places(groups, owned).clamp(max=len(owned) - 1)
+    if not torch.equal(owned[places], groups):
         what = f"{stored.name} has columns whose scales are those of other devices' columns: its rows are permuted"
         raise ModelError(what, "plan again with --layout gather")
     if not torch.equal(groups, columns // group):
@@ -266,7 +266,7 @@ def _bits_and_group(stored: _Stored, layout: Layout, into: int) -> tuple[int, in
     if bits not in layout.bits:
         raise ModelError(f"{stored.name} has codes of {bits} bits", f"the decoder computes with {layout.bits}")
     width = layout.width_of(codes, bits)
-    group = size_of(width, count, said_of(stored.scheme, "group"))
+    group = size_of(width, count, config_values(stored.scheme, "group"))
     if not group:
         what = f"{stored.name} has {count} scales for {width} columns"
         raise ModelError(what, "name the group_size in config.json")
@@ -293,7 +293,7 @@ def _floats(stored: _Stored) -> Float8Matrix:
         return Float8Matrix(codes, scales.view(-1, 1), 1, codes.shape[1])
     sizes = []
     for size, count, key in ((height, part.whole[0], "rows"), (width, part.whole[1], "columns")):
-        block = size_of(size, count, said_of(stored.scheme, key))
+        block = size_of(size, count, config_values(stored.scheme, key))
         if not block:
             raise ModelError(
                 f"{stored.name} has {count} scales for {size} {key}", "name the block's size in config.json"
@@ -309,9 +309,9 @@ def _floats(stored: _Stored) -> Float8Matrix:
     return Float8Matrix(codes, scales, *sizes)
 
 
-def _places(asked: Tensor, held: Tensor) -> Tensor:
-    """Return the indices of numbers among the ascending numbers ``held``."""
-    return torch.searchsorted(held, asked.contiguous())
+def _places(numbers: Tensor, owned: Tensor) -> Tensor:
+    """Return the indices of numbers among the ascending numbers ``owned``."""
+    return torch.searchsorted(owned, numbers.contiguous())
 
 
 def _is_all(some: Tensor, size: int) -> bool:
@@ -325,7 +325,7 @@ def _some(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return values if _is_all(columns, values.shape[1]) else values[:, columns.to(values.device)]
 
 
-def _kept(memory: Tensor, values: Tensor) -> Tensor:
+def _reuse_memory(memory: Tensor, values: Tensor) -> Tensor:
     """Return values in the memory of a tensor that is no longer needed, or in a copy if it is too small."""
     values = values.clone(memory_format=torch.contiguous_format)
     if values.nbytes > memory.nbytes:

@@ -12,7 +12,7 @@ from tpplan.decoder.weights.stacked import Projection, Stacked
 
 
 @frozen(eq=False)
-class Held:
+class DeviceWeights:
     """The weights of one device by name, with matrices fused and experts stacked where possible.
 
     Attributes:

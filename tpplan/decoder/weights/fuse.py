@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tpplan.decoder.model.stored import MXFP4
-from tpplan.decoder.weights.convert import begin, once
-from tpplan.decoder.weights.device import Held
+from tpplan.decoder.weights.convert import begin_overwriting, convert_once
+from tpplan.decoder.weights.device import DeviceWeights
 from tpplan.decoder.weights.quantised import Float4Matrix
-from tpplan.decoder.weights.stacked import Stacked, below
+from tpplan.decoder.weights.stacked import Stacked, stack_rows
 from tpplan.errors import RequestError
 from tpplan.models.formats.storage import split_name
 from tpplan.weights import iter_slices
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _BIAS: Final = "_bias"
 
 
-def separate(
+def separate_experts(
     name: str, names: Sequence[str], tensors: MutableMapping[str, Tensor], stacked: MutableMapping[str, Stacked]
 ) -> None:
     """Replace a tensor of all experts by its projections, whose outputs alternate; nothing if a device lacks it.
@@ -49,7 +49,7 @@ def separate(
     codes, scales = (tensors.pop(name + suffix, None) for suffix in MXFP4)
     bias, whole = tensors.pop(name + _BIAS, None), tensors.pop(name, None)
     if whole is not None:
-        whole = once(whole, name, partial(_outputs_first, whole))
+        whole = convert_once(whole, name, partial(_outputs_first, whole))
     for i, own in enumerate(names):
         if whole is not None:
             tensors[own] = whole[:, i :: len(names)]
@@ -64,7 +64,7 @@ def _outputs_first(whole_EIO: Tensor) -> Tensor:
     """Transpose the matrices of experts in their own memory, one after the other: ``[E, O, I]``."""
     experts, inputs, outputs = whole_EIO.shape
     to_EOI = whole_EIO.view(experts, outputs, inputs)
-    begin(whole_EIO)
+    begin_overwriting(whole_EIO)
     for from_IO, to_OI in zip(whole_EIO, to_EOI, strict=True):
         to_OI.copy_(from_IO.mT.clone())
     return to_EOI
@@ -94,19 +94,19 @@ def check_weights(
         RequestError: tensors are missing or have wrong shapes.
         ModelError: the plan is for another model.
     """
-    held: dict[int, Mapping[str, Tensor]] = {}
+    tensors_of: dict[int, Mapping[str, Tensor]] = {}
     slices: dict[int, dict[str, TensorSlice]] = {}
     for part in iter_slices(plan, model):
         if part.device not in devices:
             continue
-        if part.device not in held:
+        if part.device not in tensors_of:
             slices[part.device] = {}
             try:
-                held[part.device] = weights[part.device]
+                tensors_of[part.device] = weights[part.device]
             except LookupError:
-                held[part.device] = {}
+                tensors_of[part.device] = {}
         slices[part.device][part.name] = part
-        tensor = held[part.device].get(part.name)
+        tensor = tensors_of[part.device].get(part.name)
         if tensor is None or tensor.shape != part.shape:
             found = "is missing" if tensor is None else f"has the shape {list(tensor.shape)}, not {list(part.shape)}"
             what = f"the weights are not those of the plan for {plan.model.name}: {part.name} of device {part.device}"
@@ -114,13 +114,13 @@ def check_weights(
     return slices
 
 
-def joined(
+def fuse_weights(
     weights: Mapping[str, Tensor],
     matrices: Mapping[str, Quantised],
     blocks: Sequence[Block],
     settings: Settings,
     dtype: torch.dtype,
-) -> Held:
+) -> DeviceWeights:
     """Return a device's weights, with projections fused as in Phi-3 (``qkv_proj``, ``gate_up_proj``).
 
     A layer's experts become one tensor ``[E, out, in]`` under the name with ``{expert}`` in it. The weights of the last
@@ -151,12 +151,14 @@ def joined(
             if one is not None and biases:
                 found[f"{whole}.bias"] = torch.cat(biases)
         if experts.fused and block.experts:
-            separate(f"{start}{experts.fused}", (f"{start}{experts.gate}", f"{start}{experts.up}"), found, stacked)
-            separate(f"{start}{experts.down}", (f"{start}{experts.down}",), found, stacked)
+            separate_experts(
+                f"{start}{experts.fused}", (f"{start}{experts.gate}", f"{start}{experts.up}"), found, stacked
+            )
+            separate_experts(f"{start}{experts.down}", (f"{start}{experts.down}",), found, stacked)
         else:
             for name in (experts.gate, experts.up, experts.down):
                 _stack(start + name, block.experts, found, quantised, stacked)
-    return Held(found, quantised, stacked)
+    return DeviceWeights(found, quantised, stacked)
 
 
 def _stack(
@@ -178,10 +180,10 @@ def _stack(
     own = [f"{name}.weight".replace("{expert}", str(i)) for i in range(count)]
     if own and own[0] in tensors:
         found = [tensors.pop(each) for each in own]
-        tensor = neighbours(found)
+        tensor = adjacent(found)
         tensors[name] = torch.unflatten(torch.cat(found) if tensor is None else tensor, 0, (count, -1))
     elif own and own[0] in quantised:
-        stacked[name] = Stacked.of([quantised.pop(each) for each in own], neighbours)
+        stacked[name] = Stacked.of([quantised.pop(each) for each in own], adjacent)
 
 
 def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -213,13 +215,13 @@ def _fused(
 ) -> Tensor | Quantised | None:
     """Return matrices joined along their rows; None if the device lacks one or they are not adjacent in memory."""
     if all(name in tensors for name in names):
-        return neighbours([tensors[name] for name in names])
+        return adjacent([tensors[name] for name in names])
     if all(name in quantised for name in names):
-        return below([quantised[name] for name in names], neighbours)
+        return stack_rows([quantised[name] for name in names], adjacent)
     return None
 
 
-def neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
+def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return a view that joins tensors along the first dimension; None if they are not adjacent in memory."""
     first, end = tensors[0], tensors[0].data_ptr()
     for tensor in tensors:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tpplan.decoder.weights.quantised import Matrix, Quantised, ordered
-from tpplan.decoder.weights.row_kernels import FewRows
+from tpplan.decoder.weights.row_kernels import RowKernels
 from tpplan.decoder.weights.stacked import Stacked
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _EVEN: Final = 128
 _SHARE: Final = 8
 
 
-def made_at_once(room: int) -> int:
+def elements_at_once(room: int) -> int:
     """Return the elements to dequantise at a time, where a plan has scratch for ``room`` elements."""
     return max(AT_ONCE, min(_MOST_AT_ONCE, room // _SHARE))
 
@@ -45,28 +45,28 @@ def no_kernels(x_RK: Tensor, matrix_NK: Matrix) -> None:
 
 
 @frozen
-class Making:
-    """How products with matrices are made.
+class ProductOptions:
+    """How products with matrices are computed.
 
     Attributes:
         rows: dequantises rows of a matrix, from a row number on, into a tensor ``[R, K]``.
         at_once: elements to dequantise at a time.
-        kernels: returns kernels for rows and a matrix that torch is slower for, or None.
+        kernels: returns kernels that are faster than torch for rows and a matrix, or None.
     """
 
     rows: Callable[[Quantised, int, Tensor], None] = by_torch
     at_once: int = AT_ONCE
-    kernels: Callable[[Tensor, Matrix], FewRows[Any] | None] = no_kernels
+    kernels: Callable[[Tensor, Matrix], RowKernels[Any] | None] = no_kernels
 
 
-_BY_TORCH: Final = Making()
+_BY_TORCH: Final = ProductOptions()
 
 
 def linear(
     x_RK: Tensor,
     matrix_NK: Matrix,
     bias_N: Tensor | None = None,
-    making: Making = _BY_TORCH,
+    options: ProductOptions = _BY_TORCH,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the product of rows and a matrix, plus a bias: ``[R, N]``.
@@ -75,11 +75,11 @@ def linear(
         x_RK: rows.
         matrix_NK: the matrix.
         bias_N: the bias, if there is one.
-        making: how to make the product.
+        options: how to compute the product.
         out: tensor for the result; a new one if not given.
     """
     is_plain = bias_N is None or bias_N.is_contiguous()  # others are biases of gpt_oss
-    if is_plain and (kernels := making.kernels(x_RK, matrix_NK)):
+    if is_plain and (kernels := options.kernels(x_RK, matrix_NK)):
         return kernels.linear(ordered(x_RK, matrix_NK), matrix_NK, bias_N, out)
     if out is None and isinstance(matrix_NK, Tensor):
         return functional.linear(x_RK, matrix_NK, bias_N)
@@ -87,7 +87,7 @@ def linear(
     if isinstance(matrix_NK, Tensor):
         return _multiply(x_RK, matrix_NK, bias_N, y_RN)
     x_RK = matrix_NK.ordered(x_RK)
-    for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, making):
+    for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, options):
         _multiply(x_RK, some_NK, None if bias_N is None else bias_N[start:end], y_RN[:, start:end])
     return y_RN
 
@@ -99,49 +99,49 @@ def _multiply(x_RK: Tensor, matrix_NK: Tensor, bias_N: Tensor | None, out_RN: Te
 
 
 def add_linear(
-    to_RN: Tensor, x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None, making: Making = _BY_TORCH
+    to_RN: Tensor, x_RK: Tensor, matrix_NK: Matrix, bias_N: Tensor | None, options: ProductOptions = _BY_TORCH
 ) -> None:
     """Add the result of :func:`linear` to rows in place; without a bias, in one kernel for each piece."""
-    if kernels := making.kernels(x_RK, matrix_NK):
+    if kernels := options.kernels(x_RK, matrix_NK):
         kernels.add(to_RN, ordered(x_RK, matrix_NK), matrix_NK)
     elif isinstance(matrix_NK, Tensor):
         to_RN.addmm_(x_RK, matrix_NK.mT)
     else:
         x_RK = matrix_NK.ordered(x_RK)
-        for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, making):
+        for start, end, some_NK in _pieces(matrix_NK, x_RK.dtype, options):
             to_RN[:, start:end].addmm_(x_RK, some_NK.mT)
     if bias_N is not None:
         to_RN.add_(bias_N)
 
 
-def linear_of_all(x_RK: Tensor, matrix_EOI: Tensor | Stacked, making: Making = _BY_TORCH) -> Tensor:
+def linear_of_all(x_RK: Tensor, matrix_EOI: Tensor | Stacked, options: ProductOptions = _BY_TORCH) -> Tensor:
     """Return the products of rows and the matrices of all experts: ``[R, E, O]``."""
     if isinstance(matrix_EOI, Stacked) and matrix_EOI.columns is not None:
         y_REO = x_RK.new_empty(len(x_RK), *matrix_EOI.shape[:2])
         for expert in range(len(matrix_EOI)):
-            y_REO[:, expert] = linear(x_RK, matrix_EOI[expert], making=making)
+            y_REO[:, expert] = linear(x_RK, matrix_EOI[expert], options=options)
         return y_REO
     matrix = matrix_EOI.flatten(0, 1) if isinstance(matrix_EOI, Tensor) else matrix_EOI.matrix
-    return torch.unflatten(linear(x_RK, matrix, making=making), 1, (len(matrix_EOI), -1))
+    return torch.unflatten(linear(x_RK, matrix, options=options), 1, (len(matrix_EOI), -1))
 
 
-def sum_of_all(x_REI: Tensor, matrix_EOI: Tensor | Stacked, making: Making = _BY_TORCH) -> Tensor:
+def sum_of_all(x_REI: Tensor, matrix_EOI: Tensor | Stacked, options: ProductOptions = _BY_TORCH) -> Tensor:
     """Return the sum over experts of the products of their rows and matrices: ``[R, O]``."""
     if isinstance(matrix_EOI, Tensor):
         return (x_REI.transpose(0, 1) @ matrix_EOI.mT).sum(0)
-    y_RO = linear(x_REI[:, 0], matrix_EOI[0], making=making)
+    y_RO = linear(x_REI[:, 0], matrix_EOI[0], options=options)
     for expert in range(1, len(matrix_EOI)):
-        add_linear(y_RO, x_REI[:, expert], matrix_EOI[expert], None, making)
+        add_linear(y_RO, x_REI[:, expert], matrix_EOI[expert], None, options)
     return y_RO
 
 
-def _pieces(matrix: Quantised, dtype: torch.dtype, making: Making) -> Iterator[tuple[int, int, Tensor]]:
+def _pieces(matrix: Quantised, dtype: torch.dtype, options: ProductOptions) -> Iterator[tuple[int, int, Tensor]]:
     """Yield pieces of a matrix: first row, end row, and the dequantised rows, valid until the next piece."""
     rows, columns = matrix.shape
-    step = max(1, making.at_once // columns)
+    step = max(1, options.at_once // columns)
     step = rows if step >= rows else step - step % _EVEN if step > _EVEN else step
     some = torch.empty(step, columns, dtype=dtype, device=matrix.codes.device)
     for start in range(0, rows, step):
         end = min(start + step, rows)
-        making.rows(matrix, start, some[: end - start])
+        options.rows(matrix, start, some[: end - start])
         yield start, end, some[: end - start]

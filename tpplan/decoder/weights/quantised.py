@@ -18,7 +18,7 @@ ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 #: Bits of a nibble, and nibbles of a word.
 _BITS, _WORD = 4, 8
-#: Bits of the mantissa of float32; and by how much exponents of e2m1 begin later.
+#: Bits of the mantissa of float32, and the difference between the exponent biases of float32 and e2m1.
 _MANTISSA: Final = 23
 _LATER: Final = 126
 #: Elements that torch dequantises at a time; each takes up to 17 bytes of temporary memory.

@@ -1,4 +1,4 @@
-"""The common interface of kernels that multiply few rows by a matrix, followed by a gate or a sum.
+"""The common interface of kernels that multiply few rows by a matrix, with a gate or a sum as epilogue.
 
 Shapes are suffixes of names: R rows, K columns of the matrix, N rows of the matrix, I intermediate.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tpplan.exec.cuda.channel import Channel
 
-#: Numbers by which kernels know the gates of :func:`tpplan.decoder.model.gates.gated`; 0 is none.
+#: The kernels' numbers for the gates of :func:`tpplan.decoder.model.gates.gated`; 0 is none.
 GATES: Final = {"silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, SWIGLU_OAI: 4}
 
 #: Bytes of one access, and of an element.
@@ -26,7 +26,7 @@ _VECTOR, _ITEM = 16, 2
 M = TypeVar("M", bound=Matrix)
 
 
-class FewRows(ABC, Generic[M]):
+class RowKernels(ABC, Generic[M]):
     """Kernels for one device and one 16-bit dtype of rows.
 
     They may only be called with tensors that :meth:`takes` accepts, and do not check this. Rows must be in the order of
@@ -81,12 +81,12 @@ class FewRows(ABC, Generic[M]):
         """
 
 
-class JointRows(FewRows[M]):
-    """Kernels for few rows, some of which add up the products of several devices."""
+class AllReduceKernels(RowKernels[M]):
+    """Kernels for few rows, some of which have an all-reduce over the devices as epilogue."""
 
     @abstractmethod
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
+        """Return whether there is a kernel with an all-reduce as epilogue for rows and a matrix."""
 
     def joint(self, to_RN: Tensor, x_RK: Tensor, matrix_NK: M, channel: Channel, device: int) -> None:
         """Add the sum of all devices' products to rows in place, rounding once.

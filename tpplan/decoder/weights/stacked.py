@@ -38,7 +38,7 @@ class Stacked:
 
     @classmethod
     def of(cls, matrices: Sequence[Quantised], join: Join) -> Self:
-        """Stack matrices, see :func:`below`; they are copied if ``join`` cannot join them.
+        """Stack matrices, see :func:`stack_rows`; they are copied if ``join`` cannot join them.
 
         Raises:
             ModelError: the matrices are quantised in different ways.
@@ -49,7 +49,7 @@ class Stacked:
             order = torch.arange(ints[0].shape[1], dtype=torch.int32, device=ints[0].codes.device)
             columns = [order if each.columns is None else each.columns for each in ints]
             matrices = [evolve(each, columns=None) for each in ints]
-        one = below(matrices, join) or below(matrices, lambda tensors: torch.cat(list(tensors)))
+        one = stack_rows(matrices, join) or stack_rows(matrices, lambda tensors: torch.cat(list(tensors)))
         if one is None:
             raise ModelError("experts of a layer are quantised in several ways", "convert all of them alike")
         return cls(one, len(matrices), torch.stack(columns) if columns else None)
@@ -121,7 +121,7 @@ class Projection:
         return y.add_(self.bias if experts is None else self.bias[experts])
 
 
-def below(matrices: Sequence[Quantised], join: Join) -> Quantised | None:
+def stack_rows(matrices: Sequence[Quantised], join: Join) -> Quantised | None:
     """Return matrices stacked along their rows as one matrix; None if they cannot be.
 
     Args:
@@ -129,13 +129,13 @@ def below(matrices: Sequence[Quantised], join: Join) -> Quantised | None:
         join: joins tensors along the first dimension, or returns None if it cannot.
     """
     if all(isinstance(each, IntMatrix) for each in matrices):
-        return _ints_below([each for each in matrices if isinstance(each, IntMatrix)], join)
+        return _stack_ints([each for each in matrices if isinstance(each, IntMatrix)], join)
     if all(isinstance(each, Float8Matrix) for each in matrices):
-        return _floats_below([each for each in matrices if isinstance(each, Float8Matrix)], join)
+        return _stack_floats([each for each in matrices if isinstance(each, Float8Matrix)], join)
     return None
 
 
-def _ints_below(matrices: Sequence[IntMatrix], join: Join) -> IntMatrix | None:
+def _stack_ints(matrices: Sequence[IntMatrix], join: Join) -> IntMatrix | None:
     for a, b in pairwise(matrices):
         if (a.bits, a.group, a.plus, a.codes.shape[1]) != (b.bits, b.group, b.plus, b.codes.shape[1]):
             return None
@@ -143,10 +143,16 @@ def _ints_below(matrices: Sequence[IntMatrix], join: Join) -> IntMatrix | None:
             return None
         if a.columns is not None and b.columns is not None and not torch.equal(a.columns, b.columns):
             return None
-    codes, given = join([each.codes for each in matrices]), [each.zeros for each in matrices if each.zeros is not None]
-    if codes is None or len({each.dtype for each in given}) > 1:
+    codes, zero_points = (
+        join([each.codes for each in matrices]),
+        [each.zeros for each in matrices if each.zeros is not None],
+    )
+    if codes is None or len({each.dtype for each in zero_points}) > 1:
         return None
-    scales, zeros = _joined([each.scales for each in matrices], join), _joined(given, join) if given else None
+    scales, zeros = (
+        _joined([each.scales for each in matrices], join),
+        _joined(zero_points, join) if zero_points else None,
+    )
     return evolve(matrices[0], codes=codes, scales=scales, zeros=zeros)
 
 
@@ -156,7 +162,7 @@ def _joined(tensors: Sequence[Tensor], join: Join) -> Tensor:
     return torch.cat(list(tensors)) if found is None else found
 
 
-def _floats_below(matrices: Sequence[Float8Matrix], join: Join) -> Float8Matrix | None:
+def _stack_floats(matrices: Sequence[Float8Matrix], join: Join) -> Float8Matrix | None:
     if any(
         (a.columns, a.codes.shape[1], a.codes.dtype) != (b.columns, b.codes.shape[1], b.codes.dtype)
         for a, b in pairwise(matrices)

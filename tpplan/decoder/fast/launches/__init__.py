@@ -1,1 +1,1 @@
-"""On which tensors the kernels of the decoder are launched, and what they are told."""
+"""Which tensors the decoder's kernels support, their grids and their parameters, and their launch on torch's stream."""

@@ -1,4 +1,7 @@
-"""Attention of one token of each sequence over the cache, by a kernel that needs no mask.
+"""Decode attention: one query token of each sequence over the KV cache, by a kernel that needs no mask.
+
+The places of a token are shared by several blocks (split-K, as in Flash-Decoding); the last to finish merges their
+partial softmax sums.
 
 Shapes: R tokens, one of each of the first R sequences, B sequences, L places of a sequence, H heads (KV heads of keys
 and values), K elements of a head.
@@ -19,11 +22,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Elements of a head: in 16 bytes, the maximum with room for 8 warps in a kernel, and the maximum.
+#: Elements of a head: those of a vector of 16 bytes, the most for which a block has 8 warps, and the most of all.
 _VECTOR, _WIDE, _WIDEST = 8, 128, 256
-#: Queries and places of a tile, as in the kernels.
+#: Queries and cache places of a tile, as in the kernels.
 _QUERIES, _TILE = 8, 16
-#: Minimum tiles of a block that shares a token with others: reading fewer is faster than merging them.
+#: Minimum tiles of a block that shares a token with others; with fewer, merging takes longer than is saved.
 _LEAST: Final = 4
 #: Minimum compute capabilities: for matrix instructions in both dtypes, and for kernels for wide heads of 16 bits that
 #: need no memory.
@@ -36,7 +39,7 @@ def name_of(dtype: torch.dtype, head_dim: int, cap: float | None, kind: str = "f
 
 
 class Attention:
-    """The kernel for one device, dtype, head size and kind of cache, with the memory that its blocks share.
+    """The kernel for one device, dtype, head size and kind of cache, with the memory for its blocks' partial results.
 
     Calls on different streams must not overlap.
     """
@@ -57,7 +60,7 @@ class Attention:
         self._threads, self._cap = 32 * warps, cap
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
         self._launch = Launcher(name_of(dtype, head_dim, cap, kind), place)
-        blocks = 3 * self._processors // 2  # of which several share a token, at most
+        blocks = 3 * self._processors // 2  # at most so many have partial results
         self._turns = torch.zeros(blocks, dtype=torch.int32, device=place)
         self._partial = torch.empty(blocks, _QUERIES, width + 2, device=place)
 

@@ -1,4 +1,4 @@
-"""The matrices of experts, as kernels read those that are chosen: where they are, and how they lie.
+"""How kernels address the matrices of a layer's experts: base addresses, strides, and the parameters of scales.
 
 Shapes are written at the end of a name: E experts, O outputs, I inputs.
 """
@@ -22,27 +22,28 @@ if TYPE_CHECKING:
     from tpplan.decoder.weights.quantised import Quantised
     from tpplan.decoder.weights.stacked import Stacked
 
-#: Bytes of an access, and of an element that is no code.
+#: Bytes of a vector access, and of an element of a matrix that is not quantised.
 _VECTOR, _ITEM = 16, 2
-#: Of whole numbers, by bits: the dtype of zeros, and what kernels take off codes.
+#: Of integer codes, by their bits: the dtype of zero points, and the number that kernels subtract from each code.
 _ZEROS: Final = {4: (torch.int32, 0), 8: (torch.uint8, 128)}
 
 
 @frozen
 class Readable:
-    """Those of a layer; equal ones lie in the same way.
+    """The layout of the matrices of all experts of a layer; two are equal if they differ only in addresses.
 
     Attributes:
-        kind: of codes, see :data:`tpplan.decoder.fast.launches.dense.KINDS`; empty if there are none.
-        size: rows of each.
+        kind: kind of codes, from :data:`tpplan.decoder.fast.launches.dense.KINDS`; empty if they are not quantised.
+        size: rows of each expert's matrix.
         width: columns.
         row: bytes of a row.
-        further: bytes from a row to the one after the next.
-        steps: what kernels are told of how far it is from one to the next.
-        scaling: what they are told of codes: kind of scales, how many there are beside each other, the fractions that
-            rows and columns are multiplied by to find theirs, and bits of what is added to zeros; of e2m1 where the
-            scale of 16 bytes of codes is, less a 16th of where these are.
-        places: addresses of elements, scales and zeros; 0 of what there is not.
+        further: bytes from a row to the second row behind it.
+        steps: the kernel's parameters for strides: from an expert to the next and, where they are not implied, from a
+            row to the next.
+        scaling: the kernel's parameters for codes: the kind of scales, scales of a row, the fixed-point factors that
+            give the scale's indices for a row and a column, and the bits of a float that is added to zero points. For
+            e2m1, only the address of the scales less a 16th of that of the codes.
+        places: addresses of elements, scales and zero points; 0 for those that do not exist.
     """
 
     kind: str
@@ -55,10 +56,10 @@ class Readable:
     places: tuple[int, int, int] = field(eq=False)
 
     def words(self, other: Readable | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return what a kernel is told of them, before all else and behind it.
+        """Return the kernel's parameters for these matrices: those before its other ones, and those after them.
 
         Args:
-            other: what these are the gates of, if they are; they are equal.
+            other: if these are gate projections, the up projections, which have the same layout.
         """
         element, scales, zeros = self.places
         half, of_scales, of_zeros = (b - a for a, b in zip(self.places, (other or self).places, strict=True))
@@ -72,11 +73,11 @@ class Readable:
 
 
 def readable(matrix_EOI: Tensor | Stacked, kinds: Collection[str]) -> Readable | None:
-    """Return matrices as kernels read them; None if they do not. What is no number in e4m3 counts as 480.
+    """Return the layout of experts' matrices; None if kernels cannot read it. NaN codes of e4m3 count as 480.
 
     Args:
-        matrix_EOI: tensors are of 16 bits, and of whole vectors.
-        kinds: of codes that there are kernels for.
+        matrix_EOI: the matrices; a tensor has 16-bit elements, and rows that consist of vectors of 16 bytes.
+        kinds: kinds of codes that there are kernels for.
     """
     _, size, width = matrix_EOI.shape
     if isinstance(matrix_EOI, Tensor):
@@ -104,7 +105,7 @@ def readable(matrix_EOI: Tensor | Stacked, kinds: Collection[str]) -> Readable |
 
 
 def _floats(matrix: Float4Matrix, size: int) -> Readable:
-    """Return matrices of so many rows each."""
+    """Return the layout of MXFP4 matrices of ``size`` rows each."""
     pitch, place = matrix.codes.stride(0), matrix.codes.data_ptr()
     scales = (matrix.scales.data_ptr() - place // _VECTOR) % 2**64
     of_row = matrix.codes.shape[1]
@@ -112,7 +113,7 @@ def _floats(matrix: Float4Matrix, size: int) -> Readable:
 
 
 def _is_beside(matrix: Float4Matrix) -> bool:
-    """Tell whether kernels read a matrix: its rows are of 16 bytes of codes, and its scales as far apart as these."""
+    """Tell whether kernels can read MXFP4: rows are whole vectors of 16 bytes, and scales have matching strides."""
     (pitch, one), (of_scales, next_one), width = matrix.codes.stride(), matrix.scales.stride(), matrix.codes.shape[1]
     if not width or (width | pitch | matrix.codes.data_ptr()) % _VECTOR:
         return False
@@ -120,10 +121,12 @@ def _is_beside(matrix: Float4Matrix) -> bool:
 
 
 def words_of_biases(*biases_EO: Tensor | None) -> tuple[int, int, int, int] | None:
-    """Return what kernels are told of the biases of gates and of what these are for, or of all; None if they cannot be.
+    """Return the kernel's parameters for biases: address, strides of experts and outputs, and bytes from gate to up.
+
+    None if kernels cannot read them, because only one projection has biases, or the strides differ.
 
     Args:
-        biases_EO: biases in 16 bits; None for a projection without.
+        biases_EO: biases in 16 bits of the gate and up projections, or of a single projection; None for one without.
     """
     first, second = biases_EO[0], biases_EO[-1]
     if first is None or second is None:
@@ -136,7 +139,7 @@ def words_of_biases(*biases_EO: Tensor | None) -> tuple[int, int, int, int] | No
 
 
 def _is_read(matrix: Quantised) -> bool:
-    """Tell whether kernels read a matrix: 16 bytes of codes share a scale and a zero."""
+    """Tell whether kernels can read a matrix: the codes in each vector of 16 bytes share a scale and a zero point."""
     tensors, (rows, columns), width = [matrix.codes, matrix.scales], block_of(matrix), matrix.shape[1]
     if isinstance(matrix, IntMatrix):
         if matrix.columns is not None:
@@ -158,7 +161,10 @@ def _is_read(matrix: Quantised) -> bool:
 
 
 def _zeros_of(matrix: Quantised) -> tuple[int, float]:
-    """Return where zeros are, if anywhere, and what is added to them, as codes are where kernels have them."""
+    """Return the address of stored zero points, 0 if there are none, and the number to add to them.
+
+    It includes what kernels subtract from codes.
+    """
     if not isinstance(matrix, IntMatrix):
         return 0, 0.0
     _, less = _ZEROS[matrix.bits]

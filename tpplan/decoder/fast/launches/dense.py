@@ -23,11 +23,11 @@ KINDS: Final = ("4", "8", "e4m3", "e5m2", "e2m1")
 
 _FLOATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
-#: Kinds of 4 bits.
+#: Kinds of codes of 4 bits.
 _HALVES: Final = ("4", "e2m1")
 #: Rows and columns of a thread, bytes of an element of the result, threads of a warp, and of a block, at most.
 _ROWS, _COLUMNS, _ITEM, _WARP, _THREADS = 4, 8, 2, 32, 256
-#: What fractions are multiplied by to be whole: quotients of numbers are exact whose product is not larger.
+#: Denominator of fixed-point factors: division by multiplication is exact if divisor times dividend is not larger.
 _ONE: Final = 2**31
 
 
@@ -43,7 +43,7 @@ def names_of(dtype: torch.dtype, kinds: Collection[str] = KINDS) -> list[str]:
     return [f"dense_{DTYPES[dtype]}_{kind}" for kind in kinds]
 
 
-class Dense:
+class Dequantiser:
     """Dequantisation kernels for one device and dtype.
 
     They may only be called with matrices that :meth:`takes` accepts, and do not check this.
@@ -61,7 +61,7 @@ class Dense:
         self._launchers = {kind: Launcher(name, place) for kind, name in zip(kinds, names, strict=True)}
 
     def takes(self, matrix: Quantised) -> bool:
-        """Return whether there is a kernel for a matrix, whose columns must be in eights that share a scale."""
+        """Return whether there is a kernel for a matrix; each eight columns must share a scale."""
         (size, width), (rows, columns), kind = matrix.shape, block_of(matrix), kind_of(matrix)
         if kind not in self._launchers or _form_of(matrix) is None:
             return False
@@ -72,10 +72,10 @@ class Dense:
         return has_quotients(rows, size) and has_quotients(columns // _COLUMNS, width // _COLUMNS)
 
     def __call__(self, matrix: Quantised, start: int, end: int, out_RK: Tensor) -> None:
-        """Dequantise rows, as the matrix's own ``dense`` does: computed in float32, rounded once.
+        """Dequantise rows as :meth:`dense` of the matrix does: in float32, rounded once.
 
         Args:
-            matrix: a matrix on the device, of contiguous rows; only those of 4-bit floats may be apart.
+            matrix: a matrix on the device, with contiguous rows; only those of MXFP4 may have another stride.
             start: first row.
             end: row after the last.
             out_RK: tensor for the result, in the kernels' dtype, with rows at multiples of 16 bytes.
@@ -109,7 +109,7 @@ def block_of(matrix: Quantised) -> tuple[int, int]:
 
 
 def _form_of(matrix: Quantised) -> int | None:
-    """Return the number by which kernels know the kind of scales; None if they know none, 0 of e2m1."""
+    """Return the kernels' number for the dtype of scales, 0 for MXFP4; None if they support no such scales."""
     if isinstance(matrix, Float4Matrix):
         return 0
     return FORMS.get(str(matrix.scales.dtype))

@@ -1,4 +1,4 @@
-"""A mixture of experts for few rows, by kernels that read the chosen experts' matrices in place.
+"""A mixture of experts for few rows: routing, and GEMV kernels that read the chosen experts' matrices in place.
 
 Shapes are suffixes of names: R rows, D hidden, E experts, C experts of a row, I intermediate (the device's part).
 """
@@ -29,13 +29,14 @@ _MOST_CHOSEN: Final = 32
 _MOST_BIASED: Final = 8
 
 _ITEM: Final = 2
-#: Of the choices.
+#: Bytes of an element of the choices.
 _FLOAT: Final = 4
 #: Bytes of one access, and matrix rows that the kernel reads at a time.
 _VECTOR, _FOUR = 16, 4
-#: Maximum pairs for each expert, where it is not one: of more rows, e2m1 has to be dequantised.
+#: Maximum pairs of rows and experts per expert, by kind of codes; 1 for others. For more,
+#: torch is faster, as it reads each expert once; for e2m1 it has to dequantise first.
 _MOST_PAIRS: Final = {"e2m1": 4}
-#: Maximum groups of pairs of a grid.
+#: Maximum blocks of a grid in its second dimension.
 _MOST_GROUPS: Final = 2**16 - 1
 
 
@@ -51,8 +52,8 @@ def names_of(dtype: torch.dtype, codes: Collection[str] = ()) -> list[str]:
     return [f"experts_choose_{name}", f"experts_product_{name}", *kinds]
 
 
-class Experts:
-    """Kernels of experts for one device and dtype; each method returns None if no kernel takes its tensors.
+class ExpertGemv:
+    """Kernels of experts for one device and dtype; each method returns None if no kernel supports its tensors.
 
     Choices are ``[R, 2 × C]`` in float32: for each row the weights of its experts, then their numbers.
     """
@@ -140,7 +141,7 @@ class Experts:
         return y_RD
 
     def _readable(self, projection: Projection, choice_RC: Tensor) -> Readable | None:
-        """Return experts' matrices if a kernel takes them and the choices; for more, torch reads all experts once."""
+        """Return the layout of experts' matrices; None if no kernel supports them, or torch is faster for the pairs."""
         matrix_EOI = projection.matrix
         if projection.bias is not None and projection.bias.dtype is not self._dtype:
             return None

@@ -1,4 +1,4 @@
-"""Products of one or two rows and a matrix in one kernel, with a norm before and a gate or a sum after.
+"""GEMV: products of one or two rows and a matrix, with an RMS norm in front and a gate or a sum as epilogue.
 
 Shapes are suffixes of names: R rows (one or two), K columns of the matrix, N rows of the matrix, I intermediate.
 """
@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
-from tpplan.decoder.weights.row_kernels import GATES, JointRows, bias_of, is_vectors
+from tpplan.decoder.weights.row_kernels import GATES, AllReduceKernels, bias_of, is_vectors
 from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 #: Maximum rows of a kernel: for more, kernels with tensor cores are faster, even with a separate one for the norm.
 MOST_ROWS: Final = 2
 
-#: Maximum bytes of rows that are normed in shared memory.
+#: Maximum bytes of rows whose norm is computed in shared memory.
 _NORMED: Final = 2**15
 _ITEM: Final = 2
 #: Bytes that one access moves, columns that a warp reads at a time, matrix rows that it reads at a time.
 _VECTOR, _STEP, _FOUR = 16, 256, 4
-#: Warps of a block, and of a multiprocessor, whose registers are enough for two such blocks (on sm_90).
+#: Warps of a block, and the warps that a multiprocessor has registers for: two such blocks (on sm_90).
 _BLOCK_WARPS, _WARPS = 8, 16
 
 
@@ -69,16 +69,16 @@ class Shape:
 
 @cache
 def shape_of(batches: int, width: int, processors: int) -> Shape:
-    """Return how warps share a matrix: all in blocks of about eight.
+    """Return how warps share a matrix, in blocks of about eight warps.
 
-    They are all on the GPU from the start where registers are enough for two on a multiprocessor, as on sm_90.
-    A warp has two steps on their way, so a team is the largest in which fewest are without columns, if all make an even
-    number of steps: 8 of 4,096 columns, 7 of 3,584, 2 of 1,024.
+    All blocks are resident from the start where a multiprocessor has registers for two, as on sm_90. A warp loads two
+    steps ahead, so that it makes an even number of them. A team is the largest that leaves fewest of its warps without
+    columns: 8 for 4,096 columns, 7 for 3,584, 2 for 1,024.
 
     Args:
-        batches: times that four rows of it are read.
-        width: columns.
-        processors: of the GPU.
+        batches: groups of matrix rows, each of which a team reads at once.
+        width: columns of the matrix.
+        processors: multiprocessors of the GPU.
     """
     pairs = -(-width // (2 * _STEP))
     team = min(range(_BLOCK_WARPS, 0, -1), key=lambda size: -pairs % size)
@@ -88,18 +88,18 @@ def shape_of(batches: int, width: int, processors: int) -> Shape:
 
 
 def names_of(dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """Return the names of the kernels for a dtype, for one row and two, and of those with a norm."""
+    """Return the names of the kernels for a dtype: without a norm for one and two rows, then with a norm."""
     name = DTYPES[dtype]
     return [f"gemv_{name}_{count}" for count in (1, 2)], [f"gemv_norm_{name}_{count}" for count in (1, 2)]
 
 
 def joint_names_of(dtype: torch.dtype) -> list[str]:
-    """Return the names of the kernels that add up the products of several devices."""
+    """Return the names of the kernels whose epilogue is an all-reduce over the devices."""
     return [f"gemv_joint_{DTYPES[dtype]}_{count}" for count in (1, 2)]
 
 
-class Gemv(JointRows[Tensor]):
-    """Kernels for one device and dtype."""
+class Gemv(AllReduceKernels[Tensor]):
+    """GEMV kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
         """Load the kernels.
@@ -107,7 +107,7 @@ class Gemv(JointRows[Tensor]):
         Args:
             place: a CUDA device.
             dtype: 16-bit dtype of rows and matrices.
-            joint: whether to load the kernels that add up the products of several devices, too.
+            joint: whether to load the kernels whose epilogue is an all-reduce over the devices, too.
         """
         self._plain, self._normed = ([Launcher(name, place) for name in names] for names in names_of(dtype))
         self._dtype = dtype
@@ -133,11 +133,11 @@ class Gemv(JointRows[Tensor]):
         return isinstance(matrix_NK, Tensor) and all(is_vectors(each, self._dtype) for each in (x_RK, matrix_NK))
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
+        """Return whether there is a kernel with an all-reduce as epilogue for rows and a matrix."""
         return self.takes(x_RK, matrix_NK)
 
     def normed(self, x_RK: Tensor, matrix_NK: Tensor, norm: Norm, bias_N: Tensor | None = None) -> Tensor:
-        """Return ``linear`` of the norm of rows."""
+        """Return the result of :meth:`linear` for the norm of rows."""
         y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK)))
         self._run(y_RN, x_RK, matrix_NK, bias_of(bias_N), 0, norm)
         return y_RN
@@ -145,7 +145,7 @@ class Gemv(JointRows[Tensor]):
     def normed_gated(
         self, x_RK: Tensor, matrix_NK: Tensor, gate: str, norm: Norm, bias_N: Tensor | None = None
     ) -> Tensor:
-        """Return ``gated`` of the norm of rows."""
+        """Return the result of :meth:`gated` for the norm of rows."""
         h_RI = x_RK.new_empty((len(x_RK), len(matrix_NK) // 2))
         self._run(h_RI, x_RK, matrix_NK, bias_of(bias_N), GATES[gate], norm)
         return h_RI

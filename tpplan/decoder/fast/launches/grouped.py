@@ -1,4 +1,4 @@
-"""A mixture of experts for many rows, by kernels that read the experts' matrices in place.
+"""Grouped GEMM: a mixture of experts for many rows, by kernels that read the experts' matrices in place.
 
 Rows are grouped by their experts on the device: the host does not wait, and no shape depends on the choice.
 
@@ -33,28 +33,29 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.weights.stacked import Projection
 
-#: What kernels call matrices whose elements are no codes.
+#: Kind of matrices that are not quantised, in the names of kernels.
 WHOLE: Final = "whole"
 
-#: Bits of elements, by the kinds of :data:`tpplan.decoder.fast.launches.dense.KINDS` that there are kernels for.
+#: Bits of an element, by the dtype of rows and the kinds of codes that there are kernels for, from
+#: :data:`tpplan.decoder.fast.launches.dense.KINDS`.
 _BITS: Final = {
     torch.bfloat16: {WHOLE: 16, "4": 4, "8": 8, "e4m3": 8, "e2m1": 4},
     torch.float16: {WHOLE: 16, "4": 4, "8": 8, "e4m3": 8},
 }
 _ITEM, _FLOAT, _VECTOR, _INT = 2, 4, 16, 4
-#: Columns of a thread that adds up, and threads of a block.
+#: Columns of a thread in the kernel of weighted sums, and its threads per block.
 _COLUMNS, _THREADS = 8, 128
-#: Elements of outputs that need not fit into what activations leave: 4 MiB.
+#: Elements of outputs that may be allocated beyond the size of the activations: 4 MiB.
 _FREE: Final = 2**21
-#: Rows or tiles that a grid may have in its second dimension.
+#: Maximum rows or tiles of a grid, in its second dimension.
 _MOST_IN_GRID: Final = 2**16 - 1
-#: Pairs of each expert, on average, up to which kernels that have no tiles are faster.
+#: Pairs of rows and experts per expert, on average, up to which the GEMV kernels are faster.
 _FEW: Final = 1 / 4
-#: Rows of a tile, and pairs of each expert, on average, from which on it is worth while.
+#: Rows of a tile, and the pairs per expert, on average, from which on that size is the fastest.
 _TILES: Final = ((128, 256), (64, 48), (32, 16), (16, 0))
-#: Elements of products of an expert, on average, from which on torch is faster where elements are no codes.
+#: Multiplications per expert, on average, from which on torch is faster for matrices that are not quantised.
 _LARGE: Final = 2**32
-#: Bytes of shared memory that a block may have, if torch does not tell: what all GPUs from capability 8.0 on have.
+#: Bytes of shared memory of a block on all GPUs from capability 8.0 on, for versions of torch that do not report it.
 _LEAST_SHARED: Final = 99 << 10
 
 
@@ -66,7 +67,7 @@ def names_of(dtype: torch.dtype, codes: Collection[str] = ()) -> list[str]:
 
 
 def _kinds(dtype: torch.dtype, codes: Collection[str]) -> list[str]:
-    """Return the kinds of matrices that there are kernels for, of some codes and without."""
+    """Return the kinds of matrices that there are kernels for: not quantised, and those of ``codes``."""
     return [kind for kind in _BITS[dtype] if kind in {WHOLE, *codes}]
 
 
@@ -75,10 +76,10 @@ class _Groups:
     """Rows grouped by their experts.
 
     Attributes:
-        choices: of these, ``[R, 2 × C]``.
-        rows: of a tile.
-        tiles: what is known of each.
-        order: numbers of pairs.
+        choices: the rows' experts, ``[R, 2 × C]``.
+        rows: rows of a tile.
+        tiles: for each tile its expert and its range of pairs, as kernels read it.
+        order: numbers of the pairs of rows and experts, sorted by expert.
     """
 
     choices: Tensor
@@ -87,12 +88,13 @@ class _Groups:
     order: Tensor
 
 
-class Grouped:
-    """Kernels for one device and dtype; each method returns None if no kernel takes its tensors, or others are faster.
+class GroupedGemm:
+    """Grouped GEMM of experts on one device, for rows of one dtype.
 
-    Choices are as :class:`tpplan.decoder.fast.launches.experts.Experts` makes them. Scales of codes are rounded to 16
-    bits, then the elements that they make are, and the experts' outputs before they are weighed and added up. NaN codes
-    of e4m3 count as 480; scales of e2m1 above 2 ** 33 count as that.
+    Each method returns None if no kernel supports its tensors, or if other kernels or torch are faster. Choices are
+    those of :meth:`tpplan.decoder.fast.launches.experts.ExpertGemv.choose`. Scales of codes are rounded to 16 bits, and
+    so are the dequantised elements, and the outputs of the experts before their weighted sum. NaN codes of e4m3 count
+    as 480, and scales of e2m1 above 2 ** 33 as 2 ** 33.
     """
 
     def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, codes: Collection[str] = ()) -> None:
@@ -122,15 +124,18 @@ class Grouped:
         self._latest: _Groups | None = None
 
     def takes_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
-        """Tell whether these kernels take gate and up projections for ``rows`` rows of ``chosen`` experts each."""
+        """Tell whether these kernels support gate and up projections for ``rows`` rows of ``chosen`` experts each."""
         return self._is_faster(rows, chosen, gates) and self._pair(gates, ups) is not None
 
     def takes_down(self, rows: int, chosen: int, downs: Projection) -> bool:
-        """Tell whether these kernels take down projections for ``rows`` rows of ``chosen`` experts each."""
+        """Tell whether these kernels support down projections for ``rows`` rows of ``chosen`` experts each."""
         return self._is_faster(rows, chosen, downs) and self._down(downs) is not None
 
     def up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor) -> Tensor | None:
-        """Do what :meth:`tpplan.decoder.fast.launches.experts.Experts.up` does; return None if not by these kernels."""
+        """Return the intermediate activations of the chosen experts, or None if other kernels are to compute them.
+
+        See :meth:`tpplan.decoder.fast.launches.experts.ExpertGemv.up`.
+        """
         rows, chosen = len(x_RD), choice_RC.shape[1] // 2
         if not _is_of_choices(choice_RC) or not self._is_faster(rows, chosen, gates):
             return None
@@ -145,7 +150,7 @@ class Grouped:
         return h_RCI
 
     def down(self, h_RCI: Tensor, downs: Projection, choice_RC: Tensor, to_RD: Tensor | None = None) -> Tensor | None:
-        """Return the weighted sum of the chosen experts' outputs, ``[R, D]``; None if not by these kernels.
+        """Return the weighted sum of the chosen experts' outputs, ``[R, D]``; None if other kernels are to compute it.
 
         Args:
             h_RCI: intermediate activations of the experts; copied if not contiguous.
@@ -166,12 +171,12 @@ class Grouped:
         if h_RCI.is_contiguous() and h_RCI.data_ptr() % _VECTOR:
             return None
         out_RD = h_RCI.new_empty(rows, down.size) if to_RD is None else to_RD
-        # Outputs take as much memory as activations, beside which nothing else needs any; or copies do.
+        # The outputs, or copies of the activations, may take as much memory as the activations themselves.
         room = max(_FREE, rows * (chosen * width + down.size))
         most = max(1, room // (chosen * (down.size + (0 if h_RCI.is_contiguous() else width))))
         for start in range(0, rows, most):
             some = slice(start, start + most)
-            if most >= rows and latest is not None and latest.choices is choice_RC:  # of the products before
+            if most >= rows and latest is not None and latest.choices is choice_RC:  # as for the up projections
                 groups = latest
             else:
                 groups = self._grouped(choice_RC[some], len(downs))
@@ -232,7 +237,7 @@ class Grouped:
         )  # fmt: skip
 
     def _readable(self, projection: Projection) -> Readable | None:
-        """Return experts' matrices if kernels take them."""
+        """Return the layout of experts' matrices, or None if kernels do not support them."""
         matrix_EOI, bias = projection.matrix, projection.bias
         if bias is not None and bias.dtype is not self._dtype:
             return None
@@ -246,12 +251,12 @@ class Grouped:
         return found
 
     def _pair(self, gates: Projection, ups: Projection) -> tuple[Readable, Readable, tuple[int, ...]] | None:
-        """Return gates, what they are for, and the words of their biases, if kernels take them."""
+        """Return the layouts of gate and up projections and the parameters of their biases; None if not supported."""
         gate, up, biases = self._readable(gates), self._readable(ups), words_of_biases(gates.bias, ups.bias)
         return None if gate is None or up is None or gate != up or biases is None else (gate, up, biases)
 
     def _down(self, downs: Projection) -> tuple[Readable, tuple[int, ...]] | None:
-        """Return down projections and the words of their biases, if kernels take them."""
+        """Return the layout of down projections and the parameters of their biases; None if not supported."""
         down, biases = self._readable(downs), words_of_biases(downs.bias)
         if down is None or biases is None or down.size % _COLUMNS:
             return None
@@ -259,7 +264,7 @@ class Grouped:
 
     @staticmethod
     def _is_faster(rows: int, chosen: int, projection: Projection) -> bool:
-        """Tell whether so many rows fit into a grid, and other kernels or torch are not faster."""
+        """Tell whether the rows fit into a grid, and neither other kernels nor torch are faster."""
         pairs, (experts, size, width) = rows * chosen, projection.matrix.shape
         if pairs <= _FEW * experts:
             return False
@@ -269,5 +274,5 @@ class Grouped:
 
 
 def _is_of_choices(choice_RC: Tensor) -> bool:
-    """Tell whether kernels read choices."""
+    """Tell whether kernels can read choices of this dtype and layout."""
     return choice_RC.dtype is torch.float32 and choice_RC.is_contiguous()

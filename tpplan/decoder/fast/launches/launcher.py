@@ -20,7 +20,8 @@ DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 class Launcher:
     """A kernel on one CUDA device, whose parameters are 64-bit words.
 
-    In graphs it is launched early, see :mod:`tpplan.exec.cuda.programmatic_launch`.
+    In graphs it is a programmatic dependent launch: it starts before the kernel in front of it has ended, see
+    :mod:`tpplan.exec.cuda.programmatic_launch`.
     """
 
     def __init__(self, name: str, place: torch.device, *, is_array: bool = False, most_shared: int = 0) -> None:
@@ -55,7 +56,7 @@ class Launcher:
                     raise refused(f"{name} of {place}", result)
             with suppress(RuntimeError):  # not in drivers before CUDA 12.4
                 driver.cuFuncLoad(self._function)
-        self._early = programmatic_launch if programmatic_launch.is_possible(capability) else None
+        self._programmatic = programmatic_launch if programmatic_launch.is_possible(capability) else None
 
     def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int, shared: int = 0) -> None:
         """Launch the kernel.
@@ -70,13 +71,13 @@ class Launcher:
             ExecutionError: the driver refuses the launch.
         """
         count = 1 if self._is_array else len(words)
-        kept = (ctypes.c_uint64 * len(words))(*words)
-        first = ctypes.addressof(kept)
+        parameters = (ctypes.c_uint64 * len(words))(*words)
+        first = ctypes.addressof(parameters)
         pointers = ctypes.addressof(of_words := (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8)))
         x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks
         stream = stream_handle(self._place.index)
-        if stream and self._early and self._early.is_captured(stream):
-            result = self._early.launch(self._function, (x, y, z), threads, stream, pointers, shared)
+        if stream and self._programmatic and self._programmatic.is_captured(stream):
+            result = self._programmatic.launch(self._function, (x, y, z), threads, stream, pointers, shared)
         else:
             with nullcontext() if stream else torch.cuda.device(self._place):  # the default stream is the device's
                 (result,) = self._start(self._function, x, y, z, threads, 1, 1, shared, stream, pointers, 0)

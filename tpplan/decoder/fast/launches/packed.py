@@ -1,4 +1,4 @@
-"""Products of up to sixteen rows and a quantised matrix in one kernel, followed by a gate or a sum.
+"""Skinny GEMM with quantised weights: products of up to sixteen rows, with a gate or a sum as epilogue.
 
 Shapes are suffixes of names: R rows (up to 16), K columns of the matrix, N rows of the matrix, I intermediate.
 """
@@ -16,7 +16,7 @@ from tpplan.decoder.fast.kernels.scale_kinds import FORMS
 from tpplan.decoder.fast.launches.dense import block_of, kind_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
 from tpplan.decoder.weights.quantised import IntMatrix, Matrix, Quantised
-from tpplan.decoder.weights.row_kernels import JointRows, is_vectors
+from tpplan.decoder.weights.row_kernels import AllReduceKernels, is_vectors
 from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 
     from tpplan.exec.cuda.channel import Channel
 
-#: Rows that are taken; and by those that add up the products of several devices.
+#: Maximum rows of kernels; and of those whose epilogue is an all-reduce over the devices.
 MOST_ROWS: Final = 16
 MOST_JOINT: Final = 8
 
-#: Kinds of codes that there are kernels for, of :data:`tpplan.decoder.fast.launches.dense.KINDS`, and columns of a
-#: step.
+#: Kinds of codes that there are kernels for, from :data:`tpplan.decoder.fast.launches.dense.KINDS`, and the columns
+#: that a warp reads in one step.
 STEPS: Final = {"4": 128, "8": 64, "e4m3": 64}
 
-#: Rows of one instruction, and matrix rows of a tile for every eight rows.
+#: Rows of one mma instruction, and matrix rows of a tile for every eight rows.
 _EIGHT, _TILE = 8, 16
-#: Dtypes of their zeros.
+#: Dtypes of their stored zero points.
 _ZEROS: Final = {"4": torch.int32, "8": torch.uint8}
-#: A power of two that no rows and columns are more than.
+#: A shift by so many bits makes the index of any row or column 0.
 _ALL: Final = 31
 
 
 @frozen
 class _Form:
-    """What blocks of a kernel are, measured on an H200.
+    """The limits of a kernel's blocks, measured on an H200.
 
     Attributes:
-        warps: of a multiprocessor.
-        deep: steps that a warp has on their way, at most; at least two, if there are.
-        turns: by the blocks on a multiprocessor, what it takes until each has gone through a tile, in proportion.
+        warps: warps of a multiprocessor.
+        deep: maximum steps that a warp loads ahead (stages of its pipeline); at least two, if there are as many.
+        turns: relative time until each block has computed a tile, by the number of blocks on a multiprocessor.
     """
 
     warps: int
@@ -55,25 +55,25 @@ class _Form:
     turns: dict[int, int]
 
 
-#: Of up to eight rows, and up to sixteen. A single block on a multiprocessor was never the best for the former; three
-#: were not for the latter, and of four the codes on their way leave too little of the cache to eight rows.
+#: For up to eight rows, and up to sixteen. One block on a multiprocessor was never the best for eight rows, and three
+#: never for sixteen. With four, the codes that are loaded ahead leave too little of the cache to the rows.
 _FORM_OF: Final = (_Form(16, 4, {2: 9, 3: 13}), _Form(8, 2, {1: 9, 2: 16}))
-#: Where multiprocessors have 100 KiB of shared memory, which is room for two blocks of up to eight rows.
+#: Compute capabilities with 100 KiB of shared memory on a multiprocessor: room for two blocks of up to eight rows.
 _SMALL: Final = frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})
 
 
 @cache
 def shape_of(size: int, steps: int, processors: int, rows: int, most: int = 3) -> tuple[int, int, int]:
-    """Return how many blocks share a matrix, the warps of each, and the steps that a warp has on their way.
+    """Return the number of blocks that share a matrix, the warps of a block, and the steps that a warp loads ahead.
 
-    All blocks are on the GPU from the start, as many on each multiprocessor as let all be done with their tiles first.
+    All blocks are resident at once; a multiprocessor has as many as finish all tiles first.
 
     Args:
         size: rows of the matrix.
-        steps: of its columns.
-        processors: of the GPU.
-        rows: that it is multiplied by.
-        most: blocks that a multiprocessor has room for.
+        steps: steps that its columns take.
+        processors: multiprocessors of the GPU.
+        rows: rows that the matrix is multiplied by.
+        most: maximum blocks that a multiprocessor has room for.
     """
     form = _FORM_OF[rows > _EIGHT]
     tiles = -(-size // (_TILE * (1 + (rows > _EIGHT))))
@@ -90,17 +90,17 @@ def names_of(dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False)
     """Return the names of kernels for a dtype.
 
     Args:
-        dtype: of rows.
-        kinds: of codes; of some there are none.
-        joint: whether of those that add up the products of several devices, which are for up to eight rows; the others
-            are for these and for up to sixteen.
+        dtype: dtype of the rows.
+        kinds: kinds of codes; those without kernels are left out.
+        joint: whether to return the kernels with an all-reduce as epilogue, for up to eight rows, instead of those for
+            up to eight and up to sixteen rows.
     """
     family, counts = ("packed_joint", (MOST_JOINT,)) if joint else ("packed", (_EIGHT, MOST_ROWS))
     return [f"{family}_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in counts]
 
 
-class Packed(JointRows[Quantised]):
-    """Kernels for one device and dtype.
+class QuantisedSkinnyGemm(AllReduceKernels[Quantised]):
+    """Skinny GEMM kernels for quantised weights, for one device and dtype.
 
     NaN codes of e4m3 count as 480.
     """
@@ -112,14 +112,14 @@ class Packed(JointRows[Quantised]):
             place: a CUDA device.
             dtype: 16-bit dtype of rows.
             kinds: kinds of codes; those without kernels are ignored.
-            joint: whether to load the kernels that add up the products of several devices, too.
+            joint: whether to load the kernels whose epilogue is an all-reduce over the devices, too.
         """
-        self._alone = {
+        self._single = {
             kind: [Launcher(name, place) for name in names_of(dtype, [kind])] for kind in kinds if kind in STEPS
         }
         self._joint = {
             kind: Launcher(name, place, is_array=True)
-            for kind in (self._alone if joint else ())
+            for kind in (self._single if joint else ())
             for name in names_of(dtype, [kind], joint=True)
         }
         self._dtype = dtype
@@ -136,17 +136,17 @@ class Packed(JointRows[Quantised]):
             matrix_NK: the matrix.
             gated: whether a gate follows.
         """
-        if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._alone:
+        if isinstance(matrix_NK, Tensor) or kind_of(matrix_NK) not in self._single:
             return False
         return 0 < len(x_RK) <= MOST_ROWS and is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
+        """Return whether there is a kernel with an all-reduce as epilogue for rows and a matrix."""
         return len(x_RK) <= MOST_JOINT and self.takes(x_RK, matrix_NK)
 
     def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
         blocks, threads, words = self._words(y, x, matrix, plus)
-        self._alone[kind_of(matrix)][len(x) > _EIGHT](blocks, threads, *words, mode)
+        self._single[kind_of(matrix)][len(x) > _EIGHT](blocks, threads, *words, mode)
 
     def _run_joint(  # noqa: PLR0917
         self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], channel: Channel, device: int
@@ -169,7 +169,7 @@ class Packed(JointRows[Quantised]):
 
 
 def words_of(matrix: Quantised) -> tuple[int, ...]:
-    """Return what kernels are told of a matrix: codes, scales and zeros, groups and their columns, and more."""
+    """Return the kernel's parameters for a matrix: addresses of codes, scales and zero points, and their indexing."""
     (size, width), (height, columns), scales = matrix.shape, block_of(matrix), matrix.scales
     if not isinstance(matrix, IntMatrix):
         zeros, more = 0, _power_of(height, size)
@@ -184,7 +184,7 @@ def words_of(matrix: Quantised) -> tuple[int, ...]:
 
 
 def is_read(matrix: Quantised, *, gated: bool) -> bool:
-    """Return whether kernels can read a matrix of a kind that there are kernels for."""
+    """Return whether the layout of a matrix is one that kernels can read, given that they support its kind of codes."""
     (size, width), (height, columns), kind = matrix.shape, block_of(matrix), kind_of(matrix)
     zeros = matrix.zeros if isinstance(matrix, IntMatrix) else None
     return (
@@ -204,13 +204,13 @@ def is_read(matrix: Quantised, *, gated: bool) -> bool:
 
 
 def _is_words(tensor: Tensor) -> bool:
-    """Return whether a tensor can be read in words of 32 bits, of which a part of the last may be behind it."""
+    """Return whether a tensor can be read in words of 32 bits, the last of which may reach beyond its end."""
     end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
     return not tensor.data_ptr() % 4 and -(-end // 4) * 4 <= tensor.untyped_storage().nbytes()
 
 
 def _has_power(block: int, count: int) -> bool:
-    """Return whether division of all numbers below ``count`` by ``block`` is a shift."""
+    """Return whether a shift can replace division of numbers below ``count`` by ``block``."""
     return block >= count or not block & (block - 1)
 
 

@@ -1,4 +1,4 @@
-"""Launches of the kernels between a layer's matrix products: norms, gates, rotation and argmax.
+"""Launches of the kernels between a layer's matrix products: RMS norm, gates, RoPE with cache append, and argmax.
 
 Shapes: R rows, D hidden, I intermediate, H heads, K elements of a head, W columns of a RoPE table, T places of a cache.
 """
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 GATES: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", SWIGLU_OAI: SWIGLU_OAI}
 
 _ITEM: Final = 2
-#: Bytes that are loaded at once, and elements of so many.
+#: Bytes of a vector access, and its elements.
 _VECTOR: Final = 16
 _ELEMENTS: Final = _VECTOR // _ITEM
-#: Of the rows' numbers.
+#: Bytes of the sequence or the place of a row.
 _NUMBER: Final = 8
 
 _WARP: Final = 32
 _MOST_THREADS: Final = 1024
-#: Of a block that needs no others.
+#: Maximum threads of a block that shares no results with other threads.
 _THREADS: Final = 256
 
 
@@ -39,9 +39,9 @@ class Places:
     """Where the keys and values of rows go in the cache.
 
     Attributes:
-        keys: keys of the cache, ``[T, H, K]``, see :meth:`tpplan.decoder.cache.store.Store.in_a_row`.
+        keys: keys of the cache, ``[T, H, K]``, see :meth:`tpplan.decoder.cache.store.Store.as_rows`.
         values: values of the cache, likewise.
-        apart: row stride between sequences.
+        sequence_stride: row stride between sequences.
         sequences: sequence of each row, int64; below 0 if the row is not to be written.
         places: place of each row in its sequence, int64.
         scales: scales of keys and of values in a ``q8`` cache, from their beginning; empty for other kinds.
@@ -49,7 +49,7 @@ class Places:
 
     keys: Tensor
     values: Tensor
-    apart: int
+    sequence_stride: int
     sequences: Tensor
     places: Tensor
     scales: tuple[Tensor, ...] = ()
@@ -62,7 +62,7 @@ def names_of(dtype: torch.dtype, activation: str, kind: str = "fp16") -> list[st
 
 
 class Pointwise:
-    """Norms, gates and rotation in 16 bits on one CUDA device; each method's result tells whether it takes its tensors.
+    """Norms, gates, RoPE and argmax in 16 bits on one CUDA device; each method returns whether it supports its tensors.
 
     Rows of tensors must begin at, and consist of, multiples of 16 bytes.
     """
@@ -88,7 +88,7 @@ class Pointwise:
             offset: number that norms add to their weights.
         """
         launchers = (Launcher(name, place) for name in names_of(dtype, activation, kind))
-        self._norm, self._gate, self._best, self._turn = launchers
+        self._norm, self._gate, self._best, self._norm_and_rope = launchers
         self._dtype, self._eps, self._offset = dtype, bits_of(eps), bits_of(offset)
         self._stored = {"q8": torch.int8, "fp8": torch.uint8}.get(kind, dtype)
 
@@ -139,7 +139,7 @@ class Pointwise:
         self._gate((rows, parts, 1), threads, start, pitch, *of_up[:2], start, pitch, columns * _ITEM)
         return True
 
-    def best(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor | None:
+    def argmax(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor | None:
         """Find the largest element of each row, and return it and its index in one of several pairs of columns.
 
         Args:
@@ -161,13 +161,13 @@ class Pointwise:
         self._best(rows, threads, *words, found.data_ptr(), 4 * found.stride(0), 2 * place, found.shape[1])
         return found
 
-    def turn(
+    def norm_and_rope(
         self,
         qkv_RHK: Tensor,
         counts: tuple[int, int],
         by: Tensor,
         norms: Sequence[Tensor] = (),
-        keep: Places | None = None,
+        to: Places | None = None,
     ) -> bool:
         """Apply norms and rotation (RoPE) to query and key heads in place, and write keys and values to a cache.
 
@@ -178,7 +178,7 @@ class Pointwise:
             counts: numbers of query heads and of key heads.
             by: RoPE angles of the rows, ``[R, 1, 2, 2, P]``, see :func:`tpplan.decoder.math.angles`.
             norms: weights of the norms of query and key heads; empty if there are none.
-            keep: where keys and values go in a cache; they are not written if not given.
+            to: where keys and values go in a cache; they are not written if not given.
 
         Returns:
             Whether the kernel takes such tensors.
@@ -200,13 +200,13 @@ class Pointwise:
                 return False
         if (words[0] | words[1] | by.data_ptr()) % _VECTOR:
             return False
-        kept = self._words_of(keep)
-        if kept is None:
+        cache_words = self._words_of(to)
+        if cache_words is None:
             return False
-        used = sum(counts) + (counts[1] if keep else 0)
+        used = sum(counts) + (counts[1] if to else 0)
         _, threads = _even(used * lanes, _THREADS)
         parts = -(-used // (threads // lanes))  # of whole heads
-        self._turn(
+        self._norm_and_rope(
             (rows, parts, 1),
             threads,
             start,
@@ -221,23 +221,23 @@ class Pointwise:
             self._offset,
             bits_of(1 / width),
             self._eps,
-            *kept,
+            *cache_words,
         )
         return True
 
-    def _words_of(self, keep: Places | None) -> Sequence[int] | None:
-        """Return the kernel's parameters for a cache, or None if it does not take that cache."""
-        if keep is None:
+    def _words_of(self, to: Places | None) -> Sequence[int] | None:
+        """Return the kernel's parameters for a cache, or None if it does not support that cache."""
+        if to is None:
             return (0,) * 10
-        k_THK, v_THK, sequences, places = keep.keys, keep.values, keep.sequences, keep.places
+        k_THK, v_THK, sequences, places = to.keys, to.values, to.sequences, to.places
         if k_THK.dtype is not self._stored or sequences.dtype is not torch.int64 or places.dtype is not torch.int64:
             return None
         starts, width = (k_THK.data_ptr(), v_THK.data_ptr()), k_THK.shape[2]
         if k_THK.stride() != v_THK.stride() or k_THK.stride(0) != width or (starts[0] | starts[1]) % _VECTOR:
             return None
-        scales = [each.data_ptr() for each in keep.scales] or [0, 0]
+        scales = [each.data_ptr() for each in to.scales] or [0, 0]
         item = k_THK.element_size()
-        steps = keep.apart * width * item, k_THK.stride(1) * item
+        steps = to.sequence_stride * width * item, k_THK.stride(1) * item
         of_rows = [(each.data_ptr(), each.stride(0) * _NUMBER) for each in (sequences, places)]
         return *starts, *scales, *steps, *of_rows[0], *of_rows[1]
 

@@ -1,4 +1,4 @@
-"""Products of up to sixteen rows and a matrix in one kernel with tensor cores, followed by a gate or a sum.
+"""Skinny GEMM: products of up to sixteen rows and a matrix by tensor cores, with a gate or a sum as epilogue.
 
 Shapes are suffixes of names: R rows (up to 16), K columns of the matrix, N rows of the matrix, I intermediate.
 """
@@ -12,42 +12,42 @@ import torch
 from torch import Tensor
 
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
-from tpplan.decoder.weights.row_kernels import JointRows, is_vectors
+from tpplan.decoder.weights.row_kernels import AllReduceKernels, is_vectors
 from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from tpplan.decoder.weights.quantised import Matrix
     from tpplan.exec.cuda.channel import Channel
 
-#: Rows that kernels take; and those that add up the products of several devices, for more of which sums are faster.
+#: Maximum rows of kernels; and of those with an all-reduce as epilogue: for more rows, a separate one is faster.
 MOST_ROWS: Final = 16
 MOST_JOINT: Final = 8
 
-#: Rows of one instruction, columns that a warp reads at a time, matrix rows of a tile, bytes of a number.
+#: Rows of one mma instruction, columns that a warp reads at a time, matrix rows of a tile, bytes of an element.
 _EIGHT, _STEP, _TILE, _ITEM = 8, 64, 16, 2
-#: Warps of a multiprocessor, whose registers are enough for so many (on sm_80).
+#: Warps that a multiprocessor has registers for (on sm_80).
 _WARPS = 16
-#: Rows, at most, of which sums are so few that it costs little if all warps of a block add them up.
+#: Maximum rows for which it costs little that all warps of a block add up their partial sums.
 _FEW: Final = 4
-#: Bytes of a matrix for each multiprocessor: with more, torch's kernels are as fast (on an H200); more than eight rows
-#: take longer to read than a small matrix.
+#: Bytes of a matrix for each multiprocessor: with more than the first, torch is as fast (on an H200); with fewer than
+#: the second, reading more than eight rows takes longer than reading the matrix.
 _MOST_SHARE, _LEAST_SHARE = 512 * 1024, 160 * 1024
 
 
 @cache
 def shape_of(tiles: int, width: int, processors: int, rows: int, *, joint: bool = False) -> tuple[int, int]:
-    """Return how many blocks share a matrix, and the warps of each: all are on the GPU from the start.
+    """Return the number of blocks that share a matrix, and the warps of a block; all blocks are resident at once.
 
-    There are one, two or four blocks on a multiprocessor, so that each has one tile, if tiles are not too many; of few
-    rows not four. A warp has two steps on their way, so it has the number of warps with which fewest are without
-    columns, if all make an even number of steps: 8 of 4,096 columns, 7 of 3,584, 4 of 512.
+    A multiprocessor has one, two or four blocks, so that each has one tile if there are not too many tiles; for few
+    rows at most two. A warp loads two steps ahead, so that it makes an even number of them. A block has as many warps
+    as leave fewest without columns: 8 for 4,096 columns, 7 for 3,584, 4 for 512.
 
     Args:
-        tiles: of the matrix.
-        width: columns.
-        processors: of the GPU.
-        rows: that it is multiplied by.
-        joint: whether blocks wait for others, which must not need the room of whole multiprocessors then.
+        tiles: tiles of the matrix.
+        width: columns of the matrix.
+        processors: multiprocessors of the GPU.
+        rows: rows that the matrix is multiplied by.
+        joint: whether blocks wait for those of other devices, and so must not each take a whole multiprocessor.
     """
     together = 1 if tiles <= processors and not joint else 2 if tiles <= 2 * processors or rows <= _FEW else 4
     most = _WARPS // together
@@ -62,12 +62,12 @@ def names_of(dtype: torch.dtype) -> list[str]:
 
 
 def joint_name_of(dtype: torch.dtype) -> str:
-    """Return the name of the kernel that adds up the products of several devices."""
+    """Return the name of the kernel whose epilogue is an all-reduce over the devices."""
     return f"skinny_joint_{DTYPES[dtype]}_{_EIGHT}"
 
 
-class Skinny(JointRows[Tensor]):
-    """Kernels for one device and dtype."""
+class SkinnyGemm(AllReduceKernels[Tensor]):
+    """Skinny GEMM kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
         """Load the kernels.
@@ -75,9 +75,9 @@ class Skinny(JointRows[Tensor]):
         Args:
             place: a CUDA device.
             dtype: 16-bit dtype of rows and matrices.
-            joint: whether to load the kernels that add up the products of several devices, too.
+            joint: whether to load the kernels whose epilogue is an all-reduce over the devices, too.
         """
-        self._alone = [Launcher(name, place) for name in names_of(dtype)]
+        self._single = [Launcher(name, place) for name in names_of(dtype)]
         self._joint = [Launcher(joint_name_of(dtype), place, is_array=True)] if joint else []
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
@@ -85,7 +85,7 @@ class Skinny(JointRows[Tensor]):
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix, and it is not slower than torch.
 
-        It is where a block has one tile, or two if that saves a kernel for the gate.
+        It is not slower if each block has one tile, or two if that saves a separate kernel for the gate.
 
         Args:
             x_RK: rows.
@@ -101,18 +101,18 @@ class Skinny(JointRows[Tensor]):
         return rows <= MOST_ROWS and self._reads(x_RK, matrix_NK)
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether there is a kernel for rows and a matrix that replaces an all-reduce."""
+        """Return whether there is a kernel with an all-reduce as epilogue for rows and a matrix."""
         return len(x_RK) <= MOST_JOINT and self._reads(x_RK, matrix_NK)
 
     def _reads(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
-        """Return whether rows and a matrix are not empty, and laid out as kernels need."""
+        """Return whether rows and a matrix are not empty, and have the layout that kernels need."""
         if not isinstance(matrix_NK, Tensor) or not len(x_RK) or not len(matrix_NK):
             return False
         return all(is_vectors(each, self._dtype) for each in (x_RK, matrix_NK))
 
     def _run(self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], mode: int) -> None:
         blocks, threads, words = self._words(y, x, matrix, plus)
-        self._alone[len(x) > _EIGHT](blocks, threads, *words, mode)
+        self._single[len(x) > _EIGHT](blocks, threads, *words, mode)
 
     def _run_joint(  # noqa: PLR0917
         self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], channel: Channel, device: int

@@ -1,4 +1,7 @@
-"""Products of 17 to 64 rows and a quantised matrix in one kernel that reads codes once, followed by a gate or a sum.
+"""GEMM of 17 to 64 rows with quantised weights, whose codes are read once, with a gate or a sum as epilogue.
+
+Blocks share the steps of all tiles evenly (stream-K, arXiv:2301.03598): the last block of a tile adds up the partial
+sums of the others.
 
 Shapes are suffixes of names: R rows, K columns of the matrix, N rows of the matrix, I intermediate.
 """
@@ -16,43 +19,43 @@ from tpplan.decoder.fast.launches.dense import kind_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
 from tpplan.decoder.fast.launches.packed import STEPS, is_read, words_of
 from tpplan.decoder.weights.quantised import IntMatrix, Matrix, Quantised
-from tpplan.decoder.weights.row_kernels import FewRows, is_vectors
+from tpplan.decoder.weights.row_kernels import RowKernels, is_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-#: Rows that are taken, at least and at most.
+#: Minimum and maximum rows of the kernels.
 FEWEST_ROWS: Final = 17
 MOST_ROWS: Final = 64
 
-#: Bytes of what a warp leaves for each row, and how many such parts a block may leave.
+#: Bytes of the partial sums of a warp for each row, and the maximum tiles of which a block leaves partial sums.
 _ROW_BYTES, _MOST_PARTS = 128, 2
-#: Warps of a block, at most, and where there are two for each multiprocessor and few strips; and blocks that have steps
-#: of the same matrix rows, at most.
+#: Maximum warps of a block; warps of a block if a multiprocessor has two and there are few strips; and the maximum
+#: blocks that share a tile (split-K).
 _MOST_WARPS, _FEWER_WARPS, _MOST_SPLITS = 8, 6, 16
-#: Bytes that scales are copied by, and results written.
+#: Bytes of one copy of scales, and of one write of results.
 _WORD = 4
-#: Steps that a block has in shared memory, at least and at most; bytes of it that each block takes for itself.
+#: Minimum and maximum stages (steps in shared memory) of a block; bytes of shared memory that CUDA reserves per block.
 _FEWEST_STAGES, _MOST_STAGES, _RESERVED = 2, 3, 1024
-#: What torch calls the bytes of shared memory that a block may have, and that a multiprocessor has; of GPUs from
-#: capability 8.0 on, what all of them have, if it does not tell.
+#: torch's names for the bytes of shared memory of a block and of a multiprocessor; and what all GPUs from capability
+#: 8.0 on have, for versions of torch that do not report them.
 _LIMITS: Final = {"shared_memory_per_block_optin": 99 << 10, "shared_memory_per_multiprocessor": 100 << 10}
-#: Steps of each warp that make more warps worth while, and strips for each multiprocessor that make yet more so.
+#: Minimum steps of each warp for two blocks on a multiprocessor, and minimum strips per multiprocessor for full ones.
 _MANY_STEPS, _MANY_STRIPS = 5, 2
 
 
 @cache
 def shape_of(strips: int, steps: int, processors: int, warps: int, paired: int) -> tuple[int, int]:
-    """Return how many blocks share all steps of a matrix evenly, and the warps of each.
+    """Return the number of blocks that share all steps of a matrix evenly, and the warps of a block.
 
-    Two blocks of a multiprocessor hide what each waits for, but leave more for others to add up; so do large blocks.
+    Two blocks on a multiprocessor hide each other's latency, but leave more partial sums to add up; so do large blocks.
 
     Args:
-        strips: 32 rows of the matrix each, half of them gates if there are any.
-        steps: of its columns.
-        processors: of the GPU.
-        warps: that each of these has registers for, at least eight.
-        paired: warps of blocks of which each has shared memory for two, at most; 0 if there are none.
+        strips: strips of 32 matrix rows, half of them rows of the gate if there is one.
+        steps: steps that the columns take.
+        processors: multiprocessors of the GPU.
+        warps: warps that a multiprocessor has registers for, at least eight.
+        paired: maximum warps of a block for which a multiprocessor has shared memory for two; 0 if it never has.
     """
     together, size = 1, _MOST_WARPS
     pair = min(size if strips >= _MANY_STRIPS * processors else _FEWER_WARPS, warps // 2, paired)
@@ -61,7 +64,7 @@ def shape_of(strips: int, steps: int, processors: int, warps: int, paired: int) 
     tiles = -(-strips // size)
     blocks = min(together * processors, tiles * min(steps, _MOST_SPLITS))
     longest = -(-tiles * steps // blocks)
-    even = blocks // tiles * tiles  # so many that none has parts of two tiles, where that takes no longer
+    even = blocks // tiles * tiles  # no block has parts of two tiles, if that takes no longer
     return even if even * longest >= tiles * steps else blocks, size
 
 
@@ -69,22 +72,22 @@ def names_of(dtype: torch.dtype, kinds: Collection[str]) -> list[str]:
     """Return the names of kernels for a dtype.
 
     Args:
-        dtype: of rows.
-        kinds: of codes; of some there are none.
+        dtype: dtype of the rows.
+        kinds: kinds of codes; those without kernels are left out.
     """
     return [f"wide_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in WARPS]
 
 
 def bytes_of(blocks: int, warps: int, rows: int) -> int:
-    """Return the bytes of what blocks leave for each other: up to 19 MiB on a GPU of 132 multiprocessors."""
+    """Return the bytes of the partial sums of all blocks: up to 19 MiB on a GPU with 132 multiprocessors."""
     return _MOST_PARTS * _ROW_BYTES * blocks * warps * rows
 
 
 def stages_of(stage: int, together: int, limits: tuple[int, ...]) -> int:
-    """Return how many steps a block has in shared memory.
+    """Return the number of pipeline stages of a block, each with one step in shared memory.
 
     Args:
-        stage: bytes of each.
+        stage: bytes of a stage.
         together: blocks that a multiprocessor is to have.
         limits: bytes of shared memory that a block may have, and that a multiprocessor has.
     """
@@ -93,10 +96,10 @@ def stages_of(stage: int, together: int, limits: tuple[int, ...]) -> int:
 
 
 def paired_of(rows: int, step: int, limits: tuple[int, ...]) -> int:
-    """Return the warps of blocks of which a multiprocessor has shared memory for two, at most; 0 if it has for none.
+    """Return the maximum warps of a block for which a multiprocessor has shared memory for two; 0 if it never has.
 
     Args:
-        rows: that the kernel is for.
+        rows: maximum rows of the kernel.
         step: columns of a step.
         limits: bytes of shared memory that a block may have, and that a multiprocessor has.
     """
@@ -105,11 +108,11 @@ def paired_of(rows: int, step: int, limits: tuple[int, ...]) -> int:
     return next((warps for warps in sizes if _FEWEST_STAGES * stage_bytes(rows, step, warps) <= room), 0)
 
 
-class Wide(FewRows[Quantised]):
-    """Kernels for one device and dtype.
+class QuantisedGemm(RowKernels[Quantised]):
+    """GEMM kernels for quantised weights, for one device and dtype.
 
     NaN codes of e4m3 count as 480. Elements of the matrix are rounded to 16 bits, and so are scales. Launches of one
-    object must not overlap, because their blocks use the same counters to find the last one.
+    object must not overlap, because their blocks find the last one of a tile by the same counters.
     """
 
     def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str]) -> None:
@@ -135,9 +138,9 @@ class Wide(FewRows[Quantised]):
         self._turns = torch.zeros(self._processors * max(WARPS.values()), dtype=torch.int32, device=place)
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
-        """Return whether there is a kernel for rows and a matrix, which is not slower than codes made 16-bit for torch.
+        """Return whether there is a kernel for rows and a matrix that is not slower than dequantising for torch.
 
-        Scales become numbers of the rows' dtype, for which those that are not of float16 may be too small.
+        Scales are converted to the dtype of the rows; in float16, scales of other dtypes could underflow.
 
         Args:
             x_RK: rows.

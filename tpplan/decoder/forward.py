@@ -1,0 +1,170 @@
+"""The forward pass of a model over all devices of a compiled plan: embedding, layers, and logits.
+
+Shapes: B batch, R rows, D hidden, V vocabulary. A plural such as ``xs`` is one tensor for each device, in device order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from tpplan.core.axes import Axis
+from tpplan.decoder.cache.store import CachePlaces
+from tpplan.decoder.layer.agree import room_for
+from tpplan.decoder.layer.attention import Group
+from tpplan.decoder.layer.passes import Decode, Prefill
+from tpplan.decoder.prompts import PassShape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from tpplan.decoder.layer.stack import Stack
+    from tpplan.decoder.model.ropes import Angles
+    from tpplan.decoder.model.settings import Settings
+    from tpplan.decoder.prompts import PromptSlice
+    from tpplan.decoder.weights.device import DeviceWeights
+    from tpplan.exec.context import TPContext
+
+#: Minimum rows of half a pass for the halves to be interleaved, and a multiple that the first half is rounded down to.
+#: A graph this large is always more than half full, so that the second half is never all padding.
+_HALF, _EVEN = 512, 128
+
+
+class Forward:
+    """Computes prefill passes and decode steps. It only knows tokens, positions and sequences, no texts.
+
+    Attributes:
+        stack: the model's layers, with their KV cache.
+        settings: the settings of the model.
+        weights: tensors by device and name; adjacent matrices with the same input are joined into one.
+        batch: maximum number of sequences in the cache.
+        length: maximum tokens of a sequence.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        settings: Settings,
+        weights: Mapping[int, DeviceWeights],
+        tables: Mapping[int, tuple[Tensor, Tensor]],
+        *,
+        batch: int,
+        length: int,
+        head: str,
+        in_turns: bool,
+    ) -> None:
+        """Combine the parts of a model.
+
+        Args:
+            stack: the model's layers, with their KV cache.
+            settings: the settings of the model.
+            weights: tensors by device and name.
+            tables: sines and cosines of RoPE on each device that has KV heads.
+            batch: maximum number of sequences in the cache.
+            length: maximum tokens of a sequence.
+            head: name of the matrix that makes logits of the residual stream.
+            in_turns: whether to interleave the two halves of large prefill passes of a fixed shape, so that the
+                all-reduce of one overlaps the computation of the other.
+        """
+        self.stack = stack
+        self.settings = settings
+        self.weights = weights
+        self.batch = batch
+        self.length = length
+        self._tables = tables
+        self._head = head
+        self._in_turns = in_turns
+        scale = settings.embedding_scale
+        if settings.family.scaled_embedding:
+            scale = torch.tensor(scale, dtype=stack.context.dtype).item()  # rounded as in transformers
+        self._embedding_scale = scale
+
+    @property
+    def context(self) -> TPContext:
+        """The compiled plan."""
+        return self.stack.context
+
+    def prefill(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> tuple[Tensor, ...]:
+        """Return the residual stream after a prefill pass.
+
+        Args:
+            numbers: on each device, for each row its token and its
+                :func:`tpplan.decoder.prompts.numbers_of`.
+            prompt_slices: slices of prompts that make up all rows; left out if the work must not depend on them, as in
+                a graph. Only then may the last rows be padding.
+        """
+        xs = self._embed([one[:, 0] for one in numbers])
+        count = len(numbers[0])
+        half = count // 2 // _EVEN * _EVEN
+        if not self._in_turns or prompt_slices or half < _HALF:
+            return self.stack.run(xs, self._pass_of(numbers, prompt_slices))
+        halves = [
+            (tuple(x_RD[some] for x_RD in xs), self._pass_of([one[some] for one in numbers]))
+            for some in (slice(half), slice(half, count))
+        ]
+        self.stack.run_in_turns(halves)
+        return xs
+
+    def _pass_of(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> Prefill:
+        """Return what layers need to know of a prefill pass of these rows."""
+        _, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
+        count = len(numbers[0])
+        pass_shape = PassShape.of(prompt_slices) if prompt_slices else PassShape.of_any(count, self.batch, self.length)
+        cap, heads = self.settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]
+        some_attend = len(prompt_slices) != 1 and any(each.attend_at_once(pass_shape, cap) for each in heads)
+        groups = {
+            device: Group.of(positions, sequences, before, pass_shape, is_filled=not prompt_slices)
+            for device, positions, sequences, before in zip(self.context.devices, *others, strict=True)
+            if device in self._tables and some_attend
+        }
+        return Prefill(self._angles(others[0]), groups, prompt_slices)
+
+    def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int) -> tuple[Tensor, ...]:
+        """Return the logits after one token of each sequence; see :meth:`tpplan.decoder.decoder.Decoder.decode`."""
+        return self.logits(self.stack.run(self._embed(tokens), self._decode(positions, span)))
+
+    def _decode(self, positions: Sequence[Tensor], span: int) -> Decode:
+        lengths = {heads.cache.length for each in self.stack.heads for heads in each.values()}
+        places = {
+            device: {length: CachePlaces.of(at, length, span, self.context.dtype) for length in lengths}
+            for device, at in zip(self.context.devices, positions, strict=True)
+            if device in self._tables
+        }
+        return Decode(self._angles(positions), places)
+
+    def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
+        """Return the RoPE angles of rows at these positions on each device that has KV heads."""
+        at = dict(zip(self.context.devices, positions, strict=True))
+        ropes = self.settings.ropes
+        return {device: ropes.angles(sin, cos, at[device]) for device, (sin, cos) in self._tables.items()}
+
+    def _embed(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the embeddings of tokens: the sum over devices, each with zeros for tokens that others hold."""
+        ids = dict(zip(self.context.devices, tokens, strict=True))
+        parts = []
+        for part in self.context.split(Axis.VOCAB):
+            size = part.end - part.start
+            local = ids[part.device] - part.start
+            own = local.clamp(0, size - 1)
+            x_RD = functional.embedding(own, self.weights[part.device]["model.embed_tokens.weight"])
+            parts.append(x_RD.mul_((own == local)[:, None]))
+        hidden = self.context.plan.split(Axis.RESIDUAL).size
+        out = None if parts else room_for(self.context, len(tokens[0]), hidden, self.context.dtype)
+        xs = self.context.all_reduce(parts, axis=Axis.VOCAB, out=out)
+        return xs if self._embedding_scale == 1 else tuple(x.mul_(self._embedding_scale) for x in xs)
+
+    def logits(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the logits of rows of the residual stream ``[R, D]``, on each device for its part of the vocabulary.
+
+        Args:
+            xs: rows on each device in use.
+        """
+        cap, logits = self.settings.logit_cap, []
+        for device in self.context.devices_of(Axis.VOCAB):
+            y_RV = self.stack.normed(xs, device, "model.norm", self._head)
+            logits.append(y_RV if cap is None else y_RV.div_(cap).tanh_().mul_(cap))
+        return tuple(logits)
