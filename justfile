@@ -89,7 +89,7 @@ bench *args: sync
 
 # Write the site of docs/, the public names and the commands' help into site/; a link that leads nowhere is an error
 docs: (_install "docs" ".[docs]")
-    @COLUMNS=80 NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+    @COLUMNS=80 NO_MKDOCS_2_WARNING=1 mkdocs build
     @echo site/index.html
 
 # Build the wheel and the source distribution into dist/

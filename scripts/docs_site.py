@@ -85,7 +85,8 @@ class Docstrings(griffe.Extension):  # type: ignore[misc]
             module = pkg.modules_collection[package]
             for name in module.exports or ():
                 with suppress(griffe.AliasResolutionError):  # a name of the standard library
-                    if not module.members[name].has_docstring:
+                    member = module.members[name]
+                    if not (member.final_target if member.is_alias else member).docstring:
                         _log.warning("%s.%s is public and has no docstring", package, name)
 
     def _visit(self, item: griffe.Object) -> None:
