@@ -89,6 +89,15 @@ bench *args: sync
     @echo
     @python -m benchmarks.bench_exec "$@"
 
+# Count the lines of code of each package; --against REF compares them with a commit's
+size *args:
+    @{{ python }} scripts/size.py "$@"
+
+# Write the site of docs/, the public names and the commands' help into site/; a link that leads nowhere is an error
+docs: (_install "docs" ".[docs]")
+    @COLUMNS=80 NO_MKDOCS_2_WARNING=1 mkdocs build
+    @echo site/index.html
+
 # Build the wheel and the source distribution into dist/
 dist: sync
     @python -m build --no-isolation

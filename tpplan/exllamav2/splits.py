@@ -185,8 +185,9 @@ class Splits:
                 has fewer GPUs than the plan uses, with a warning in the log.
             transport: see :func:`tpplan.exec.compile`, also for ``tuning``: :meth:`finalize` passes both on.
             tuning: thresholds.
-            scratch_bytes: room on every device for :meth:`reserve_scratch`, beside that for the slices of a layer; None
-                for what the widest matrix of a layer takes, dequantised, of which the device has a part.
+            scratch_bytes: room on every device for :meth:`tpplan.exllamav2.TPContext.reserve_scratch`, beside that for
+                the slices of a layer; None for what the widest matrix of a layer takes, dequantised, of which the
+                device has a part.
         """
         check_choice("transport", transport, TRANSPORTS_OR_AUTO)
         self.model = model

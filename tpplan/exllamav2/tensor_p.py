@@ -21,10 +21,15 @@ if TYPE_CHECKING:
     from tpplan.exllamav2.pinned import PinnedTemp
 
 # Indices of tpplan.exllamav2.splits.AXES.
+#: The split of the key/value heads.
 BROADCAST_KV = 0
+#: The split of the intermediate size.
 BROADCAST_ID = 1
+#: The split of the vocabulary.
 BROADCAST_VC = 2
+#: The split of the residual stream.
 BROADCAST_RS = 3
+#: The split of the query heads.
 BROADCAST_Q = 4
 
 

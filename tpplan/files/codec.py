@@ -55,7 +55,7 @@ def structure(data: object, cls: type[T], what: str, *, allow_unknown: bool = Fa
     """Convert JSON data to an object of a frozen class, without converting scalar types.
 
     Args:
-        data: the data, as :func:`parse_json` returns it.
+        data: the data, as :func:`tpplan.files.text.parse_json` returns it.
         cls: class of the object.
         what: name of the document in errors, such as its file's name.
         allow_unknown: ignore keys that the class does not have.

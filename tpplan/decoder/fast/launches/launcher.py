@@ -30,7 +30,7 @@ class Launcher:
         Args:
             name: name of the kernel; its first word names the module, see :mod:`tpplan.exec.toolchain.kernel_cache`.
             place: the device.
-            is_array: whether its parameter is one array of :data:`tpplan.exec.protocol.words.MOST_WORDS` words.
+            is_array: whether its parameter is one array of ``MOST_WORDS`` of :mod:`tpplan.exec.protocol.words`.
             most_shared: bytes of shared memory that launches may ask for.
 
         Raises:

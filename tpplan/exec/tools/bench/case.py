@@ -105,7 +105,7 @@ class Cases:
         Args:
             name: name of the operation.
             rows: rows of its tensors.
-            where: empty for direct calls; :data:`tpplan.exec.explain.IN_GRAPH` for graphs that differ from calls.
+            where: empty for direct calls; ``IN_GRAPH`` of :mod:`tpplan.exec.explain` for graphs that differ from calls.
         """
         operation = name.partition(" ")[0]
         axis = ALL if operation in {"broadcast", "all_reduce"} else str(Axis.RESIDUAL)
