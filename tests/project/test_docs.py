@@ -46,7 +46,7 @@ def test_the_python_of_the_readme(
     names: dict[str, Any] = {}
     exec(code, names)  # noqa: S102 (our own)
     assert capsys.readouterr().out == "the plans are equal\n"
-    exec(execution, names)  # noqa: S102 (our own)
+    exec(execution, {})  # noqa: S102 (our own; it stands alone)
     assert capsys.readouterr().out.startswith("Llama-3.1-8B, transport events, 1 to 2048 rows of bfloat16\n")
     promised = re.findall(r"^(plan\..+?)  # (.+)$", code, re.MULTILINE)
     assert len(promised) == 2
