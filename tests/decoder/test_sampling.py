@@ -47,7 +47,7 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-40, 5e-324])
-def test_next_to_no_temperature_takes_the_greedy(temperature: float) -> None:
+def test_next_to_no_temperature_takes_the_likeliest(temperature: float) -> None:
     """However small it is: no quotient overflows."""
     assert set(draws(Sampling(temperature), 50)) == {1}
 
