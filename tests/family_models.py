@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tests.later import transformers
 from tpplan.core.axes import Axis
 from tpplan.models import families
@@ -18,6 +16,8 @@ from tpplan.models.families.wrappers import VISION, WRAPPERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    import torch
 
     from tpplan.core.model import Block, ModelSpec, Parameter
 
@@ -73,6 +73,8 @@ def build(config: Any, **options: Any) -> Any:
 
 def meta_model(config: Any) -> Any:
     """Build the model without its weights."""
+    import torch  # noqa: PLC0415 (where it is not installed, the tests without models run)
+
     with torch.device("meta"):
         return build(config)
 

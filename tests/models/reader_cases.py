@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tests.checkpoints import LLAMA, Tensors
 from tests.family_models import build, hub_config, save_model
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
 
 def plain(inputs: int, outputs: int, _layer: int) -> Tensors:
@@ -25,6 +25,8 @@ def small(**changes: Any) -> dict[str, Any]:
 
 def save(directory: Path, data: dict[str, Any], dtype: torch.dtype, shard: str) -> None:
     """Save a model of random weights as transformers does with one that it loaded from the hub."""
+    import torch  # noqa: PLC0415 (where it is not installed, the other tests run)
+
     torch.manual_seed(0)
     model = build(hub_config(data), dtype=dtype)
     for name, tensor in (*model.named_buffers(), *model.named_parameters()):
