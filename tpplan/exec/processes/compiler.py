@@ -244,8 +244,9 @@ def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meetin
     if own is None:
         shared = share(used, meeting.count, meeting.process)
         if shared is None:
-            message = f"own: {len(used)} devices are in use, which {meeting.count} processes cannot own equally many of"
-            raise RequestError(message, "pass the devices that each process owns")
+            in_use = "1 device is in use" if len(used) == 1 else f"{len(used)} devices are in use"
+            message = f"own: {in_use}, which {meeting.count} processes cannot own equally many of"
+            raise RequestError(message, "start a process for each, or pass as own= the devices that each process owns")
         return shared
     every = range(len(plan.devices))
     wrong = [device for device in own if type(device) is not int or device not in every]
