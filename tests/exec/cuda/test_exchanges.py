@@ -12,7 +12,7 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu1
 
 from tests.exec.program_cases import ITEM_BYTES, LIMITS, operations
 from tpplan.exec.cuda.exchanges import kernels_for
-from tpplan.exec.cuda.host_writes import lands
+from tpplan.exec.cuda.host_writes import writes_host_memory
 from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs.lower import Mode, lower, route
 from tpplan.exec.programs.program import Exchange
@@ -27,7 +27,7 @@ def test_one_device_has_no_other_kernel_than_the_landing(operation: Operation, t
     assert kernels_for(1, transport) == ("landing_move",)
     for captured in (False, True):
         program = lower(operation, route(operation, transport, rows, ITEM_BYTES, LIMITS, mode=Mode(captured)))
-        assert lands(program) or not any(isinstance(command, Exchange) for command in program.commands)
+        assert writes_host_memory(program) or not any(isinstance(command, Exchange) for command in program.commands)
 
 
 @pytest.mark.parametrize(

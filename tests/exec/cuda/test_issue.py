@@ -19,7 +19,7 @@ from tests.exec.program_cases import CASES
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda import backend, copies, encode_slots, events, launch, streams
 from tpplan.exec.cuda.backend import CudaDevices
-from tpplan.exec.cuda.events import Marks
+from tpplan.exec.cuda.events import CudaEvents
 from tpplan.exec.cuda.exchanges import Exchanges
 from tpplan.exec.cuda.issuing import ISSUING, Issuing
 from tpplan.exec.cuda.launch import Bound, LaunchGraphs, Ready, ReadyProgram
@@ -180,7 +180,7 @@ def test_what_is_called_often_is_launched_by_graphs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch, "graph_of", lambda kernel, ordinal: kernel.graph if ordinal == 3 else None)
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
-    devices._issuing, devices._loaded, devices._marks = Issuing(devices._exchanges), set(), Marks({})
+    devices._issuing, devices._loaded, devices._events = Issuing(devices._exchanges), set(), CudaEvents({})
     devices._ordinals, devices._graphs, devices._streams, devices._channels = {0: 3}, LaunchGraphs({0: 3}), {}, {}
     monkeypatch.setattr(streams, "stream_handle", lambda _: 50)
     devices._current, devices.captures = {0: 50}, captured
@@ -213,7 +213,7 @@ def test_slots_are_not_cleared_while_something_is_captured(monkeypatch: pytest.M
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges, devices._ready, devices._load_handles = exchanges, {}, {}
     devices._ordinals = {0: 0, 1: 1}
-    devices._marks, devices.captures = Mock(), captured
+    devices._events, devices.captures = Mock(), captured
     monkeypatch.setattr(backend, "without_callers", lambda _: ())
     if captured:
         with pytest.raises(ExecutionError, match="run everything once before capturing it"):
@@ -264,7 +264,7 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
     devices: Any = object.__new__(CudaDevices)
     devices._memory, devices._exchanges, devices._ready = memory(), Mock(prepare=lambda *_, **__: ()), {}
     devices._issuing, devices._loaded, devices._graphs = Issuing(devices._exchanges), set(), LaunchGraphs({})
-    devices._ordinals, devices._marks = {d: d for d in places}, Marks({d: d for d in places})
+    devices._ordinals, devices._events = {d: d for d in places}, CudaEvents({d: d for d in places})
     monkeypatch.setattr(streams, "stream_handle", lambda ordinal: 80 + ordinal)
     devices._current, devices._load_handles = {d: 80 + d for d in places}, {d: 90 + d for d in places}
     program, random = case.program, Random(1)

@@ -1,4 +1,4 @@
-"""Landings: what devices write into the host's memory by kernels, when the host takes it for complete, and failures."""
+"""Writes into host memory by kernels: what is prepared, how it is counted, and when results are complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cuda.bindings import driver
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda import host_writes, launch
 from tpplan.exec.cuda.counters import Counters
-from tpplan.exec.cuda.host_writes import LINE, Landed, Landings, lands
+from tpplan.exec.cuda.host_writes import LINE, HostWrites, HostWritesDone, writes_host_memory
 from tpplan.exec.programs import lower
 from tpplan.exec.programs.operation import allgather
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, Buffer, Program
@@ -74,18 +74,18 @@ class Devices:
         self.areas = {d: torch.zeros(4 * COUNTER_BYTES, dtype=torch.uint8) for d in (0, 2)}
         self.flags = torch.zeros(2 * LINE, dtype=torch.int32)
         self.counters, self.check, self.busy = Counters(self.areas), Mock(), True
-        self.landings = Landings((0, 2), self.flags, self.counters, self.check)
-        self.landings.watch(lambda: self.busy)
+        self.host_writes = HostWrites((0, 2), self.flags, self.counters, self.check)
+        self.host_writes.watch(lambda: self.busy)
         for d in self.areas:
-            self.landings._counts[d] = start
+            self.host_writes._counts[d] = start
             ctypes.c_uint32.from_address(self.counters.address(d, "landed")).value = start
         self.flags[:] = torch.tensor(start, dtype=torch.uint32).view(torch.int32)
         program = lower.local(GATHER, by_kernels=True)
-        self.steps = self.landings.prepare(program, [Mock(handle=1)] * 2, 2)
+        self.steps = self.host_writes.prepare(program, [Mock(handle=1)] * 2, 2)
         self.held: list[object] = []
-        self.results = self.landings.results((0, 2))
+        self.results = self.host_writes.results((0, 2))
 
-    def gather(self, parts: list[torch.Tensor], whole: torch.Tensor) -> Landed:
+    def gather(self, parts: list[torch.Tensor], whole: torch.Tensor) -> HostWritesDone:
         """Issue a gather."""
         operands = {Buffer(INPUT, 0): parts[0], Buffer(INPUT, 2): parts[1], WHOLE: whole}
         self.held.append(operands)
@@ -102,9 +102,9 @@ def _noise(rows: int, columns: int, skip: int = 0, more: int = 0) -> torch.Tenso
 
 def test_only_what_kernels_write_for_the_host_is_a_landing() -> None:
     """Copies of engines are none, nor is what kernels write for devices, nor nothing."""
-    assert lands(lower.local(GATHER, by_kernels=True))
-    assert not lands(lower.local(GATHER))
-    assert not lands(Program("nothing", ()))
+    assert writes_host_memory(lower.local(GATHER, by_kernels=True))
+    assert not writes_host_memory(lower.local(GATHER))
+    assert not writes_host_memory(Program("nothing", ()))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -148,7 +148,7 @@ def test_results_come_one_after_the_other(fake: Driver) -> None:
 def test_the_first_launch_counts(fake: Driver) -> None:
     """A kernel that was launched on nothing, to be loaded, has raised the flag."""
     devices = Devices()
-    devices.landings.nothing(0, Mock(handle=1))(7)
+    devices.host_writes.nothing(0, Mock(handle=1))(7)
     fake.finish()
     pending = devices.gather([_noise(1, 5), _noise(1, 19)], torch.zeros(1, 24, dtype=torch.int16))
     fake.finish(1)

@@ -1,4 +1,4 @@
-"""Marks: who waits for which point of which stream, when results are complete, and which events are used again."""
+"""CudaEvents: who waits for which point of which stream, when results are complete, and which events are used again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuda.bindings import runtime
 from tests.exec.cuda.fake_driver import Runtime
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda import events
-from tpplan.exec.cuda.events import Marks, Pending
+from tpplan.exec.cuda.events import CudaEvents, Pending
 from tpplan.exec.programs.fence import HOST_STREAM, own
 from tpplan.exec.programs.program import Event, Record, Wait
 
@@ -27,13 +27,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(events, "runtime", fake)
     monkeypatch.setattr(events, "switch_device", fake.switch_device)
     monkeypatch.setattr(events, "current_device", lambda: fake.device)
-    monkeypatch.setattr(events.Mark, "_destroy", staticmethod(fake.destroyed.append))
+    monkeypatch.setattr(events.CudaEvent, "_destroy", staticmethod(fake.destroyed.append))
     return fake
 
 
 def test_a_wait_is_for_what_was_recorded_last(fake: Runtime) -> None:
     """By whichever device that was; each records an event of its own, every time the same."""
-    ready = Marks({0: 4, 1: 7})
+    ready = CudaEvents({0: 4, 1: 7})
     first, second = (ready.recording(Record(own(d), DRAINED), ()) for d in (0, 1))
     again = ready.recording(Record(own(0), DRAINED), ())
     wait = ready.waiting(Wait(own(1), DRAINED), on_host=False)
@@ -48,7 +48,7 @@ def test_a_wait_is_for_what_was_recorded_last(fake: Runtime) -> None:
 
 def test_the_host_waits_itself(fake: Runtime) -> None:
     """No stream is held for it; what was forgotten is not waited for."""
-    ready = Marks({0: 0})
+    ready = CudaEvents({0: 0})
     wait = ready.waiting(Wait(HOST_STREAM, STEP), on_host=True)
     ready.recording(Record(own(0), STEP), ()).bind()(3)
     wait.bind()(0)
@@ -57,7 +57,7 @@ def test_the_host_waits_itself(fake: Runtime) -> None:
     assert fake.log == [("record", 0, 3), ("wait", 0, -1)]
 
 
-def _result(ready: Marks) -> Pending:
+def _result(ready: CudaEvents) -> Pending:
     """Record a result and return what waits for it."""
     ready.recording(Record(own(0), RESULT), (RESULT,)).bind()(1)
     return ready.results((RESULT,), lambda: None)()
@@ -65,7 +65,7 @@ def _result(ready: Marks) -> Pending:
 
 def test_a_result_is_recorded_once(fake: Runtime) -> None:
     """As long as somebody may ask for it, its event is no other result's; afterwards it is used again."""
-    ready = Marks({0: 0})
+    ready = CudaEvents({0: 0})
     first, second = _result(ready), _result(ready)
     fake.complete = {0}
     assert first.done()
@@ -82,7 +82,7 @@ def test_a_result_is_recorded_once(fake: Runtime) -> None:
 
 def test_what_is_done_is_not_asked_again(fake: Runtime) -> None:
     """Nor waited for; what is not done is asked as often as somebody wants to know."""
-    pending = _result(Marks({0: 0}))
+    pending = _result(CudaEvents({0: 0}))
     assert not pending.done()
     assert not pending.done()
     with pytest.raises(TimeoutError, match="not complete after 0"):
@@ -97,7 +97,7 @@ def test_what_is_done_is_not_asked_again(fake: Runtime) -> None:
 
 def test_all_results_are_waited_for(fake: Runtime) -> None:
     """A program is done when the last of its results is, whichever that is."""
-    ready, events = Marks({0: 0, 1: 1}), [Event("leave", own(d)) for d in (0, 1)]
+    ready, events = CudaEvents({0: 0, 1: 1}), [Event("leave", own(d)) for d in (0, 1)]
     for late in (0, 1):
         for d, event in enumerate(events):
             ready.recording(Record(own(d), event), events).bind()(1)
@@ -112,7 +112,7 @@ def test_all_results_are_waited_for(fake: Runtime) -> None:
 
 def test_what_was_not_recorded_is_no_result(fake: Runtime) -> None:
     """The others' events go back to their own devices, and what an error has left half made has none."""
-    ready, events = Marks({0: 0, 1: 1}), [Event("leave", own(d)) for d in (0, 1)]
+    ready, events = CudaEvents({0: 0, 1: 1}), [Event("leave", own(d)) for d in (0, 1)]
     ready.recording(Record(own(1), events[1]), events).bind()(1)
     pending = ready.results(events, lambda: None)()
     pending.wait()
@@ -131,7 +131,7 @@ def test_a_wait_tells_of_devices_that_waited_in_vain() -> None:
     def check() -> None:
         raise ExecutionError("a device waited for another one that never came")
 
-    nothing = Marks({}).results((), check)()
+    nothing = CudaEvents({}).results((), check)()
     assert nothing.done()
     for timeout in (None, 1.0):
         with pytest.raises(ExecutionError, match="never came"):
@@ -140,7 +140,7 @@ def test_a_wait_tells_of_devices_that_waited_in_vain() -> None:
 
 def test_a_failed_event_is_an_error(fake: Runtime) -> None:
     """Whatever is done with it, it says what the driver says."""
-    ready = Marks({0: 0})
+    ready = CudaEvents({0: 0})
     record = ready.recording(Record(own(0), STEP), ())
     wait = ready.waiting(Wait(own(0), STEP), on_host=False)
     record.bind()(1)
@@ -150,14 +150,14 @@ def test_a_failed_event_is_an_error(fake: Runtime) -> None:
         with pytest.raises(ExecutionError, match="an event failed: cudaErrorIllegalAddress"):
             call()
     with pytest.raises(ExecutionError, match="an event failed"):
-        Marks({0: 0}).recording(Record(own(0), STEP), ())
+        CudaEvents({0: 0}).recording(Record(own(0), STEP), ())
     gc.collect()
     assert not fake.destroyed  # least of all what was never made
 
 
 def test_results_outlive_what_they_came_from(fake: Runtime) -> None:
     """Clearing destroys all events but those that somebody may still ask for, and these when nobody can."""
-    ready = Marks({0: 0})
+    ready = CudaEvents({0: 0})
     ready.recording(Record(own(0), STEP), ()).bind()(1)
     unused, pending = _result(ready), _result(ready)
     del unused

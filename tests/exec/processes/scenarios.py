@@ -27,7 +27,7 @@ from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec import HOST, TPContext
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.build import build
-from tpplan.exec.group.transport import GroupCarrier
+from tpplan.exec.group.transport import GroupTransport
 from tpplan.exec.processes import compiler
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Scenarios:
         """One of two processes is killed in the middle of an operation."""
         ctx = self.compile([3] if self.process else [0, 2])
         before = results(ctx)
-        carry, carried = GroupCarrier.carry, 0
+        carry, carried = GroupTransport.carry, 0
 
         def fatal(*arguments: Any) -> Callable[[], None]:
             nonlocal carried
@@ -215,7 +215,7 @@ class Scenarios:
                 os.kill(os.getpid(), signal.SIGKILL)
             return carry(*arguments)
 
-        with patch.object(GroupCarrier, "carry", fatal):
+        with patch.object(GroupTransport, "carry", fatal):
             messages = [refusal(lambda: results(ctx)) for _ in range(2)]
         return before, messages, self.refusal([0, 2]), refusal(ctx.close)
 

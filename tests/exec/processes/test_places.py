@@ -12,7 +12,7 @@ from torch import distributed
 
 from tests.contexts import UNEVEN
 from tpplan.errors import ExecutionError
-from tpplan.exec.group.transport import GroupCarrier, Parcel
+from tpplan.exec.group.transport import GroupTransport, Message
 from tpplan.exec.machine.look import places_for
 from tpplan.exec.toolchain.torch_shims import backends_of
 
@@ -73,11 +73,11 @@ def test_what_is_wrong_with_places_is_counted_for_the_process(
 def carrier(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what makes a carrier of a group with some backends, for a process with some places."""
 
-    def make(backends: str, *places: str) -> GroupCarrier:
+    def make(backends: str, *places: str) -> GroupTransport:
         monkeypatch.setattr(distributed, "get_backend_config", lambda _: backends)
         monkeypatch.setattr(distributed, "get_process_group_ranks", lambda _: [0, 1])
         meeting: Any = SimpleNamespace(group=object(), process=0)
-        return GroupCarrier(meeting, [torch.device(place) for place in places])
+        return GroupTransport(meeting, [torch.device(place) for place in places])
 
     return make
 
@@ -125,7 +125,7 @@ def test_messages_of_another_context_or_call_have_other_tags(carrier: Any, monke
     monkeypatch.setattr(distributed, "isend", send)
     for name, mark in (("a", "x"), ("b", "x"), ("a", "y"), ("a", "x")):
         made.name = name
-        made.carry([Parcel(torch.zeros(1, dtype=torch.uint8), 1, is_sent=True)], mark)()
+        made.carry([Message(torch.zeros(1, dtype=torch.uint8), 1, is_sent=True)], mark)()
     assert len(set(tags)) == 3
     assert tags[0] == tags[3]
     assert all(0 <= tag < 2**31 for tag in tags)

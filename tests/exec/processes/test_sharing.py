@@ -48,7 +48,7 @@ class Handle(NamedTuple):
         return cls(bytes(area.tolist()))
 
 
-class Page:
+class SharedHostPage:
     """A page that processes leave, of whom some may not."""
 
     missing: ClassVar[int] = 0
@@ -77,11 +77,11 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Opened]:
         return tmp_path / "page"
 
     ipc = SimpleNamespace(Handle=Handle, Opened=SimpleNamespace(on=on))
-    page = SimpleNamespace(Page=SimpleNamespace(create=create, open=lambda *_: Page()))
+    page = SimpleNamespace(SharedHostPage=SimpleNamespace(create=create, open=lambda *_: SharedHostPage()))
     monkeypatch.setitem(sys.modules, "tpplan.exec.processes.ipc", ipc)
     monkeypatch.setitem(sys.modules, "tpplan.exec.processes.shared", page)
-    monkeypatch.setattr(Page, "missing", 0)
-    monkeypatch.setattr(Page, "closed", 0)
+    monkeypatch.setattr(SharedHostPage, "missing", 0)
+    monkeypatch.setattr(SharedHostPage, "closed", 0)
     monkeypatch.setattr(shared, "_HELD", set())
     return found
 
@@ -115,13 +115,13 @@ def test_each_gets_the_areas_of_the_other(opened: list[Opened], tmp_path: Path) 
     assert both(call) == [False, False]
     assert not any(each.is_open for each in opened)
     assert len(opened) == 4
-    assert Page.closed == 2
+    assert SharedHostPage.closed == 2
     assert not (tmp_path / "page").exists()
 
 
 def test_what_somebody_may_still_use_is_held(opened: list[Opened], monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that waits in vain closes what is the other's, and keeps what is its own."""
-    monkeypatch.setattr(Page, "missing", 1)
+    monkeypatch.setattr(SharedHostPage, "missing", 1)
 
     def call(one: Sharing, process: int) -> None:
         one.share(areas(process))
@@ -130,7 +130,7 @@ def test_what_somebody_may_still_use_is_held(opened: list[Opened], monkeypatch: 
     both(call)
     assert len(shared._HELD) == 2
     assert not any(each.is_open for each in opened)
-    assert Page.closed == 0
+    assert SharedHostPage.closed == 0
 
 
 def test_a_failure_before_is_told(opened: list[Opened]) -> None:

@@ -16,7 +16,7 @@ from tpplan.exec.cuda import tuning_cache
 from tpplan.exec.group.members import Claim, Gpu
 from tpplan.exec.machine.transports import Choice
 from tpplan.exec.processes import process_transport
-from tpplan.exec.processes.process_transport import Way, way_between
+from tpplan.exec.processes.process_transport import ProcessTransport, transport_between
 from tpplan.exec.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -38,14 +38,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def found(claims: Sequence[Claim] = CLAIMS, transport: str = "auto", tuning: Tuning | None = None) -> list[Way]:
+def found(
+    claims: Sequence[Claim] = CLAIMS, transport: str = "auto", tuning: Tuning | None = None
+) -> list[ProcessTransport]:
     """Return the way that each process finds."""
     barrier, told = Barrier(len(claims), timeout=20), dict[int, bytes]()
 
-    def find(process: int) -> Way:
+    def find(process: int) -> ProcessTransport:
         meeting: Any = ThreadMeeting(process, len(claims), barrier, told)
         meeting.gpu = torch.device("cuda", 0)  # the only one that it sees
-        return way_between(meeting, claims, transport, tuning)
+        return transport_between(meeting, claims, transport, tuning)
 
     with ThreadPoolExecutor(len(claims)) as pool:
         return [*pool.map(find, range(len(claims)))]
@@ -65,7 +67,7 @@ def test_kernels_where_all_can() -> None:
     (given, _) = found(tuning=MEASURED)
     assert given.tuning
     assert (given.tuning.peer_sums_bytes, given.tuning.copies_fans_bytes) == (2**18, 0)
-    assert found(transport="events") == [Way(), Way()]
+    assert found(transport="events") == [ProcessTransport(), ProcessTransport()]
 
 
 def _fail(*_: object) -> Any:

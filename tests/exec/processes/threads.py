@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
-    from tpplan.exec.group.transport import Parcel
+    from tpplan.exec.group.transport import Message
 
 _T = TypeVar("_T")
 
@@ -111,17 +111,17 @@ class ThreadCarrier:
         self._random = random
         self._counts: Counter[tuple[int, int, str]] = Counter()
 
-    def carry(self, parcels: Sequence[Parcel], mark: str) -> Callable[[], None]:
+    def carry(self, messages: Sequence[Message], mark: str) -> Callable[[], None]:
         """Start to send and to receive, and return a callable after which the data may be used."""
         if self.fault:
             raise self.fault
-        assert parcels
-        keys = [self._key(parcel, mark) for parcel in parcels]
-        unread = [*self._send(parcels, keys)]
+        assert messages
+        keys = [self._key(message, mark) for message in messages]
+        unread = [*self._send(messages, keys)]
         late = []
-        for parcel, key in zip(parcels, keys, strict=True):
-            if not parcel.is_sent:
-                receive = partial(self._mail.take, key, parcel.data)
+        for message, key in zip(messages, keys, strict=True):
+            if not message.is_sent:
+                receive = partial(self._mail.take, key, message.data)
                 if self._random.random() < 1 / 2:
                     receive()
                 else:
@@ -138,22 +138,22 @@ class ThreadCarrier:
         """Let the others know why no more messages come."""
         self.reason = reason
 
-    def _send(self, parcels: Sequence[Parcel], keys: Sequence[Key]) -> Iterator[partial[None]]:
+    def _send(self, messages: Sequence[Message], keys: Sequence[Key]) -> Iterator[partial[None]]:
         """Send copies of what is sent, or the data itself: yield what waits until that is read."""
-        for parcel, key in zip(parcels, keys, strict=True):
-            if parcel.is_sent:
+        for message, key in zip(messages, keys, strict=True):
+            if message.is_sent:
                 is_late = self._random.random() < 1 / 2
-                self._mail.put(key, parcel.data if is_late else parcel.data.clone())
+                self._mail.put(key, message.data if is_late else message.data.clone())
                 if is_late:
                     yield partial(self._mail.taken, key)
 
-    def _key(self, parcel: Parcel, mark: str) -> Key:
-        data, other = parcel.data, parcel.process
+    def _key(self, message: Message, mark: str) -> Key:
+        data, other = message.data, message.process
         assert (data.dtype, data.dim(), data.device) == (torch.uint8, 1, CPU)
         assert data.is_contiguous()
         assert data.numel()
         assert other != self._process
-        ends = (self._process, other, mark) if parcel.is_sent else (other, self._process, mark)
+        ends = (self._process, other, mark) if message.is_sent else (other, self._process, mark)
         self._counts[ends] += 1
         return (*ends, self._counts[ends])
 

@@ -60,7 +60,7 @@ _WORDS, _GROUPS = {int, str, Axis, type(None)}, {list, tuple}
 
 
 @define(eq=False)
-class _Known:
+class CachedCall:
     """A cached call, whose tensors were checked.
 
     Attributes:
@@ -127,7 +127,7 @@ class Runner:
         self._resolvers = resolvers
         self._backend = backend
         self._inflight = inflight
-        self._known: dict[object, _Known] = {}
+        self._known: dict[object, CachedCall] = {}
         self._keys: list[object] = []
         self._random = Random(0)  # noqa: S311 (for reproducibility)
 
@@ -197,10 +197,10 @@ class Runner:
         if issue is None:
             return self._backend.run(program, operands)
         if is_dense and key is not None:  # other operands may be copies
-            self._remember(key, _Known.of(tensors, call, issue, out[-1] if has_to_be_pinned else None))
+            self._remember(key, CachedCall.of(tensors, call, issue, out[-1] if has_to_be_pinned else None))
         return issue()
 
-    def _remember(self, key: object, known: _Known) -> None:
+    def _remember(self, key: object, known: CachedCall) -> None:
         """Cache a call, evicting a random one if full: evicting the oldest would fail if too many calls take turns."""
         if key not in self._known:
             if len(self._keys) < _KEPT:

@@ -15,10 +15,10 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda.channel import Channel
 from tpplan.exec.cuda.copies import HostCopy, Transfer
-from tpplan.exec.cuda.events import Marks
+from tpplan.exec.cuda.events import CudaEvents
 from tpplan.exec.cuda.exchanges import Exchanges, kernels_for
 from tpplan.exec.cuda.graph import Graph
-from tpplan.exec.cuda.host_writes import lands
+from tpplan.exec.cuda.host_writes import writes_host_memory
 from tpplan.exec.cuda.issuing import ISSUING, Issuing
 from tpplan.exec.cuda.launch import Bound, BoundStep, LaunchGraphs, Ready, ReadyProgram, Step
 from tpplan.exec.cuda.programmatic_launch import early
@@ -86,7 +86,7 @@ class CudaDevices(Streams):
         super().__init__(places, len(others))
         self.transport = transport
         self._memory = memory
-        self._marks = Marks(self._ordinals)
+        self._events = CudaEvents(self._ordinals)
         self._sums = Sums()
         self._graphs = LaunchGraphs(self._ordinals)
         self._ready: dict[tuple[int, torch.dtype], ReadyProgram] = {}
@@ -103,7 +103,7 @@ class CudaDevices(Streams):
                 memory, places, kernels, others, status, timeout=timeout, on_timeout=on_timeout, cause=cause
             )
         ask = WeakMethod(self._is_busy)  # or a dropped context would live until garbage collection
-        self._exchanges.landings.watch(lambda: (is_busy := ask()) is None or is_busy())
+        self._exchanges.host_writes.watch(lambda: (is_busy := ask()) is None or is_busy())
         self._issuing = Issuing(self._exchanges)
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
@@ -246,12 +246,12 @@ class CudaDevices(Streams):
     def forget(self) -> None:
         """Forget issued work, all of which is complete; called before and after the capture of a graph."""
         super().forget()
-        self._marks.forget()
+        self._events.forget()
 
     def close(self) -> None:
         """Release streams, events and kernels; closing again does nothing."""
         self._issuing.closed = True
-        for held in (self._current, self._streams, self._ready, self._channels, self._marks, self._graphs):
+        for held in (self._current, self._streams, self._ready, self._channels, self._events, self._graphs):
             held.clear()
         self._memory = no_memory()
         self._exchanges.close()
@@ -261,18 +261,18 @@ class CudaDevices(Streams):
             self.synchronize()
             self._ready.clear()
         launches = iter(self._exchanges.prepare(program, dtype, captured=self.is_capturing()))
-        commands, is_landing = without_callers(program), lands(program)
+        commands, writes_host = without_callers(program), writes_host_memory(program)
         here = {*self._ordinals, HOST}
         commands = tuple(each for each in commands if each.stream.device in here)
-        if is_landing:  # its kernels signal their completion themselves
+        if writes_host:  # its kernels signal their completion themselves
             commands = tuple(each for each in commands if isinstance(each, Exchange))
         streams = {command.stream for command in commands}
         fixed = {Stream(LOAD, device): handle for device, handle in self._load_handles.items()} | {HOST_STREAM: _NONE}
         devices = tuple(sorted({stream.device for stream in streams} - {HOST}))
         pending: Callable[[], Pending] = (
-            self._exchanges.landings.results(devices)
-            if is_landing
-            else self._marks.results(program.results, self._exchanges.check)
+            self._exchanges.host_writes.results(devices)
+            if writes_host
+            else self._events.results(program.results, self._exchanges.check)
         )
         ready = self._ready[id(program), dtype] = ReadyProgram(
             program=program,
@@ -296,9 +296,9 @@ class CudaDevices(Streams):
         """Return a prepared command, to be bound to any operands."""
         on_host = command.stream == HOST_STREAM
         if isinstance(command, Record):
-            return self._marks.recording(command, program.results)
+            return self._events.recording(command, program.results)
         if isinstance(command, Wait):
-            return self._marks.waiting(command, on_host=on_host)
+            return self._events.waiting(command, on_host=on_host)
         if isinstance(command, Sum):
             return self._sums.prepare(command, self._memory, dtype, self._places[command.stream.device])
         return (HostCopy if on_host else Transfer)(command, self._memory, dtype)

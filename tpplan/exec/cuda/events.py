@@ -27,7 +27,7 @@ _ANSWERS = _SUCCESS, runtime.cudaError_t.cudaErrorNotReady
 
 
 @frozen(eq=False)
-class Mark:
+class CudaEvent:
     """A CUDA event of one device, which is recorded repeatedly.
 
     Attributes:
@@ -102,27 +102,27 @@ class Mark:
 class Pending:
     """A handle for an issued program."""
 
-    _marks: Sequence[tuple[Mark, list[Mark]]] = ()  # in case __init__ failed
+    _events: Sequence[tuple[CudaEvent, list[CudaEvent]]] = ()  # in case __init__ failed
 
-    def __init__(self, marks: Sequence[tuple[Mark, list[Mark]]], check: Callable[[], None]) -> None:
+    def __init__(self, events: Sequence[tuple[CudaEvent, list[CudaEvent]]], check: Callable[[], None]) -> None:
         """Take ownership of the events of the program's results.
 
         Args:
-            marks: events that nothing else records, each with the list to return it to when the handle is deleted.
+            events: events that nothing else records, each with the list to return it to when the handle is deleted.
             check: raises an error if a device timed out.
         """
-        self._marks = marks
+        self._events = events
         self._check = check
-        self._is_done = not marks
+        self._is_done = not events
 
     def __del__(self) -> None:
-        for mark, free in self._marks:
-            free.append(mark)
+        for event, free in self._events:
+            free.append(event)
 
     def done(self) -> bool:
         """Return whether the results are complete."""
         if not self._is_done:
-            self._is_done = all(mark.is_passed() for mark, _ in self._marks)
+            self._is_done = all(event.is_passed() for event, _ in self._events)
         return self._is_done
 
     def wait(self, timeout: float | None = None) -> None:
@@ -133,8 +133,8 @@ class Pending:
             ExecutionError: they never will be, as a device timed out or work on it failed.
         """
         if timeout is None:
-            for mark, _ in () if self._is_done else self._marks:
-                mark.wait()
+            for event, _ in () if self._is_done else self._events:
+                event.wait()
             self._is_done = True
         else:
             wait_within(timeout, self.done)
@@ -149,7 +149,7 @@ class Name:
         latest: the CUDA event recorded last by this name; None if there is none.
     """
 
-    latest: Mark | None = None
+    latest: CudaEvent | None = None
 
 
 @frozen(eq=False)
@@ -162,16 +162,16 @@ class Recording:
     """
 
     name: Name
-    take: Callable[[], Mark]
+    take: Callable[[], CudaEvent]
 
     def bind(self, *_: object) -> Callable[[int], None]:
         """Return a callable that records on a given stream, whatever the operands."""
         return self._record
 
     def _record(self, stream: int) -> None:
-        mark = self.take()
-        mark.record(stream)
-        self.name.latest = mark
+        event = self.take()
+        event.record(stream)
+        self.name.latest = event
 
 
 @frozen(eq=False, kw_only=True)
@@ -191,24 +191,24 @@ class Waiting:
         return self._wait
 
     def _wait(self, stream: int) -> None:
-        mark = self.name.latest
-        if mark is None:
+        event = self.name.latest
+        if event is None:
             return
         if self.on_host:
-            mark.wait()
+            event.wait()
         else:
-            mark.hold(stream)
+            event.hold(stream)
 
 
-class Marks:
+class CudaEvents:
     """The CUDA events of all devices, by the programs' events."""
 
     def __init__(self, ordinals: Mapping[int, int]) -> None:
         """Take the ordinal of each device of the plan in use."""
         self._ordinals = ordinals
         self._names: dict[Event, Name] = {}
-        self._own: dict[tuple[Event, int], Mark] = {}
-        self._free: dict[int, list[Mark]] = {device: [] for device in ordinals}
+        self._own: dict[tuple[Event, int], CudaEvent] = {}
+        self._free: dict[int, list[CudaEvent]] = {device: [] for device in ordinals}
 
     def recording(self, step: Record, results: Collection[Event]) -> Recording:
         """Return a prepared Record.
@@ -223,8 +223,8 @@ class Marks:
         key = (step.event, device)
         if key not in self._own:
             self._own[key] = self._take(device)
-        mark = self._own[key]
-        return Recording(name, lambda: mark)
+        event = self._own[key]
+        return Recording(name, lambda: event)
 
     def waiting(self, step: Wait, *, on_host: bool) -> Waiting:
         """Return a prepared Wait."""
@@ -253,9 +253,9 @@ class Marks:
     def _name(self, event: Event) -> Name:
         return self._names.setdefault(event, Name())
 
-    def _take(self, device: int) -> Mark:
+    def _take(self, device: int) -> CudaEvent:
         free = self._free[device]
-        return free.pop() if free else Mark.on(self._ordinals[device])
+        return free.pop() if free else CudaEvent.on(self._ordinals[device])
 
 
 def _failed(error: Any) -> ExecutionError:

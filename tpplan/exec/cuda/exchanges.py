@@ -14,7 +14,7 @@ from tpplan.exec.cuda import encode_direct, encode_frames, encode_slots, exclusi
 from tpplan.exec.cuda.blocks import FRAME_BLOCKS, SLOT_BLOCKS, STRAIGHT_BLOCKS, most_blocks
 from tpplan.exec.cuda.counters import Counters
 from tpplan.exec.cuda.host_writes import KERNEL as LANDING
-from tpplan.exec.cuda.host_writes import LINE, Landing, Landings, lands
+from tpplan.exec.cuda.host_writes import LINE, HostWrite, HostWrites, writes_host_memory
 from tpplan.exec.cuda.launch import Launch, Operands, Ready, Work
 from tpplan.exec.cuda.programmatic_launch import is_possible
 from tpplan.exec.cuda.sums import NAMES
@@ -49,7 +49,7 @@ class Exchanges:
 
     Attributes:
         kernels: the loaded kernels, by name and compute capability.
-        landings: prepares the launches by which devices write to host memory.
+        host_writes: prepares the launches by which devices write to host memory.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Exchanges:
         kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
         flags = torch.zeros(LINE * len(places), dtype=torch.int32, device="cpu", pin_memory=True)
         check = partial(_refuse, self._seen, self._on_timeout, cause)  # self.check would be a reference cycle
-        self.landings = Landings(tuple(places), flags, self._counters, check)
+        self.host_writes = HostWrites(tuple(places), flags, self._counters, check)
         wanted = {(name, (each.major, each.minor)) for name in kernels for each in found.values()}
         kernel_cache.prepare(wanted)
         self.kernels = {each: kernel_cache.load(*each) for each in wanted}
@@ -145,7 +145,9 @@ class Exchanges:
         finally:
             self._memory = no_memory()
 
-    def prepare(self, program: Program, dtype: torch.dtype, *, captured: bool = False) -> tuple[Launch | Landing, ...]:
+    def prepare(
+        self, program: Program, dtype: torch.dtype, *, captured: bool = False
+    ) -> tuple[Launch | HostWrite, ...]:
         """Return the launches of a program's exchanges, in order.
 
         Args:
@@ -157,9 +159,9 @@ class Exchanges:
             ExecutionError: slots must be cleared first, but a graph is being captured.
         """
         exchanges = [command for command in program.commands if isinstance(command, Exchange)]
-        if lands(program):
+        if writes_host_memory(program):
             kernels = [self._kernel(LANDING, exchange.stream.device) for exchange in exchanges]
-            return self.landings.prepare(program, kernels, dtype.itemsize)
+            return self.host_writes.prepare(program, kernels, dtype.itemsize)
         steps = [step for exchange in exchanges for step in exchange.steps]
         what = NAMES[dtype] if any(isinstance(step, Sum) for step in steps) else "move"
         filled = {view.buffer.queue for step in steps for view in writes(step) if view.buffer.role == SLOT}
@@ -207,7 +209,7 @@ class Exchanges:
     def _nothing(self, name: str, device: int) -> Ready:
         """Return a launch of a kernel without any work."""
         if name == LANDING:
-            return self.landings.nothing(device, self._kernel(name, device))
+            return self.host_writes.nothing(device, self._kernel(name, device))
         return self._launch(name, Work(Stream(OWN, device), 0, (), Operands((), 0, 1), 0)).bind({}, 0)
 
     def _kernel(self, name: str, device: int) -> Any:

@@ -1,4 +1,4 @@
-"""Landings on CUDA devices: kernels write to host memory and raise flags there, which the host polls.
+"""HostWrites on CUDA devices: kernels write to host memory and raise flags there, which the host polls.
 
 Events would cost the host two more driver calls for each device, to record and to wait.
 """
@@ -37,14 +37,14 @@ _PATIENCE, _LOOK_SECONDS = 512, 0.01
 _ARGUMENTS = 9
 
 
-def lands(program: Program) -> bool:
+def writes_host_memory(program: Program) -> bool:
     """Return whether a program consists of kernels that write to host memory."""
     steps = [step for command in program.commands if isinstance(command, Exchange) for step in command.steps]
     return bool(steps) and all(view.buffer.device == HOST for step in steps for view in writes(step))
 
 
-class Landings:
-    """Prepares landings, and counts them."""
+class HostWrites:
+    """Prepares host_writes, and counts them."""
 
     def __init__(self, devices: Sequence[int], flags: Tensor, counters: Counters, check: Callable[[], None]) -> None:
         """Start with all counts zero.
@@ -67,17 +67,17 @@ class Landings:
         """Set ``is_busy``, called from time to time during a wait to check that devices have unfinished work."""
         self._is_busy = is_busy
 
-    def prepare(self, program: Program, kernels: Sequence[Any], item: int) -> tuple[Landing, ...]:
+    def prepare(self, program: Program, kernels: Sequence[Any], item: int) -> tuple[HostWrite, ...]:
         """Return the launches of a program.
 
         Args:
-            program: a program that :func:`lands`.
+            program: a program of which :func:`writes_host_memory` is true.
             kernels: the kernel for each of its exchanges, loaded by cuda.core on its device.
             item: bytes of an element.
         """
         steps = [step for each in program.commands if isinstance(each, Exchange) for step in each.steps]
         return tuple(
-            Landing(kernel, step, item, self._counter(step.stream.device), self.flag(step.stream.device))
+            HostWrite(kernel, step, item, self._counter(step.stream.device), self.flag(step.stream.device))
             for kernel, step in zip(kernels, steps, strict=True)
             if isinstance(step, Copy)
         )
@@ -87,30 +87,30 @@ class Landings:
         return self._flags.data_ptr() + 4 * self._words[device]
 
     def _counter(self, device: int) -> int:
-        """Return the address of a device's counter of landings."""
+        """Return the address of a device's counter of host_writes."""
         return self._counters.address(device, "landed")
 
     def nothing(self, device: int, kernel: Any) -> Ready:
-        """Return a launch of the kernel on no columns, and count it as a landing."""
+        """Return a launch of the kernel on no columns, and count it as a host write."""
         self._counts[device] += 1
         words = (0, 0, 0, 0, 0, 1, 1, self._counter(device), self.flag(device))
         return _ready(device, driver.CUfunction(int(kernel.handle)), 1, words)
 
-    def results(self, devices: Sequence[int]) -> Callable[[], Landed]:
-        """Return a callable that counts an issued landing on each of these devices and returns a handle for them."""
+    def results(self, devices: Sequence[int]) -> Callable[[], HostWritesDone]:
+        """Return a callable that counts an issued host write on each of these devices and returns a handle for them."""
         counts, words = self._counts, [(device, self._words[device]) for device in devices]
 
-        def landed() -> Landed:
+        def landed() -> HostWritesDone:
             wanted = []
             for device, word in words:
                 counts[device] = count = counts[device] + 1 & _MASK
                 wanted.append((word, count))
-            return Landed(self._seen, wanted, self._is_busy, self._check)
+            return HostWritesDone(self._seen, wanted, self._is_busy, self._check)
 
         return landed
 
 
-class Landing:
+class HostWrite:
     """A kernel that writes a device's columns to host memory.
 
     Attributes:
@@ -124,7 +124,7 @@ class Landing:
             kernel: the kernel, loaded by cuda.core.
             step: the program's copy.
             item: bytes of an element.
-            counter: address of the device's counter of landings.
+            counter: address of the device's counter of host_writes.
             flag: address of the device's flag in host memory.
         """
         self.stream = step.stream
@@ -157,8 +157,8 @@ def _ready(device: int, kernel: driver.CUfunction, blocks: int, words: Sequence[
     return Ready(f"a kernel of device {device}", kernel, shape, parameters, _ARGUMENTS)
 
 
-class Landed:
-    """A handle for an issued program of landings."""
+class HostWritesDone:
+    """A handle for an issued program of host_writes."""
 
     __slots__ = ("_check", "_flags", "_is_busy", "_is_done", "_look", "_wanted")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.exec.cuda.host_writes import Landing
+    from tpplan.exec.cuda.host_writes import HostWrite
     from tpplan.exec.cuda.launch import Launch
 
 _SLOT_BYTES = 2**17
@@ -88,7 +88,7 @@ class _Pair:
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
         self._ends = (source, target)
-        self._sizes: dict[int, tuple[Launch | Landing, ...]] = {}
+        self._sizes: dict[int, tuple[Launch | HostWrite, ...]] = {}
         places = dict(enumerate(end.device for end in self._ends))
         slots = torch.empty((SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=target.device)
         flags = {i: torch.empty(2**12, dtype=torch.uint8, device=place) for i, place in places.items()}

@@ -26,7 +26,7 @@ _TAGS = 2**31
 
 
 @frozen(eq=False)
-class Parcel:
+class Message:
     """A message on its way.
 
     Attributes:
@@ -40,7 +40,7 @@ class Parcel:
     is_sent: bool
 
 
-class Carrier(Protocol):
+class MessageTransport(Protocol):
     """Carries messages between processes.
 
     Attributes:
@@ -49,11 +49,11 @@ class Carrier(Protocol):
 
     place: torch.device
 
-    def carry(self, parcels: Sequence[Parcel], mark: str) -> Callable[[], None]:
+    def carry(self, messages: Sequence[Message], mark: str) -> Callable[[], None]:
         """Start to send and to receive, and return a callable after which the data may be used.
 
         Args:
-            parcels: the parcels, in the same order in both processes of each.
+            messages: the messages, in the same order in both processes of each.
             mark: what distinguishes these messages from others; the same in both processes.
 
         Raises:
@@ -64,7 +64,7 @@ class Carrier(Protocol):
         """Let the others know why this process sends nothing any more, in words that follow its name."""
 
 
-class GroupCarrier:
+class GroupTransport:
     """Carries messages with the processes of a group.
 
     Attributes:
@@ -118,23 +118,23 @@ class GroupCarrier:
         """Return a context manager in which the GPU that messages use is current, as NCCL requires."""
         return torch.cuda.device(self.place) if self.place.type == "cuda" else nullcontext()
 
-    def carry(self, parcels: Sequence[Parcel], mark: str) -> Callable[[], None]:
-        """Start to send and to receive; see :class:`Carrier`. The current streams order it on GPUs."""
+    def carry(self, messages: Sequence[Message], mark: str) -> Callable[[], None]:
+        """Start to send and to receive; see :class:`MessageTransport`. The current streams order it on GPUs."""
         tag = zlib.crc32(f"{self.name} {mark}".encode()) % _TAGS  # so that no message is taken for another
         works: list[_Started] = []
         with self.current():
             if self.place.type == "cuda":  # NCCL takes all at once
-                processes = {parcel.process for parcel in parcels}
+                processes = {message.process for message in messages}
                 with self._explaining(processes):
                     works += [
-                        _Started(work, processes) for work in distributed.batch_isend_irecv(self._moves(parcels, tag))
+                        _Started(work, processes) for work in distributed.batch_isend_irecv(self._moves(messages, tag))
                     ]
             else:  # one by one, so that an error is about one process
-                for parcel in parcels:
-                    with self._explaining({parcel.process}):
-                        move = distributed.isend if parcel.is_sent else distributed.irecv
-                        work = move(parcel.data, self._ranks[parcel.process], self._group, tag)
-                        works.append(_Started(work, {parcel.process}))
+                for message in messages:
+                    with self._explaining({message.process}):
+                        move = distributed.isend if message.is_sent else distributed.irecv
+                        work = move(message.data, self._ranks[message.process], self._group, tag)
+                        works.append(_Started(work, {message.process}))
 
         def wait() -> None:
             with self.current():
@@ -145,19 +145,19 @@ class GroupCarrier:
         return wait
 
     def fail(self, reason: str) -> None:
-        """Let the others know why this process sends nothing any more; see :class:`Carrier`."""
+        """Let the others know why this process sends nothing any more; see :class:`MessageTransport`."""
         self._meeting.cause((), reason)
 
-    def _moves(self, parcels: Sequence[Parcel], tag: int) -> list[distributed.P2POp]:
+    def _moves(self, messages: Sequence[Message], tag: int) -> list[distributed.P2POp]:
         return [
             distributed.P2POp(
-                distributed.isend if parcel.is_sent else distributed.irecv,
-                parcel.data,
-                self._ranks[parcel.process],
+                distributed.isend if message.is_sent else distributed.irecv,
+                message.data,
+                self._ranks[message.process],
                 self._group,
                 tag,
             )
-            for parcel in parcels
+            for message in messages
         ]
 
     @contextmanager

@@ -17,10 +17,10 @@ from tpplan.exec.build import build, mismatches
 from tpplan.exec.checks import name_of, seconds
 from tpplan.exec.group.meeting import Meeting
 from tpplan.exec.group.members import Claim, Gpu, differing, disagreements, owners, said_of, share
-from tpplan.exec.group.transport import GroupCarrier
+from tpplan.exec.group.transport import GroupTransport
 from tpplan.exec.machine.look import Found, differences, listed, look_at, places_for
 from tpplan.exec.processes.distributed import Processes
-from tpplan.exec.processes.process_transport import Way, way_between
+from tpplan.exec.processes.process_transport import ProcessTransport, transport_between
 from tpplan.exec.processes.shared import Sharing
 from tpplan.exec.toolchain.torch_shims import timeout_of
 from tpplan.files.codec import dumps
@@ -114,7 +114,7 @@ def compile_together(
         raise ExecutionError(f"{refused}:{listed(problems)}", hints[0] if hints else _HINT)
     here.carrier.name = claims[0].name
     here.carrier.open()
-    way = way_between(meeting, claims, transport, tuning) if here.gpus else Way()
+    way = transport_between(meeting, claims, transport, tuning) if here.gpus else ProcessTransport()
     if way.problem:
         raise ExecutionError(f"{refused}: {way.problem}", "leave out transport")
     sharing = Sharing(meeting, meeting.gpu if way.others else None)
@@ -177,7 +177,7 @@ class _Here:
     own: tuple[int, ...] = ()
     places: tuple[torch.device, ...] = ()
     gpus: dict[int, torch.device] = field(factory=dict)
-    carrier: GroupCarrier | None = None
+    carrier: GroupTransport | None = None
     problems: tuple[str, ...] = ()
     found: tuple[Found | None, ...] = ()
 
@@ -210,7 +210,7 @@ class _Here:
         gpus = {i: places[i] for i in used if places[i].type == "cuda"}
         meeting.gpu = next(iter(gpus.values()), None)
         found = tuple(look_at(place) if place.type == "cuda" else None for place in places)
-        return cls(used, places, gpus, GroupCarrier(meeting, [*gpus.values()]), found=found)
+        return cls(used, places, gpus, GroupTransport(meeting, [*gpus.values()]), found=found)
 
     def start(
         self,
@@ -218,7 +218,7 @@ class _Here:
         *,
         meeting: Meeting,
         owners: Mapping[int, int],
-        way: Way,
+        way: ProcessTransport,
         sharing: Sharing,
         timeout: float | timedelta | None,
     ) -> Processes | PeerProcesses:
@@ -258,7 +258,7 @@ def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meetin
     return tuple(own)
 
 
-def _terms(plan: SplitPlan, arguments: Mapping[str, str], carrier: GroupCarrier | None) -> dict[str, str]:
+def _terms(plan: SplitPlan, arguments: Mapping[str, str], carrier: GroupTransport | None) -> dict[str, str]:
     """Return what has to be the same in all processes, by name."""
     hashed = sha256(dumps(plan).encode()).hexdigest()[:_SHOWN]
     versions = {"tpplan": tpplan.__version__, "torch": ".".join(torch.__version__.split(".")[:2])}

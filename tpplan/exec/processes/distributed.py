@@ -12,7 +12,7 @@ from tpplan.exec.backends.cpu import Pending, add
 from tpplan.exec.backends.engine import Virtual
 from tpplan.exec.checks import name_of
 from tpplan.exec.group.lost import PeerError, reason_of
-from tpplan.exec.group.transport import Parcel
+from tpplan.exec.group.transport import Message
 from tpplan.exec.memory.binding import no_memory, resolve
 from tpplan.exec.processes.rounds import rounds
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.exec.backends.cpu import Place
-    from tpplan.exec.group.transport import Carrier
+    from tpplan.exec.group.transport import MessageTransport
     from tpplan.exec.memory.binding import Memory
     from tpplan.exec.processes.rounds import Round
     from tpplan.exec.programs.program import Buffer, Program
@@ -58,7 +58,12 @@ class Processes(Virtual):
     """
 
     def __init__(
-        self, memory: Memory, owners: Mapping[int, int], process: int, carrier: Carrier, gpus: Sequence[torch.device]
+        self,
+        memory: Memory,
+        owners: Mapping[int, int],
+        process: int,
+        carrier: MessageTransport,
+        gpus: Sequence[torch.device],
     ) -> None:
         """Use the context's memory.
 
@@ -166,7 +171,7 @@ class Processes(Virtual):
             find: returns the tensor at a place.
             mark: what distinguishes the messages from those of other programs and shapes.
         """
-        parcels: list[Parcel] = []
+        transfers: list[Message] = []
         arrivals: list[tuple[Tensor, Sequence[Tensor]]] = []  # received data, and where it is copied to
         for message in each.messages:
             if message.sender == self._process:
@@ -178,8 +183,8 @@ class Processes(Virtual):
             if data.numel():
                 is_sent = message.sender == self._process
                 flat = data.as_strided((data.numel(),), (1,))  # a single element may have any strides
-                parcels.append(Parcel(flat.view(torch.uint8), process, is_sent))
-        wait = self._carrier.carry(parcels, mark) if parcels else None
+                transfers.append(Message(flat.view(torch.uint8), process, is_sent))
+        wait = self._carrier.carry(transfers, mark) if transfers else None
         for work in each.work:
             target, sources = find(work.target), [find(source) for source in work.sources]
             if target.numel():

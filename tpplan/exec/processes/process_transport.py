@@ -25,7 +25,7 @@ _BETWEEN_TWO = dict.fromkeys(("peer_fans_bytes", "peer_exchanges_bytes", "peer_s
 
 
 @frozen
-class Way:
+class ProcessTransport:
     """How the processes exchange messages between their GPUs, the same in all of them.
 
     Attributes:
@@ -48,14 +48,16 @@ class _Verdict(NamedTuple):
 
     Attributes:
         against: why there can be none; empty if there can.
-        straight: see :class:`Way`.
+        straight: see :class:`ProcessTransport`.
     """
 
     against: str = ""
     straight: bool = True
 
 
-def way_between(meeting: Meeting, claims: Sequence[Claim], transport: str, tuning: Tuning | None) -> Way:
+def transport_between(
+    meeting: Meeting, claims: Sequence[Claim], transport: str, tuning: Tuning | None
+) -> ProcessTransport:
     """Choose the way between processes with GPUs; all processes call it at the same time.
 
     Args:
@@ -65,7 +67,7 @@ def way_between(meeting: Meeting, claims: Sequence[Claim], transport: str, tunin
         tuning: thresholds of the caller.
     """
     if transport == "events":
-        return Way()
+        return ProcessTransport()
     place = meeting.gpu
     assert place is not None  # noqa: S101 (the caller has looked)
     # The first process probes the links, if nobody has; the others find its verdicts.
@@ -77,7 +79,7 @@ def way_between(meeting: Meeting, claims: Sequence[Claim], transport: str, tunin
         verdicts = [each if each.against else mine for each, mine in zip(tried, verdicts, strict=True)]
     told = [f"peer {each.against} (process {i})" for i, each in enumerate(verdicts) if each.against]
     if told:
-        return Way(problem=told[0] if transport == "peer" else "", notes=(told[0],))
+        return ProcessTransport(problem=told[0] if transport == "peer" else "", notes=(told[0],))
     gpus = [gpu for claim in claims for gpu in claim.gpus]
     others = {gpu.device: gpu.processors for gpu in gpus if gpu.device not in claims[meeting.process].own}
     straight = all(each.straight for each in verdicts)
@@ -85,10 +87,12 @@ def way_between(meeting: Meeting, claims: Sequence[Claim], transport: str, tunin
         () if straight else ("what is larger than a slot goes by torch.distributed: loads from peers are unverified",)
     )
     if tuning:
-        return Way(others, straight, evolve(tuning, **_SAME), (*notes, "thresholds as given, without copies_*"))
+        return ProcessTransport(
+            others, straight, evolve(tuning, **_SAME), (*notes, "thresholds as given, without copies_*")
+        )
     measured, origin = _thresholds(gpus)
     tuning, origin = meeting.tell_and_read((asdict(measured), origin), lambda each: (Tuning(**each[0]), each[1]))[0]
-    return Way(others, straight, evolve(tuning, **_SAME), (*notes, f"thresholds {origin}"))
+    return ProcessTransport(others, straight, evolve(tuning, **_SAME), (*notes, f"thresholds {origin}"))
 
 
 def _thresholds(gpus: Sequence[Gpu]) -> tuple[Tuning, str]:

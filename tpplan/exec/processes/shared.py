@@ -36,7 +36,7 @@ _NAME = "tpplan-"
 _HINT = 'compile with transport="events"'
 
 
-class Page:
+class SharedHostPage:
     """A page of shared memory.
 
     Attributes:
@@ -129,7 +129,7 @@ class Sharing:
             meeting: the processes.
             gpu: the GPU whose kernels write to other processes' memory; None if nothing is shared.
         """
-        self.page: Page | None = None
+        self.page: SharedHostPage | None = None
         self._opened: dict[int, tuple[Opened, Opened]] = {}
         self._own: Areas = {}
         self._meeting = meeting
@@ -145,9 +145,9 @@ class Sharing:
         """
         handles = self._handles(areas)
         if self._gpu is not None and not self._meeting.process:
-            from tpplan.exec.processes.shared import Page  # noqa: PLC0415 (needs CUDA)
+            from tpplan.exec.processes.shared import SharedHostPage  # noqa: PLC0415 (needs CUDA)
 
-            self._path = Page.create()
+            self._path = SharedHostPage.create()
         told = self._tell("", handles)
         if any(failure for failure, _, _ in told):
             raise ExecutionError("")
@@ -213,9 +213,9 @@ class Sharing:
 
     def _open(self, gpu: torch.device, path: Path, handles: Mapping[int, Handles]) -> None:
         from tpplan.exec.processes.ipc import Opened  # noqa: PLC0415 (needs CUDA)
-        from tpplan.exec.processes.shared import Page  # noqa: PLC0415 (needs CUDA)
+        from tpplan.exec.processes.shared import SharedHostPage  # noqa: PLC0415 (needs CUDA)
 
-        self.page = Page.open(path, gpu, self._meeting.process, self._meeting.count)
+        self.page = SharedHostPage.open(path, gpu, self._meeting.process, self._meeting.count)
         for device, (control, exchange) in handles.items():
             self._opened[device] = Opened.on(gpu, control), Opened.on(gpu, exchange)
 

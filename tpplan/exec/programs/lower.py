@@ -190,7 +190,7 @@ class Limits:
         """Return whether kernels can write an operation's rows directly: to tensors, or to what stands in for them."""
         return not self.mirror_bytes or PAIR * (operation.reach * item_bytes + ALIGNMENT) <= self.mirror_bytes
 
-    def lands(self, operation: Operation, column_bytes: int) -> bool:
+    def writes_host_memory(self, operation: Operation, column_bytes: int) -> bool:
         """Return whether an operation is a gather that kernels, not copy engines, write to host memory."""
         is_gather = isinstance(operation, Moves) and all(target.buffer.device == HOST for _, target in operation.moves)
         return is_gather and operation.columns * column_bytes <= min(self.tuning.gathers_bytes, _MOST_COUNTED)
@@ -258,7 +258,7 @@ def route(
         ExecutionError: one row exceeds the context's buffers.
     """
     if _is_local(operation):
-        return Route("local", small=limits.lands(operation, rows * item_bytes))
+        return Route("local", small=limits.writes_host_memory(operation, rows * item_bytes))
     columns, small = operation.columns, transport != "events"
     if isinstance(operation, Moves):
         if any(source.buffer.device == HOST for source, _ in operation.moves):
