@@ -2,6 +2,8 @@
 
 Each is a :class:`TpplanError`: a message with names and numbers, and a hint that says what to do next. Any other
 exception from tpplan is a bug.
+
+A document that breaks rules has a list of :class:`Problem`, and one error that tells them all.
 """
 
 from __future__ import annotations

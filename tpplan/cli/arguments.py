@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a command: one sentence, and a hint."""
+"""Arguments of commands: what is wrong with them, in one sentence and a hint, and the form of ``--reserve``."""
 
 from __future__ import annotations
 

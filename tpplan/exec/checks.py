@@ -1,4 +1,4 @@
-"""Checks of arguments that are not tensors."""
+"""Checks of arguments: numbers, dtypes, and tensors, which must have values, and memory of their own where told."""
 
 from __future__ import annotations
 

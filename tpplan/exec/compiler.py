@@ -1,4 +1,4 @@
-"""Compiling: checking a plan against the machine, and allocating what its operations need there."""
+"""Compiling: checking a plan against the machine, for callers and, with a fallback to virtual devices, for commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The context of a compiled plan: memory and operations, also beside other work and in graphs, until it is closed."""
+"""The context of a compiled plan: memory and operations, also beside other work and in graphs, until it is closed.
+
+``Guard`` keeps it from use by several threads at once, and from use after close.
+"""
 
 from __future__ import annotations
 

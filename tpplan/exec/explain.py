@@ -1,4 +1,4 @@
-"""Explaining which path a context takes for each operation, at each row count, and why."""
+"""Explaining which path a context takes for each operation, at each row count, and why, in words."""
 
 from __future__ import annotations
 

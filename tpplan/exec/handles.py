@@ -1,4 +1,4 @@
-"""The future that a gather returns before it is complete."""
+"""What operations return before they are complete: the future of a gather, and the block of work on side streams."""
 
 from __future__ import annotations
 

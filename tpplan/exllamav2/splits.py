@@ -1,4 +1,9 @@
-"""What a TPContext of ExLlamaV2 is before data moves: the splits, planned by tpplan, and their compiled plan."""
+"""What a TPContext of ExLlamaV2 is before data moves: the splits, planned by tpplan, and their compiled plan.
+
+ExLlamaV2's device context makes a stream for its device. Here, :meth:`tpplan.exllamav2.TPContext.finalize` does so for
+devices that have none yet. As everywhere in tpplan, operations follow the current streams: call
+:func:`set_device_streams` before you compute, as ExLlamaV2 does, to make those of this module the current ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ExLlamaV2's TPContext, planned and run by tpplan."""
+"""ExLlamaV2's TPContext, planned and run by tpplan, and what stands for its address in ``ext_tp_context``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's files as a ModelSpec."""
+"""A model's files as a ModelSpec, with a note on files with weights beside them that are not read."""
 
 from __future__ import annotations
 

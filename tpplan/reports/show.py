@@ -1,4 +1,7 @@
-"""The report of ``tpplan show``: a plan, the requested and achieved shares of its devices, and how full they are."""
+"""The report of ``tpplan show``: a plan, the requested and achieved shares of its devices, and how full they are.
+
+Memory bandwidths bound how many tokens a second a plan allows: bytes of a step ÷ bandwidth.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Loading a checkpoint by a plan: each device gets its slices, and nothing else is kept in memory."""
+"""Loading a checkpoint by a plan: each device gets its slices, and nothing else is kept in memory.
+
+One thread reads the files and sends their bytes to the devices, and shows its progress on a terminal.
+"""
 
 from __future__ import annotations
 

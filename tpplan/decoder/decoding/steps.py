@@ -1,4 +1,7 @@
-"""Decoding step by step: the latest tokens and positions of the sequences on all devices, and the steps' graphs."""
+"""Decoding step by step: the latest tokens and positions of the sequences on all devices, and the steps' graphs.
+
+Greedy choice is an argmax on the devices: each finds its own best token, and one small all-reduce collects them.
+"""
 
 from __future__ import annotations
 

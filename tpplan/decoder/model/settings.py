@@ -1,4 +1,7 @@
-"""Settings of a model's config.json that the decoder needs and a plan does not."""
+"""Settings of a model's config.json that the decoder needs and a plan does not.
+
+What the models of an architecture have in common, as far as the decoder computes them, is one :class:`Family` each.
+"""
 
 from __future__ import annotations
 

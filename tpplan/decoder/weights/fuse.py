@@ -2,6 +2,12 @@
 
 Loading places a layer's matrices next to each other, so that joining copies only biases, and norms whose weights are
 stored minus 1. If matrices are placed otherwise, projections stay separate and experts are copied.
+
+Experts of gpt_oss, of which all are in one tensor, become views of it. A checkpoint stores ``[E, in, out]`` in 16 or 32
+bits, or MXFP4 as codes ``[E, out, in / 32, 16]`` and scales ``[E, out, in / 32]``. Outputs of gate and up projections
+alternate, also in their biases.
+
+Shapes: E experts, O outputs, I inputs of an expert's matrix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Running operations: checked and prepared on first use, and issued directly when the same memory recurs."""
+"""Running operations: checked and prepared on first use, and issued directly when the same memory recurs.
+
+Host memory that devices may still be writing is kept alive meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA streams that programs are issued to.
+"""The CUDA streams that programs are issued to, and the side streams of work beside the current ones.
 
 They are torch's streams, so the caller's torch work and tpplan's are ordered. Nothing here changes the current device
 or stream.

@@ -1,4 +1,4 @@
-"""The cache of thresholds: valid for the same GPUs, driver, kernels and version of tpplan."""
+"""Measured thresholds: their report, and a cache, valid for the same GPUs, driver, kernels and version of tpplan."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Causes:
             return self._alone(mine)
         doubt = f", or {self._name([self._process])} is cut off from it" if mine.is_silent else ""
         reason = _what(mine) if owner in mine.awaited else "the store of torch.distributed does not answer"
-        return f"{self._name([owner])} is lost{doubt}: {reason}"
+        return f"{are_lost([owner], self._name)}{doubt}: {reason}"
 
     def _name(self, processes: Sequence[int]) -> str:
         return named(processes, self._ranks)
@@ -170,7 +170,7 @@ def first_cause(reports: Mapping[int, Report], name: Callable[[Sequence[int]], s
         }
         if blamed:
             lost = sorted(blamed)
-            cause = f"{name(lost)} {'is' if len(lost) == 1 else 'are'} lost"
+            cause = are_lost(lost, name)
             if is_silent and len(reports) == 1 < len(lost) == count - 1:  # which looks the same from here
                 cause += f", or {name([*reports])} is cut off from them"
             return f"{cause}: {_what(blamed[lost[0]])}"
@@ -179,6 +179,11 @@ def first_cause(reports: Mapping[int, Report], name: Callable[[Sequence[int]], s
             return f"{name([process])} {report.reason}"
     waiting = sorted(reports)
     return f"{name(waiting)} wait for each other in vain: {_what(reports[waiting[0]])}"
+
+
+def are_lost(processes: Sequence[int], name: Callable[[Sequence[int]], str]) -> str:
+    """Return the words that these processes are lost."""
+    return f"{name(processes)} {'is' if len(processes) == 1 else 'are'} lost"
 
 
 def is_silence(reason: str) -> bool:

@@ -1,4 +1,4 @@
-"""Telling all processes plain data: what is sent, and the checks of what arrives."""
+"""Telling all processes plain data: its form in bytes, what is sent, and the checks of what arrives. Nothing is run."""
 
 from __future__ import annotations
 

@@ -6,6 +6,10 @@ others do the same, so the link is busy in both directions. A block has sent all
 up what others have of the same columns: a sum may be written over a part.
 
 How messages are cut is told in :mod:`tpplan.exec.protocol.frames`, and what a kernel exchanges, in its table.
+
+A frame's number, its place and which frames were read are kept by counters. That a frame was read is told at once, as
+its place is wanted while the exchange goes on: without a fence, for all have what they read in registers by then. Who
+has waited in vain waits for nothing more in the same exchange. A vector that is not wanted is neither read nor written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The report on the links between this machine's GPUs, from the cache or else from a probe."""
+"""The report on the links between this machine's GPUs, from the cache or else from a probe.
+
+The cache has a file for each pair of GPUs, valid for the same software, boot and probe version. So a plan for other
+GPUs adds its pairs, and a pair whose link has failed in use loses its verdicts alone.
+"""
 
 from __future__ import annotations
 

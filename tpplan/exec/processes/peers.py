@@ -1,4 +1,7 @@
-"""The backend for one GPU in each of several processes, whose kernels write to each other's memory."""
+"""The backend for one GPU in each of several processes, whose kernels write to each other's memory.
+
+Tensors that other processes cannot reach have mirrors in the exchange buffer, which stand in for them.
+"""
 
 from __future__ import annotations
 

@@ -16,9 +16,10 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Final
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.group.lost import are_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 #: int32 words of the memory, one for each process: how often it has looked, where it is, and whether it is the cause.
@@ -70,7 +71,7 @@ class Presence:
         if not self._words[0] and (lost := self._lost()):
             self._blame(_LOST, lost)
 
-    def cause(self, code: int, name: Callable[[list[int]], str], timeout: float) -> str:
+    def cause(self, code: int, name: Callable[[Sequence[int]], str], timeout: float) -> str:
         """Return why kernels have failed, if that is another process, in words; once known, the same in all processes.
 
         Args:
@@ -90,7 +91,7 @@ class Presence:
         is_one = len(blamed) == 1
         why = f"{'it' if is_one else 'they'} no longer run{'s' if is_one else ''}"
         why = why if code == _LOST else f"nothing came from there for {timeout:g} s"
-        return f"{name(blamed)} {'is' if is_one else 'are'} lost: {why}"
+        return f"{are_lost(blamed, name)}: {why}"
 
     def leave(self) -> None:
         """Tell that this process uses no memory of the others any more."""

@@ -1,4 +1,4 @@
-"""Sharing the memory of a context's GPUs with the other processes."""
+"""Sharing memory with the other processes: that of a context's GPUs, and a page of host memory that all GPUs see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Lowering to one kernel per device; the kernels write to memory that others read, synchronised by flags."""
+"""Lowering to one kernel per device; the kernels write to memory that others read, synchronised by flags.
+
+Relays are devices that send little, and forward a part of what a busier device would send to several. A relay reads its
+columns once from the source and writes them to all targets. It is a target itself, so the total traffic is the same as
+without relays.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,10 @@ For programs that one context runs one after the other, it checks:
 - A program reads the context's memory and its outputs only where it has written them before, and its inputs only where
   it has not.
 - No output has a gap.
+
+It assumes the worst caller. Each program is called from new streams, which write its operands just before it, and read
+and overwrite them just after it. The host overwrites its inputs as soon as the program is issued, and reads and
+overwrites its outputs once the program's results are complete.
 """
 
 from __future__ import annotations

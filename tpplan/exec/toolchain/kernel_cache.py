@@ -1,6 +1,8 @@
 """The cache of compiled kernels: compiled by numba without a GPU, kept on disk, and loaded on the GPUs that run them.
 
 If a kernel is on disk, numba is not imported.
+
+Child processes compile what is not, one kernel after the other.
 """
 
 from __future__ import annotations

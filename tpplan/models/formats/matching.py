@@ -1,4 +1,7 @@
-"""Matching the model that a config describes with the headers of its checkpoint, which give the exact sizes."""
+"""Matching the model that a config describes with the headers of its checkpoint, which give the exact sizes.
+
+Tools store the experts of a layer one by one, all in one tensor, or renamed. Files also hold tensors that no plan has.
+"""
 
 from __future__ import annotations
 

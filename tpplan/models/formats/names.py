@@ -1,4 +1,9 @@
-"""Lists of modules in quantisation configs: names, parts of names, wildcards and regular expressions."""
+"""Lists of modules in quantisation configs: names, parts of names, wildcards and regular expressions.
+
+Expressions come from untrusted files. They become an automaton that is walked along all its paths at once, as in K.
+Thompson's "Regular Expression Search Algorithm" (1968), so that no expression takes exponential time. What an automaton
+cannot do (back references, looking around elsewhere than at the beginning, word boundaries) is refused.
+"""
 
 from __future__ import annotations
 

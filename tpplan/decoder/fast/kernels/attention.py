@@ -10,6 +10,9 @@ begins or ends: queries lie in shared memory, for registers are what keeps tiles
 something to do depends on how many places the token sees, which is in the device's memory.
 Caches of 8 bits become float16 in registers, see :mod:`tpplan.decoder.fast.kernels.cache_tiles`, and so do the queries
 then.
+
+Each warp and block has a part of a token's places, and finds for each of eight queries the peak of its scores, the
+weight of all places, each ``2 ** (score - peak)``, and the sums of their values so weighed, which are merged.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The weights of a row of the matrix are the columns. A team of warps shares out the columns of four matrix rows at a
 time, a batch: each lane has 16 bytes of every row, and twice as many on their way. What lanes and warps have found is
 added up in a fixed order. Everything is added in float32. Addresses are at multiples of 16, pitches are in bytes.
+
+The root mean square norm in front of a product is done by a whole block, which keeps the result in shared memory.
 """
 
 from __future__ import annotations

@@ -7,6 +7,11 @@ multiplied; scales and zeros are in registers one step ahead, as each lane has i
 
 Rows are read where they are, and results go to where their pairs are, so that nothing has to be put in order. What a
 row becomes does not depend on its place in a tile.
+
+A stage of shared memory has what a block needs for a step: rows, then codes, both as in
+:mod:`tpplan.decoder.fast.kernels.wide`. Before all stages there is a table of where the rows are: of each its distance
+from the first one there is, in 16 bytes. The last step may have columns that there are not: what is copied there of
+rows is zeros, of codes it is the first ones. Scales and zeros are in registers, of each lane its own.
 """
 
 from __future__ import annotations

@@ -14,6 +14,27 @@ row g             the same              the same
 A warp has up to four steps that follow each other on their way, mostly into shared memory, and no other warp has these;
 of more than eight rows, two steps of tiles that are twice as high, because these rows are read for each tile. What
 warps have found is added up in a fixed order.
+
+Of every group of columns that share a scale, a product is
+
+    (sum of (base + code) x  -  (base + zero) sum of x)  scale
+
+where base + code is what :mod:`tpplan.decoder.fast.kernels.packed_codes` makes of a code. Rows are multiplied by ones
+for the sum of x; of floats, which have neither base nor zeros, there is nothing to take off.
+
+The instruction multiplies 16 matrix rows by eight rows, of 16 columns; lane 4 g + t has
+
+==========  =================  =================================================================================
+registers   of                 are
+==========  =================  =================================================================================
+left 0, 2   matrix row g       pairs 2 t and 2 t + 1 of the columns, which are in any order, the same on all sides
+left 1, 3   matrix row g + 8   the same pairs
+right 0, 1  row g              the same pairs
+sums 0, 1   matrix row g       with rows 2 t and 2 t + 1
+sums 2, 3   matrix row g + 8   with rows 2 t and 2 t + 1
+==========  =================  =================================================================================
+
+where columns that a lane has of all rows are neighbours: its pairs are those of a word of codes, or of half of one.
 """
 
 from __future__ import annotations

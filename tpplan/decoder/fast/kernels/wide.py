@@ -8,6 +8,15 @@ wait for in registers would be waited for together with those of later steps, by
 The strips of a block's warps are a tile, of as many steps as there are of columns. Tiles follow each other, and every
 block has as many of all their steps as others, or one more. Of a tile that several blocks have, each leaves in memory
 what it has found, and of those with the same strip the last warp adds that up, in the blocks' order. None waits.
+
+A stage of shared memory has what a block needs for a step:
+
+- of every row, the columns of the step; vector 4 i + t of these is the one that lane t needs i-th, and of odd rows the
+  other four of each eight come first, so that eight lanes read all banks;
+- of every warp, 512 bytes for each of the four matrix rows of its lanes: 16 bytes of codes for each lane, which alone
+  copies and reads them;
+- then scales and zeros: lane 4 g + t copies those of one of the four matrix rows that lanes 4 g to 4 g + 3 have; all
+  four read those of all.
 """
 
 from __future__ import annotations
