@@ -28,7 +28,7 @@ SLOW = {
     *("test_family_parts", "test_linear_attention", "test_number_of_experts_is_compared"),
     *("test_fill", "test_load", "test_reader", "test_styles", "test_tables"),
     *("test_infeasible", "test_optimum"),
-    *("test_bounds", "test_gathered", "test_interrupts", "test_ordering_mutations", "test_streams"),
+    *("test_bounds", "test_handles", "test_interrupts", "test_ordering_mutations", "test_streams"),
     "test_every_pair_of_programs_is_safe_on_one_context",
     "test_every_program_is_right_under_random_schedules",
     "test_scheduler_and_checker_agree_on_every_step_that_is_left_out",

@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings", reason="needs cuda.core: pip install '.[cu1
 
 from cuda.bindings import driver
 
-from tests.exec.cuda.test_slot_table import SMALL
+from tests.exec.cuda.test_encode_slots import SMALL
 from tpplan.core.workspace import FRAME_BYTES, FRAME_SLOT_BYTES
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda import encode_frames, encode_slots, launch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from attrs import define, field
 
-from tests.exec.cuda.test_slot_table import SMALL, STRIDE, Machine
+from tests.exec.cuda.test_encode_slots import SMALL, STRIDE, Machine
 from tests.exec.program_cases import CASES
 from tpplan.core.workspace import HOST_SLOTS
 from tpplan.exec.cuda.encode_slots import queues, table, widest
