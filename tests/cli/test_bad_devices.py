@@ -32,6 +32,8 @@ from tests.cli_cases import LLAMA_8B, folder, refused  # noqa: F401 (for every t
         ("RTXX 3060", ["hint: did you mean RTX 3060? for a GPU that tpplan does not know, write its memory"]),
         ("RTX409O", ["hint: did you mean RTX 4090? for"]),
         ("2xH10O", ["hint: did you mean H100? for"]),
+        ("H2OO", ["hint: did you mean H200? for"]),
+        ("RX79OOXTX", ["hint: did you mean RX 7900 XTX? for"]),
         ("RTX5090-48GB", ["hint: did you mean RTX5090:48GiB, a modified card? otherwise", "such as 48GiB, or"]),
         ("4060Ti-20GB", ["hint: did you mean 4060Ti:20GiB, a modified card? otherwise"]),
         ("RTX3090+RTX4070", ["'RTX3090+RTX4070'", "hint: did you mean RTX3090,RTX4070?\n"]),

@@ -419,7 +419,7 @@ def _key(name: str) -> str:
 
 def _near(name: str) -> str:
     """Return the GPU whose name differs by one slip of spelling and not in a digit; empty if there is none."""
-    zeros = re.sub("o(?=[0-9])|(?<=[0-9])o", "0", name, flags=re.IGNORECASE)
+    zeros = re.sub("o+(?=[0-9])|(?<=[0-9])o+", lambda match: "0" * len(match[0]), name, flags=re.IGNORECASE)
     if zeros != name and (found := lookup(zeros)):
         return found[0].name
     meant = _parts(name)
