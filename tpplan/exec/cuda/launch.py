@@ -255,7 +255,8 @@ class Bound:
 _OFTEN = 16
 #: Further launches if the graph was dropped before: if more programs take turns than are kept, most would go unused.
 _AGAIN = 256
-#: Maximum number of programs with graphs: each takes 120 KiB of every device (two H200), which no plan counts.
+#: Maximum number of programs with graphs: each takes 120 KiB of every device (two H200), 8 MiB in all, which
+#: the plan's overhead includes.
 _KEPT = 64
 
 

@@ -50,7 +50,7 @@ _FREE: Final = 2**21
 #: Maximum rows or tiles of a grid, in its second dimension.
 _MOST_IN_GRID: Final = 2**16 - 1
 #: Pairs of rows and experts per expert, on average, up to which the GEMV kernels are faster.
-_FEW: Final = 1 / 4
+_FEW: Final = 1 / 2
 #: Rows of a tile, and the pairs per expert, on average, from which on that size is the fastest.
 _TILES: Final = ((128, 256), (64, 48), (32, 16), (16, 0))
 #: Multiplications per expert, on average, from which on torch is faster for matrices that are not quantised.
