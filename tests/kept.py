@@ -17,7 +17,8 @@ _FOLDER = Path(__file__).parents[1] / ".pytest_cache" / "kept"
 
 def digest_of(*sources: object) -> str:
     """Return a name for what follows from these: numbers, texts, bytes, and tuples of them."""
-    return _hashed(sources).hexdigest()[:32]
+    name: str = _hashed(sources).hexdigest()
+    return name[:32]
 
 
 def _hashed(source: object) -> Any:
