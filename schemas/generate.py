@@ -22,6 +22,7 @@ from tpplan.reports.bench import BenchReport
 from tpplan.reports.check import CheckReport
 from tpplan.reports.diff import PlanDiff
 from tpplan.reports.error import ErrorReport
+from tpplan.reports.fit import FitReport
 from tpplan.reports.generate import GenerateReport
 from tpplan.reports.inspect import Inspection
 from tpplan.reports.selftest import SelftestReport
@@ -36,6 +37,7 @@ DOCUMENTS: dict[str, type] = {
     "device-report": DeviceReport,
     "survey-report": SurveyReport,
     "inspection": Inspection,
+    "fit-report": FitReport,
     "show-report": ShowReport,
     "validation-report": ValidationReport,
     "check-report": CheckReport,

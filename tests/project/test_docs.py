@@ -119,11 +119,12 @@ def test_the_picture_is_drawn_from_anywhere(
 
 
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error that the page on planning shows is the error that there is."""
+    """The table and the error that the page on planning shows are those that there are."""
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
-    arguments, shown = re.findall(r"```\n\$ tpplan (.*?)\n(.*?)```", page, re.DOTALL)[0]
-    assert command(*arguments.split()).err == shown
+    (fits, table), (plans, error) = re.findall(r"```\n\$ tpplan (.*?)\n(.*?)```", page, re.DOTALL)[:2]
+    assert command(*fits.split()).out == table
+    assert command(*plans.split()).err == error
 
 
 def test_the_devices_file(tmp_path: Path) -> None:

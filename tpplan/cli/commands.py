@@ -180,6 +180,54 @@ def plan(
 
 
 @app.command(sort_key=4)
+def fit(
+    model: str,
+    /,
+    *,
+    gpus: str,
+    context: Whole | None = None,
+    cache: str = "fp16",
+    batch: Whole = 1,
+    max_rows: Whole = 2048,
+    layout: str = "",
+    json: bool = False,
+) -> int:
+    """Show which contexts, cache kinds and quantisations of a model fit, and how fast; exit 1 if the wish does not fit.
+
+    Args:
+        model: a directory with a config.json and perhaps safetensors files, or a config.json.
+        gpus: a list such as 2x24GiB,12GiB or 4xRTX4090,RTX3060 or H100:72GiB, a devices file, or auto.
+        context: tokens per sequence that are wished for; the longest that the model was made for by default.
+        cache: kind that is wished for: fp16 (by default), fp8, q8, q6 or q4.
+        batch: sequences that decode together; 1 by default.
+        max_rows: tokens in the largest forward pass; 2048 by default.
+        layout: reduce or gather; reduce by default, gather where the weights' rows cannot be cut.
+        json: print one JSON document.
+    """
+    from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
+    from tpplan.render.fit import fit as view  # noqa: PLC0415
+    from tpplan.reports.fit import fit as look  # noqa: PLC0415
+
+    if context is not None and context < 1:
+        raise RequestError(f"--context is {context}, expected 1 or more tokens", "leave it out for the longest")
+    spec, gpu_list = on_plans.read_model(model), parse_devices(gpus, on_plans.note)
+    with console.busy("planning"):
+        report = look(
+            spec,
+            gpu_list,
+            context=context or 0,
+            cache=cache,
+            batch=batch,
+            max_rows=max_rows,
+            layout=layout,
+            links=links_of(gpus),
+            gpus=gpus,
+        )
+    console.answer(report, view, json=json)
+    return OK if report.fits else NO
+
+
+@app.command(sort_key=5)
 def show(plan: str, /, *, svg: str = "", html: str = "", plain: bool = False, json: bool = False) -> int:
     """Show a plan on one screen: memory per device, splits, shares.
 
@@ -201,7 +249,7 @@ def show(plan: str, /, *, svg: str = "", html: str = "", plain: bool = False, js
     return OK
 
 
-@app.command(sort_key=5)
+@app.command(sort_key=6)
 def diff(before: str, after: str, /, *, json: bool = False) -> int:
     """Show what moves between devices from one plan to another; exit 1 if they differ.
 
@@ -218,7 +266,7 @@ def diff(before: str, after: str, /, *, json: bool = False) -> int:
     return NO if found else OK
 
 
-@app.command(sort_key=6, usage="Usage: tpplan validate [OPTIONS] PLANS...")
+@app.command(sort_key=7, usage="Usage: tpplan validate [OPTIONS] PLANS...")
 def validate(*plans: str, json: bool = False) -> int:
     """Check plan files against every rule and list every problem; exit 1 if one is invalid, 2 if one cannot be read.
 
@@ -235,7 +283,7 @@ def validate(*plans: str, json: bool = False) -> int:
     return FAILED if any(file.error for file in found.files) else OK if found.ok else NO
 
 
-@app.command(sort_key=7, usage="Usage: tpplan check --model STR [OPTIONS] PLANS...")
+@app.command(sort_key=8, usage="Usage: tpplan check --model STR [OPTIONS] PLANS...")
 def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) -> int:
     """Plan again from what each plan was asked, and compare; exit 1 if one is stale, 2 if one is no valid plan.
 
@@ -260,7 +308,7 @@ def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) 
     return FAILED if unread else OK if found.current else NO
 
 
-@app.command(sort_key=8)
+@app.command(sort_key=9)
 def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: bool = False) -> int:
     """Compile a plan, run every operation on every axis, and compare every byte; exit 1 if one is wrong.
 
@@ -285,7 +333,7 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
     return OK if report.ok else NO
 
 
-@app.command(sort_key=10)
+@app.command(sort_key=11)
 def bench(
     plan: str,
     /,

@@ -9,6 +9,7 @@ from attrs import evolve, fields
 from tpplan.core.plan import AUTO, Cache, Request, Reserve, SplitPlan, least_version
 from tpplan.planfile.verify import verify
 from tpplan.planner.attempt import attempt, nearest_attempt
+from tpplan.planner.place import Effort
 from tpplan.planner.request import check_devices, check_kinds, resolve
 from tpplan.planner.speed import predict
 
@@ -74,16 +75,27 @@ def plan(
     asked = Request(layout, strategy, cache, batch, max_rows, kv, context, full_window, beyond, tuple(reserve))
     if strategy != AUTO:
         return _plan(model, devices, asked)
-    balanced = _plan(model, devices, evolve(asked, strategy="balanced"))
-    known = all(device.bandwidth_bytes_per_second for device in devices)
-    if not known or not (speed := predict(balanced, model, tuple(links))):
+    return faster(_plan(model, devices, evolve(asked, strategy="balanced")), model, tuple(links))
+
+
+def faster(
+    balanced: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...] = (), *, effort: Effort = Effort.BEST
+) -> SplitPlan:
+    """Return a balanced plan, or the one by ``latency`` if that fits and is faster; with how fast it is, if known.
+
+    The latter is made with all effort only if little effort makes one that is faster.
+    """
+    known = all(device.bandwidth_bytes_per_second for device in balanced.devices)
+    if not known or not (speed := predict(balanced, model, links)):
         return balanced
-    fast = attempt(model, devices, resolve(model, evolve(asked, strategy="latency")))
-    if fast and not fast.lacking:
-        by_bandwidth = predict(fast.plan(), model, tuple(links))
-        if by_bandwidth and _gains(speed, by_bandwidth):
-            return with_speed(fast.plan(), by_bandwidth)
-    return with_speed(balanced, speed)
+    best = None
+    for each in dict.fromkeys((Effort.QUICK, effort)):
+        found = attempt(model, balanced.devices, evolve(balanced.request, strategy="latency"), effort=each)
+        by_bandwidth = predict(found.plan(), model, links) if found and not found.lacking else None
+        if not found or not by_bandwidth or not _gains(speed, by_bandwidth):
+            break
+        best = with_speed(found.plan(), by_bandwidth)
+    return best or with_speed(balanced, speed)
 
 
 def with_speed(plan: SplitPlan, speed: Speed | None) -> SplitPlan:

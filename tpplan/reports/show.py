@@ -218,6 +218,8 @@ def of_other_strategy(plan: SplitPlan, model: ModelSpec) -> tuple[str, tuple[int
     Returns:
         None where they differ by less than a tenth, or no bandwidth says so.
     """
+    if plan.speed and plan.request.strategy == "balanced":  # the faster one was chosen
+        return None
     other = {"balanced": "latency", "latency": "balanced"}.get(plan.request.strategy)
     links = plan.speed.links if plan.speed else ()
     now = plan.speed or predict(plan, model)

@@ -1,0 +1,292 @@
+"""What ``tpplan fit`` tells: which contexts, cache kinds and quantisations of a model fit on devices, and how fast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import evolve, frozen
+
+from tpplan.core.device import Device
+from tpplan.core.model import ModelSpec
+from tpplan.core.plan import CACHE_KINDS, Cache, Request
+from tpplan.core.speed import LinkSpeed
+from tpplan.planner.attempt import attempt
+from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.ledger import demands
+from tpplan.planner.place import Effort
+from tpplan.planner.plan import faster, plan
+from tpplan.planner.request import check_devices, resolve
+from tpplan.reports.error import Advice, error_report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+_STEP = 256
+#: Shortest context of the table, and most of its contexts.
+_SHORTEST, _MOST_CONTEXTS = 4096, 8
+#: Fewest and most tenths of a bit per weight to look for.
+_FEWEST_TENTHS, _MOST_TENTHS = 15, 160
+_TENTHS = 10
+
+#: Common quantisations: name, and hundredths of a bit that a weight of the layers' matrices takes with its scales.
+#: GGUF: block sizes of ggml, of mixtures the average that llama.cpp's quantize tool states for 8B models. AWQ and GPTQ:
+#: codes, and for each group of 128 a 16-bit scale and a zero point. EXL3: its nominal bits.
+QUANTISATIONS = (
+    ("16 bits", 1600),
+    ("Q8_0", 850),
+    ("FP8", 800),
+    ("Q6_K", 656),
+    ("Q5_K_M", 570),
+    ("EXL3 5.0", 500),
+    ("Q4_K_M", 489),
+    ("NVFP4", 450),
+    ("Q4_0", 450),
+    ("IQ4_XS", 425),
+    ("AWQ, GPTQ 4-bit g128", 416),
+    ("EXL3 4.0", 400),
+    ("Q3_K_M", 400),
+    ("EXL3 3.5", 350),
+    ("Q2_K", 335),
+    ("EXL3 3.0", 300),
+    ("EXL3 2.5", 250),
+    ("EXL3 2.0", 200),
+)
+
+
+@frozen(kw_only=True)
+class FitCell:
+    """One cache kind at one context.
+
+    Attributes:
+        cache: kind of the cache.
+        fits: whether a plan exists.
+        tokens_per_second: predicted for the batch with a full cache, by the faster plan that is found with little
+            effort; 0 if it does not fit, or a bandwidth is unknown.
+    """
+
+    cache: str
+    fits: bool
+    tokens_per_second: int
+
+
+@frozen(kw_only=True)
+class FitRow:
+    """One context.
+
+    Attributes:
+        context: tokens of each sequence.
+        cells: one for each kind of cache.
+        most_bits_tenths: tenths of a bit per weight that fit at this context in the cache kind that was asked for, if
+            all tensors change in proportion; 160 at most, 0 if not even 1.5 bits fit.
+        quantisation: the largest common quantisation that fits; empty if none does.
+    """
+
+    context: int
+    cells: tuple[FitCell, ...]
+    most_bits_tenths: int
+    quantisation: str
+
+
+@frozen(kw_only=True)
+class LongestContext:
+    """The longest context that fits in a cache kind.
+
+    Attributes:
+        cache: the kind.
+        context: tokens of each sequence, a multiple of 256 or the model's maximum; 0 if not even 256 fit.
+    """
+
+    cache: str
+    context: int
+
+
+@frozen(kw_only=True)
+class FitReport:
+    """What fits of a model on devices.
+
+    Attributes:
+        model: display name of the model.
+        weight_format: how most of its weights are stored.
+        bits_tenths: tenths of a bit per weight as it is stored.
+        assumed: what is assumed of the weights because no file says; left out if their bytes are exact.
+        devices: display names of the devices.
+        budget_bytes: budgets of all devices together.
+        batch: sequences that decode together.
+        context: tokens of each sequence that were asked for.
+        cache: cache kind that was asked for.
+        fits: whether that fits.
+        rows: contexts, ascending.
+        longest: the longest context for each cache kind.
+        suggestions: single changes with which what was asked for fits, the cheapest first; left out if it fits.
+    """
+
+    model: str
+    weight_format: str
+    bits_tenths: int
+    assumed: str = ""
+    devices: tuple[str, ...]
+    budget_bytes: int
+    batch: int
+    context: int
+    cache: str
+    fits: bool
+    rows: tuple[FitRow, ...]
+    longest: tuple[LongestContext, ...]
+    suggestions: tuple[Advice, ...] = ()
+
+
+def fit(
+    model: ModelSpec,
+    devices: Iterable[Device],
+    *,
+    context: int = 0,
+    cache: str = "fp16",
+    batch: int = 1,
+    max_rows: int = 2048,
+    layout: str = "",
+    links: Iterable[LinkSpeed] = (),
+    gpus: str = "",
+) -> FitReport:
+    """Return what of a model fits on devices.
+
+    Args:
+        model: from :func:`tpplan.read_model`.
+        devices: from :func:`tpplan.parse_devices`.
+        context: tokens of each sequence that are wished for; the model's maximum by default.
+        cache: cache kind that is wished for.
+        batch: sequences that decode together, each with the whole context.
+        max_rows: tokens in the largest forward pass.
+        layout: ``reduce`` or ``gather``, by default as the planner chooses.
+        links: measured links between the devices.
+        gpus: the devices as they were named, so that suggestions can name them with more memory.
+
+    Raises:
+        RequestError: the request is not valid for this model or these devices.
+    """
+    devices, links = tuple(devices), tuple(links)
+    asked = Request(layout, "balanced", Cache(cache, (context or model.max_context) * batch), batch, max_rows, "idle")
+    request = resolve(model, asked)
+    check_devices(devices, request)
+    context = context or model.max_context
+    trials = _Trials(model, devices, request, links)
+    suggestions: tuple[Advice, ...] = ()
+    if not (fits := trials.fits(cache, context)):
+        try:
+            plan(model, devices, cache=request.cache, layout=layout, batch=batch, max_rows=max_rows)
+            fits = True
+        except InfeasibleError as error:
+            suggestions = error_report(error, gpus).error.suggestions
+    return FitReport(
+        model=model.name,
+        weight_format=model.weight_format,
+        bits_tenths=model.weight_bytes * 8 * _TENTHS // model.parameter_count,
+        assumed=model.assumed,
+        devices=tuple(device.name for device in devices),
+        budget_bytes=sum(device.budget_bytes for device in devices),
+        batch=batch,
+        context=context,
+        cache=cache,
+        fits=fits,
+        rows=tuple(trials.row(each) for each in _contexts(model, context)),
+        longest=tuple(LongestContext(cache=kind, context=trials.longest(kind)) for kind in CACHE_KINDS),
+        suggestions=suggestions,
+    )
+
+
+def _contexts(model: ModelSpec, wished: int) -> list[int]:
+    """Return the contexts of the table: powers of two, the model's maximum, and what is wished for."""
+    most = max(model.max_context, wished)
+    powers, each = [], _SHORTEST
+    while each < most:
+        powers.append(each)
+        each *= 2
+    return sorted({*powers[: _MOST_CONTEXTS - 2], wished, most})
+
+
+@frozen
+class _Trials:
+    """Attempts to plan a model on devices.
+
+    Attributes:
+        model: the model.
+        devices: the devices.
+        request: what was asked for, resolved.
+        links: measured links.
+    """
+
+    model: ModelSpec
+    devices: tuple[Device, ...]
+    request: Request
+    links: tuple[LinkSpeed, ...]
+
+    def asked(self, kind: str, context: int) -> Request:
+        """Return the request with another cache."""
+        return evolve(self.request, cache=Cache(kind, context * self.request.batch))
+
+    def fits(self, kind: str, context: int) -> bool:
+        """Return whether there is a plan."""
+        found = attempt(self.model, self.devices, self.asked(kind, context), effort=Effort.ANY)
+        return found is not None and not found.lacking
+
+    def cell(self, kind: str, context: int) -> FitCell:
+        """Return whether there is a plan, and how fast the faster one is."""
+        request = self.asked(kind, context)
+        efforts = (attempt(self.model, self.devices, request, effort=each) for each in (Effort.QUICK, Effort.ANY))
+        found = next((each for each in efforts if each and not each.lacking), None)
+        if found is None:
+            return FitCell(cache=kind, fits=False, tokens_per_second=0)
+        speed = faster(found.plan(), self.model, self.links, effort=Effort.QUICK).speed
+        return FitCell(cache=kind, fits=True, tokens_per_second=speed.decode[-1].full_tokens_per_second if speed else 0)
+
+    def row(self, context: int) -> FitRow:
+        """Return what fits at a context."""
+        bits = self._most_bits(context)
+        return FitRow(
+            context=context,
+            cells=tuple(self.cell(kind, context) for kind in CACHE_KINDS),
+            most_bits_tenths=bits,
+            quantisation=next((name for name, whole in _whole_bits(self.model) if whole <= bits), ""),
+        )
+
+    def longest(self, kind: str) -> int:
+        """Return the longest context that fits in a cache kind."""
+        most = self.model.max_context
+        if self.fits(kind, most):
+            return most
+        return _STEP * _greatest(lambda steps: self.fits(kind, steps * _STEP), (most - 1) // _STEP)
+
+    def _most_bits(self, context: int) -> int:
+        """Return the tenths of a bit per weight that fit at a context."""
+        request = self.asked(self.request.cache.kind, context)
+        wanted = demands(self.model, request, len(self.devices))
+
+        def fits(tenths: int) -> bool:
+            size = tenths * self.model.parameter_count, 8 * _TENTHS * self.model.weight_bytes
+            found = attempt(self.model, self.devices, request, effort=Effort.ANY, wanted=wanted.with_weights(*size))
+            return found is not None and not found.lacking
+
+        found = _greatest(fits, _MOST_TENTHS)
+        return found if found >= _FEWEST_TENTHS else 0
+
+
+def _whole_bits(model: ModelSpec) -> list[tuple[str, int]]:
+    """Return common quantisations, with the tenths of a bit per weight of the whole model, rounded up, largest first.
+
+    Matrices of the layers are quantised; embeddings, the output matrix and vectors have 16 bits.
+    """
+    outside = sum(parameter.elements for parameter in model.parameters)
+    inside = max(1, model.parameter_count - outside)
+    return sorted(
+        ((name, -(-(inside * bits + outside * 1600) // (10 * (inside + outside)))) for name, bits in QUANTISATIONS),
+        key=lambda pair: -pair[1],
+    )
+
+
+def _greatest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the greatest number up to ``most`` that fits, or 0; it must be monotonic."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
