@@ -126,8 +126,8 @@ def hand_over(plan: SplitPlan, report: ExportReport, output: str, *, json: bool)
     if report.works_with:
         command = remake(plan, "even.json", "MODEL", report.works_with)
         console.say("hint", f"it can run a plan for {report.works_with}, which this command makes", "hint", [command])
-    elif not report.possible:
-        console.say("hint", "llama.cpp-layer and accelerate take whole layers, exllamav3 uneven parts", "hint")
+    if report.engines:
+        console.say("hint", f"--for {' or '.join(report.engines)} can run this plan", "hint")
     return report.possible
 
 

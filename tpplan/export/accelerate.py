@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.core.plan import CACHE_KINDS
-from tpplan.core.sizes import format_bytes
 from tpplan.export.engine import MODEL, CacheKind, Engine
 from tpplan.export.facts import MIB, bytes_each, listed
+from tpplan.export.layers import Layers
 from tpplan.models.families import FAMILIES
 from tpplan.reports.export import TextFile
 
@@ -40,75 +40,43 @@ def modules(architecture: str, family: Family) -> tuple[str, ...]:
     names = [row.name.rpartition(".")[0] for row in family.outside]
     root = family.layers.partition("layers.")[0].partition("h.{")[0]
     tables = () if architecture in _NO_TABLES else (f"{root}rotary_emb",)
-    return tuple(dict.fromkeys((*(_RENAMED.get(name, name) for name in names), *tables, *_BESIDES.get(architecture, ()))))
-
-
-def room_bytes(plan: Facts) -> tuple[int, ...]:
-    """Return for each device what its budget leaves for weights and cache."""
-    return tuple(entry.weights_bytes + entry.cache_bytes + entry.free_bytes for entry in plan.memory)
+    return tuple(
+        dict.fromkeys((*(_RENAMED.get(name, name) for name in names), *tables, *_BESIDES.get(architecture, ())))
+    )
 
 
 def home(plan: Facts) -> int:
     """Return the device with the most room, which gets all that is outside the layers."""
-    room = room_bytes(plan)
-    return room.index(max(room))
+    return plan.room_bytes.index(max(plan.room_bytes))
 
 
-def layer_bytes(plan: Facts) -> int:
-    """Return the mean of a layer's weights and cache, rounded up; what the plan replicates counts each time."""
-    inside = sum(entry.weights_bytes for entry in plan.memory) - plan.outside_bytes
-    return -(-(max(0, inside) + sum(plan.cache_bytes(_SIXTEEN_BITS.sixteenths))) // plan.plan.model.layers)
-
-
-def _most_layers(plan: Facts) -> tuple[int, ...]:
-    """Return how many mean layers each device has room for."""
-    room = [size - plan.outside_bytes * (i == home(plan)) for i, size in enumerate(room_bytes(plan))]
-    return tuple(max(0, size // max(1, layer_bytes(plan))) for size in room)
-
-
-def layer_counts(plan: Facts) -> tuple[int, ...]:
-    """Return how many layers each device gets: near the plan's share of all bytes, and no more than it has room for."""
-    layers, most, held = plan.plan.model.layers, _most_layers(plan), plan.held_bytes
-    # Targets are in layers × all bytes, so that nothing is rounded.
-    outside = plan.outside_bytes
-    whole = max(1, sum(held) - outside)
-    targets = [max(0, size - outside * (i == home(plan))) * layers for i, size in enumerate(held)]
-    counts = [min(target // whole, room) for target, room in zip(targets, most, strict=True)]
-    while sum(counts) != layers:
-        step = 1 if sum(counts) < layers else -1
-        open_ = [i for i, n in enumerate(counts) if (n < most[i] if step > 0 else n > 0)]
-        if not open_:
-            break
-        counts[max(open_, key=lambda i: step * (targets[i] - counts[i] * whole))] += step
-    return tuple(counts)
+def layers(plan: Facts) -> Layers:
+    """Return how layers go to the devices."""
+    beside = (plan.outside_bytes if i == home(plan) else 0 for i in range(plan.count))
+    return Layers(plan, _SIXTEEN_BITS.sixteenths, tuple(beside))
 
 
 def _refused(plan: Facts) -> Iterator[str]:
-    layers, room = plan.plan.model.layers, _most_layers(plan)
-    if sum(room) < layers:
-        yield (
-            f"the devices have room for {listed(room)} whole layers of {format_bytes(layer_bytes(plan))}, which is less "
-            f"than the model's {layers}, with a cache of 16 bits for {plan.request.cache.tokens} tokens"
-        )
+    return layers(plan).obstacles()
 
 
 def _load_py(plan: Facts) -> tuple[TextFile, ...]:
-    memory = ", ".join(
-        f'{i}: "{max(0, size - cache) // MIB}MiB"'
-        for i, (size, cache) in enumerate(
-            zip(room_bytes(plan), plan.cache_bytes(_SIXTEEN_BITS.sixteenths), strict=True)
-        )
+    memory = "\n".join(
+        f'    {i}: "{max(0, size - cache) // MIB}MiB",'
+        for i, (size, cache) in enumerate(zip(plan.room_bytes, plan.cache_bytes(_SIXTEEN_BITS.sixteenths), strict=True))
     )
-    architecture = plan.plan.model.architecture
+    architecture = plan.model.architecture
     family = family_of(architecture)
     text = f"""\
 import torch
 from transformers import {"AutoModelForCausalLM" if family else "AutoModelForImageTextToText"}
 
-max_memory = {{{memory}}}  # of weights, for a map of its own: device_map="auto"
+max_memory = {{  # of weights; for device_map="auto" only
+{memory}
+}}
 {_device_map(plan, family) if family else 'device_map = "auto"'}
 model = {"AutoModelForCausalLM" if family else "AutoModelForImageTextToText"}.from_pretrained(
-    "{MODEL}", dtype=torch.{plan.plan.model.dtype}, device_map=device_map, max_memory=max_memory
+    "{MODEL}", dtype=torch.{plan.model.dtype}, device_map=device_map, max_memory=max_memory
 )
 """
     return (TextFile("load.py", text),)
@@ -116,33 +84,32 @@ model = {"AutoModelForCausalLM" if family else "AutoModelForImageTextToText"}.fr
 
 def _device_map(plan: Facts, family: Family) -> str:
     lines, start = [], 0
-    for i, count in enumerate(layer_counts(plan)):
+    for i, count in enumerate(layers(plan).counts):
         if count:
             layer = f"{family.root}{family.layers}".rstrip(".")
             lines.append(f'    **{{f"{layer}": {i} for layer in range({start}, {start + count})}},')
             start += count
-    lines += [f'    "{name}": {home(plan)},' for name in modules(plan.plan.model.architecture, family)]
+    lines += [f'    "{name}": {home(plan)},' for name in modules(plan.model.architecture, family)]
     return "\n".join(("device_map = {", *lines, "}"))
 
 
 def _differs(plan: Facts) -> Iterator[str]:
-    layers = plan.plan.model.layers
     if plan.count > 1:
         yield "it cuts no matrix: a token goes through whole layers on one device after the other, which wait for it"
-        if family_of(plan.plan.model.architecture):
+        if family_of(plan.model.architecture):
             yield (
-                f"the devices get {listed(layer_counts(plan))} of {layers} layers, each with its cache; embedding, last "
-                f"norm and output matrix are on {plan.name(home(plan))}"
+                f"the devices get {listed(layers(plan).counts)} of {plan.model.layers} layers, each with its cache; "
+                f"embedding, last norm and output matrix are on {plan.name(home(plan))}"
             )
         else:
-            yield "device_map=\"auto\" fills the devices by their max_memory, the model's vision tower too"
+            yield 'device_map="auto" fills the devices by their max_memory, the model\'s vision tower too'
     caches = bytes_each(plan.cache_bytes(_SIXTEEN_BITS.sixteenths))
     yield f"max_memory counts weights only; the plan's cache was taken off it ({caches}), and nothing holds it there"
 
 
 ENGINE = Engine(
     name="accelerate",
-    version="1.15.0, with transformers 5.24.0",
+    version="Accelerate 1.15.0 and transformers 5.24.0",
     command=("python", "load.py"),
     flags={},
     caches=CACHES,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan.core.plan import CACHE_KINDS
-from tpplan.core.sizes import format_bytes
 from tpplan.export.facts import Facts, apart, bytes_each
 from tpplan.reports.export import TextFile, Variable
 
@@ -50,6 +49,7 @@ class Engine:
         command: the words before the flags.
         flags: the flags of the command, in order.
         caches: the engine's kind of cache for each of the plan's.
+        allows_beyond: the variable that has to be 1 for contexts beyond the model's; empty if none has to.
         files: the files that the command reads.
         refused: why the engine cannot run a plan, a clause each.
         differs: what only this engine does differently.
@@ -63,6 +63,7 @@ class Engine:
     command: tuple[str, ...]
     flags: Flags
     caches: Mapping[str, CacheKind]
+    allows_beyond: str = ""
     files: Callable[[Facts], tuple[TextFile, ...]] = lambda _: ()
     refused: Sentences = _nothing
     differs: Sentences = _nothing
@@ -78,6 +79,15 @@ class Engine:
         """Return the command for a plan."""
         return (*self.command, *_words(self.flags, facts))
 
+    def environment(self, facts: Facts) -> tuple[Variable, ...]:
+        """Return the variables of the command, which show the plan's devices to it in their order."""
+        longer = facts.request.beyond and self.allows_beyond
+        return (
+            Variable("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+            Variable("CUDA_VISIBLE_DEVICES", ",".join(map(str, facts.used))),
+            *([Variable(self.allows_beyond, "1")] if longer else []),
+        )
+
     def differences(self, facts: Facts) -> tuple[str, ...]:
         """Return what the engine does differently from a plan, a sentence each."""
         return (*self.differs(facts), *self._of_the_cache(facts), *_of_all(facts))
@@ -87,14 +97,6 @@ class Engine:
         if kind.sixteenths != CACHE_KINDS[asked]:
             sizes = apart(sum(facts.cache_bytes(kind.sixteenths)), sum(facts.cache_bytes(CACHE_KINDS[asked])))
             yield f"the cache is {kind.name} instead of {asked}: on all devices {sizes}"
-
-
-def environment(facts: Facts) -> tuple[Variable, ...]:
-    """Return the variables that show a plan's devices to an engine, in the plan's order."""
-    return (
-        Variable("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
-        Variable("CUDA_VISIBLE_DEVICES", ",".join(map(str, facts.used))),
-    )
 
 
 def _words(flags: Flags, facts: Facts) -> Iterable[str]:
@@ -109,13 +111,14 @@ def _words(flags: Flags, facts: Facts) -> Iterable[str]:
 
 def _of_all(facts: Facts) -> Iterator[str]:
     """Yield what all engines do differently."""
-    workspace = bytes_each([entry.workspace_bytes for entry in facts.memory])
-    free = format_bytes(min(entry.free_bytes for entry in facts.memory))
-    yield f"it takes its own buffers instead of the plan's workspace ({workspace}); at least {free} are free for them"
-    if any(split.replicas > 1 for split in facts.plan.splits):
+    workspace, free = (
+        bytes_each([getattr(e, name) for e in facts.memory]) for name in ("workspace_bytes", "free_bytes")
+    )
+    yield f"its own buffers take the place of the plan's workspace ({workspace}); the plan leaves free: {free}"
+    if any(split.replicas > 1 for split in facts.splits):
         yield "it does not replicate KV heads as the plan does"
-    if facts.plan.model.not_planned:
-        parts = "; ".join(part.text for part in facts.plan.model.not_planned)
+    if facts.model.not_planned:
+        parts = "; ".join(part.text for part in facts.model.not_planned)
         yield f"it may load what the plan does not count: {parts}"
     if len({device.name for device in facts.devices}) > 1:
         names = ", ".join(f"{i} is the {device.name}" for i, device in zip(facts.used, facts.devices, strict=True))

@@ -24,7 +24,7 @@ _MOST = 16
 
 def is_even(facts: Facts) -> bool:
     """Tell whether a plan gives each device as much of every axis that is not padded."""
-    return all(len({*facts.parts(split)}) == 1 for split in facts.plan.splits if split.axis not in _PADDED)
+    return all(len({*facts.parts(split)}) == 1 for split in facts.splits if split.axis not in _PADDED)
 
 
 def obstacles(facts: Facts, kind: int, *, repeats_heads: bool) -> Iterator[str]:
@@ -108,7 +108,7 @@ def _divides(facts: Facts, count: int, *, repeats_heads: bool) -> bool:
 
 def _indivisible(facts: Facts, count: int, *, repeats_heads: bool) -> Iterator[str]:
     """Yield the axes that do not divide by a number of devices."""
-    for axis in dict.fromkeys(split.axis for split in facts.plan.splits):
+    for axis in dict.fromkeys(split.axis for split in facts.splits):
         if axis in _PADDED:
             continue
         sizes = {split.size // split.replicas for split in facts.cuts(axis)}
@@ -120,7 +120,7 @@ def _indivisible(facts: Facts, count: int, *, repeats_heads: bool) -> Iterator[s
 
 def _uneven(facts: Facts) -> Iterator[tuple[Axis, tuple[int, ...]]]:
     """Yield the axes that the plan cuts into unequal parts, with the parts."""
-    for split in facts.plan.splits:
+    for split in facts.splits:
         if split.axis not in _PADDED and len({*facts.parts(split)}) > 1:
             yield split.axis, facts.parts(split)
 
@@ -134,4 +134,3 @@ def uneven_parts(facts: Facts) -> Iterator[str]:
 
 def _kind(device: Device) -> tuple[str, int]:
     return device.name, device.budget_bytes
-

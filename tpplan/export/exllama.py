@@ -71,7 +71,7 @@ def _gpu_split(plan: Facts) -> str:
 
 def _config_yml(plan: Facts) -> tuple[TextFile, ...]:
     request = plan.request
-    cuts = str(plan.plan.model.architecture in _CUT_BY_V3 and plan.count > 1).lower()
+    cuts = str(plan.model.architecture in _CUT_BY_V3 and plan.count > 1).lower()
     text = f"""\
 model:
   model_name: {MODEL}
@@ -92,13 +92,13 @@ def _cache_size(plan: Facts) -> int:
 
 
 def _refused_v3(plan: Facts) -> Iterator[str]:
-    architecture = plan.plan.model.architecture
+    architecture = plan.model.architecture
     if architecture not in _CUT_BY_V3 | _LAYERS_IN_V3:
         yield f"it does not know {architecture}"
 
 
 def _differs_v3(plan: Facts) -> Iterator[str]:
-    architecture = plan.plan.model.architecture
+    architecture = plan.model.architecture
     if architecture in _LAYERS_IN_V3:
         yield f"it does not cut {architecture}: whole layers go to one device after the other, and wait for each other"
     else:
@@ -113,7 +113,7 @@ def _differs_v3(plan: Facts) -> Iterator[str]:
 V3 = Engine(
     name="exllamav3",
     aliases=("tabbyapi",),
-    version="1.4.1, and TabbyAPI at e632af4",
+    version="ExLlamaV3 1.4.1 and TabbyAPI at e632af4",
     command=("python", "main.py"),
     flags={},
     caches=_CACHES_V3,
@@ -153,12 +153,12 @@ cache = ExLlamaV2Cache_TP(model, base={base}, max_seq_len={request.cache.tokens}
 
 
 def _refused_v2(plan: Facts) -> Iterator[str]:
-    architecture = plan.plan.model.architecture
+    architecture = plan.model.architecture
     if architecture not in _CUT_BY_V2:
         yield f"its load_tp does not know {architecture}"
     for split in plan.cuts(Axis.INTERMEDIATE):
         if split.size % _INTERMEDIATE_UNIT:
-            yield f"it cuts an intermediate size in units of {_INTERMEDIATE_UNIT}, and {split.size} is no multiple of it"
+            yield f"it cuts in units of {_INTERMEDIATE_UNIT}, of which the intermediate size {split.size} is no multiple"
 
 
 def _differs_v2(plan: Facts) -> Iterator[str]:
@@ -180,7 +180,7 @@ def kv_heads_v2(heads: int, plan: Facts) -> tuple[int, ...]:
 
 V2 = Engine(
     name="exllamav2",
-    version="0.3.2",
+    version="ExLlamaV2 0.3.2",
     command=("python", "load.py"),
     flags={},
     caches=_CACHES_V2,

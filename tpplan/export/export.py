@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from tpplan.errors import RequestError
 from tpplan.export import accelerate, exllama, llamacpp, sglang, transformers, vllm
-from tpplan.export.engine import environment
-from tpplan.export.even import obstacles, works_with
+from tpplan.export.even import obstacles as uneven
+from tpplan.export.even import works_with
 from tpplan.export.facts import Facts, listed
 from tpplan.reports.export import ExportReport
 
@@ -56,28 +56,38 @@ def export(plan: SplitPlan, name: str) -> ExportReport:
         RequestError: there is no engine of that name.
     """
     engine, facts = engine_of(name), Facts(plan)
-    reasons, devices = tuple(engine.refused(facts)), ""
-    if engine.cuts_evenly and not reasons:
-        kind = engine.cache(facts).sixteenths
-        reasons = tuple(obstacles(facts, kind, repeats_heads=engine.repeats_heads))
-        if reasons:
-            devices = works_with(facts, kind, repeats_heads=engine.repeats_heads)
-    if reasons:
+    if reasons := obstacles(engine, facts):
+        even = engine.cuts_evenly and not any(engine.refused(facts))
         return ExportReport(
             engine=engine.name,
             version=engine.version,
             model=plan.model.name,
             possible=False,
             reasons=reasons,
-            works_with=devices,
+            works_with=works_with(facts, _sixteenths(engine, facts), repeats_heads=engine.repeats_heads)
+            if even
+            else "",
+            engines=tuple(name for name, other in ENGINES.items() if not obstacles(other, facts)),
         )
     return ExportReport(
         engine=engine.name,
         version=engine.version,
         model=plan.model.name,
         possible=True,
-        environment=environment(facts),
+        environment=engine.environment(facts),
         argv=engine.argv(facts),
         files=engine.files(facts),
         differences=engine.differences(facts),
     )
+
+
+def obstacles(engine: Engine, facts: Facts) -> tuple[str, ...]:
+    """Return why an engine cannot run a plan, a clause each; nothing if it can."""
+    reasons = tuple(engine.refused(facts))
+    if engine.cuts_evenly and not reasons:
+        return tuple(uneven(facts, _sixteenths(engine, facts), repeats_heads=engine.repeats_heads))
+    return reasons
+
+
+def _sixteenths(engine: Engine, facts: Facts) -> int:
+    return engine.cache(facts).sixteenths

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan.core.axes import Axis
-from tpplan.core.plan import CACHE_KINDS
+from tpplan.core.plan import CACHE_KINDS, SplitPlan
 from tpplan.core.sizes import format_apart, format_bytes
 from tpplan.hardware import catalogue
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tpplan.core.device import Device
-    from tpplan.core.plan import DeviceMemory, Request, Split, SplitPlan
+    from tpplan.core.plan import DeviceMemory, PlanModel, Request, Split
 
 MIB = 2**20
 GIB = 2**30
@@ -52,6 +52,16 @@ class Facts:
     def request(self) -> Request:
         """What the plan answers."""
         return self.plan.request
+
+    @property
+    def model(self) -> PlanModel:
+        """The model that the plan is for."""
+        return self.plan.model
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """How axes are cut, on all devices."""
+        return self.plan.splits
 
     @cached_property
     def used(self) -> tuple[int, ...]:
@@ -94,6 +104,11 @@ class Facts:
         return tuple(-(-entry.cache_bytes * kind // planned) for entry in self.memory)
 
     @property
+    def room_bytes(self) -> tuple[int, ...]:
+        """What each device's budget leaves for weights and cache."""
+        return tuple(entry.weights_bytes + entry.cache_bytes + entry.free_bytes for entry in self.memory)
+
+    @property
     def whole_bytes(self) -> tuple[int, ...]:
         """All memory that programs are handed out of each device: what the catalogue says, else the budget."""
         return tuple(map(whole_bytes, self.devices))
@@ -101,12 +116,12 @@ class Facts:
     @property
     def outside_bytes(self) -> int:
         """Embedding and output matrix, counted as two matrices in the dtype of the activations."""
-        vocab, hidden = (max((split.size for split in self.cuts(axis)), default=0) for axis in (Axis.VOCAB, Axis.RESIDUAL))
-        return 2 * vocab * hidden * _ELEMENT_BYTES[self.plan.model.dtype]
+        vocab, hidden = (sum(split.size for split in self.cuts(axis)) for axis in (Axis.VOCAB, Axis.RESIDUAL))
+        return 2 * vocab * hidden * _ELEMENT_BYTES[self.model.dtype]
 
     def cuts(self, axis: Axis) -> tuple[Split, ...]:
         """Return all splits of an axis, none if the model does not have it."""
-        return tuple(split for split in self.plan.splits if split.axis == axis)
+        return tuple(split for split in self.splits if split.axis == axis)
 
     def parts(self, split: Split) -> tuple[int, ...]:
         """Return each device's elements of an axis."""

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from tpplan.core.sizes import format_bytes
 from tpplan.export.engine import MODEL, CacheKind, Engine
 from tpplan.export.facts import listed, round_up
+from tpplan.export.layers import Layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tpplan.export.engine import Flags
     from tpplan.export.facts import Facts
@@ -47,13 +48,13 @@ _CACHES = {
     "q4": CacheKind(name="q4_0", sixteenths=9),
 }
 
-_VERSION = "0c1e57098, as llama-cpp-python 0.3.36 has it"
+_VERSION = "llama.cpp at 0c1e57098 (that of llama-cpp-python 0.3.36)"
 
 
-def _flags(mode: str) -> Flags:
+def _flags(mode: str, ratio: Callable[[Facts], tuple[int, ...]]) -> Flags:
     return {
         "--split-mode": lambda plan: mode if plan.count > 1 else "none",
-        "--tensor-split": lambda plan: ",".join(map(str, plan.ratio)) if plan.count > 1 else None,
+        "--tensor-split": lambda plan: ",".join(map(str, ratio(plan))) if plan.count > 1 else None,
         "--n-gpu-layers": lambda _: "all",
         "--fit": lambda _: "off",
         "--flash-attn": lambda _: "on",
@@ -62,8 +63,8 @@ def _flags(mode: str) -> Flags:
         "--kv-unified": lambda plan: bool(plan.request.context) or None,
         "--kv-unified-per-slot": lambda plan: plan.request.context or None,
         "--swa-full": lambda plan: plan.request.full_window or None,
-        "--cache-type-k": lambda plan: _CACHES[plan.request.cache.kind].name,
-        "--cache-type-v": lambda plan: _CACHES[plan.request.cache.kind].name,
+        "--cache-type-k": lambda plan: _kind(plan).name,
+        "--cache-type-v": lambda plan: _kind(plan).name,
         "--batch-size": lambda plan: plan.request.max_rows,
         "--ubatch-size": lambda plan: plan.request.max_rows,
     }
@@ -77,17 +78,28 @@ def _cells(plan: Facts) -> int:
     return round_up(_TOKENS, request.sequence_tokens) * request.batch
 
 
+def _kind(plan: Facts) -> CacheKind:
+    return _CACHES[plan.request.cache.kind]
+
+
 def _refused(plan: Facts) -> Iterator[str]:
-    if plan.plan.model.architecture in UNKNOWN:
-        yield f"its converter to GGUF does not know {plan.plan.model.architecture}"
+    if plan.model.architecture in UNKNOWN:
+        yield f"its converter to GGUF does not know {plan.model.architecture}"
     if plan.count > MOST_DEVICES:
         yield f"--tensor-split takes at most {MOST_DEVICES} devices, and the plan has {plan.count}"
 
 
 def _refused_tensor(plan: Facts) -> Iterator[str]:
     yield from _refused(plan)
-    if plan.plan.model.architecture in LAYERS_ONLY:
-        yield f"its tensor mode does not know {plan.plan.model.architecture}; --for llama.cpp-layer does"
+    if plan.model.architecture in LAYERS_ONLY:
+        yield f"its tensor mode does not know {plan.model.architecture}; --for llama.cpp-layer does"
+    weights, cache = (sum(entry.weights_bytes for entry in plan.memory), sum(plan.cache_bytes(_kind(plan).sixteenths)))
+    for i, (part, room) in enumerate(zip(plan.ratio, plan.room_bytes, strict=True)):
+        if (held := (weights + cache) * part // sum(plan.ratio)) > room:
+            yield (
+                f"{plan.name(i)} would hold {format_bytes(held)} of weights and cache, with a cache of "
+                f"{_kind(plan).name}, and its budget leaves {format_bytes(room)}"
+            )
 
 
 def _differs(plan: Facts) -> Iterator[str]:
@@ -99,7 +111,7 @@ def _differs(plan: Facts) -> Iterator[str]:
 
 def _differs_tensor(plan: Facts) -> Iterator[str]:
     if plan.count > 1:
-        yield "one ratio cuts weights and cache alike; it is that of their sum in MiB, so that devices hold as much in all"
+        yield "one ratio cuts weights and cache alike: their sum on each device in MiB, which stays as planned"
         yield from _most_moved(plan)
         for total, planned in plan.kv_heads():
             heads = dict.fromkeys(rotated_heads(total, plan.ratio))
@@ -137,18 +149,30 @@ def rotated_heads(heads: int, ratio: Sequence[int]) -> Iterator[tuple[int, ...]]
         yield tuple(parts)
 
 
-def layer_counts(layers: int, ratio: Sequence[int]) -> tuple[int, ...]:
-    """Return how many layers each device gets, the output matrix counting as one more, which is the last one's."""
-    whole, ends = sum(ratio), [*accumulate(ratio)]
-    owners = [sum(end * (layers + 1) <= layer * whole for end in ends) for layer in range(layers)]
-    return tuple(owners.count(i) for i in range(len(ratio)))
+def _layers(plan: Facts) -> Layers:
+    """Return how layers go to the devices; the last one gets the output matrix, and the host the embedding."""
+    matrix = plan.outside_bytes // 2
+    return Layers(plan, _kind(plan).sixteenths, (0,) * (plan.count - 1) + (matrix,), absent=matrix)
+
+
+def _layer_ratio(plan: Facts) -> tuple[int, ...]:
+    """Return the layers of each device; what is behind them counts as one more, of the last device."""
+    *others, last = _layers(plan).counts
+    return (*others, last + 1)
+
+
+def _refused_layer(plan: Facts) -> Iterator[str]:
+    yield from _refused(plan)
+    yield from _layers(plan).obstacles()
 
 
 def _differs_layer(plan: Facts) -> Iterator[str]:
-    layers = plan.plan.model.layers
     if plan.count > 1:
         yield "it cuts no matrix: a token goes through whole layers on one device after the other, which wait for it"
-        yield f"the devices get {listed(layer_counts(layers, plan.ratio))} of {layers} layers, each with its cache"
+        yield (
+            f"the devices get {listed(_layers(plan).counts)} of {plan.model.layers} layers, each with its cache; "
+            "--tensor-split counts what is behind the last layer as one more"
+        )
     yield from _differs(plan)
 
 
@@ -158,7 +182,7 @@ TENSOR = Engine(
     name="llama.cpp",
     version=_VERSION,
     command=_COMMAND,
-    flags=_flags("tensor"),
+    flags=_flags("tensor", lambda plan: plan.ratio),
     caches=_CACHES,
     refused=_refused_tensor,
     differs=_differs_tensor,
@@ -168,8 +192,8 @@ LAYER = Engine(
     name="llama.cpp-layer",
     version=_VERSION,
     command=_COMMAND,
-    flags=_flags("layer"),
+    flags=_flags("layer", _layer_ratio),
     caches=_CACHES,
-    refused=_refused,
+    refused=_refused_layer,
     differs=_differs_layer,
 )

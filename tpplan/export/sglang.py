@@ -44,7 +44,7 @@ def _differs(plan: Facts) -> Iterator[str]:
 
 ENGINE = Engine(
     name="sglang",
-    version="0.5.23",
+    version="SGLang 0.5.23",
     command=("sglang", "serve", "--model-path", MODEL),
     flags={
         "--tp-size": lambda plan: plan.count,
@@ -55,6 +55,7 @@ ENGINE = Engine(
         "--kv-cache-dtype": lambda plan: _CACHES[plan.request.cache.kind].name,
     },
     caches=_CACHES,
+    allows_beyond="SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
     differs=_differs,
     cuts_evenly=True,
     repeats_heads=True,

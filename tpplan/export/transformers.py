@@ -29,7 +29,7 @@ WHOLE_ATTENTION = frozenset({
 
 
 def _refused(plan: Facts) -> Iterator[str]:
-    architecture = plan.plan.model.architecture
+    architecture = plan.model.architecture
     if architecture in NO_PLAN:
         yield f"{architecture} has no base_model_tp_plan there"
     if architecture in WHOLE_ATTENTION:
@@ -47,7 +47,7 @@ from transformers.distributed import DistributedConfig
 
 model = AutoModelForCausalLM.from_pretrained(
     "{MODEL}",
-    dtype=torch.{plan.plan.model.dtype},
+    dtype=torch.{plan.model.dtype},
     distributed_config=DistributedConfig(tp_size={plan.count}, tp_plan="auto"),
 )
 """
@@ -63,7 +63,7 @@ def _differs(plan: Facts) -> Iterator[str]:
 
 ENGINE = Engine(
     name="transformers",
-    version="5.24.0",
+    version="transformers 5.24.0",
     command=("torchrun",),
     flags={"--nproc-per-node": lambda plan: plan.count, "load.py": lambda _: True},
     caches=CACHES,

@@ -51,7 +51,7 @@ def _differs(plan: Facts) -> Iterator[str]:
 
 ENGINE = Engine(
     name="vllm",
-    version="0.33.0",
+    version="vLLM 0.33.0",
     command=("vllm", "serve", MODEL),
     flags={
         "--tensor-parallel-size": lambda plan: plan.count,
@@ -62,6 +62,7 @@ ENGINE = Engine(
         "--kv-cache-dtype": lambda plan: _CACHES[plan.request.cache.kind].name,
     },
     caches=_CACHES,
+    allows_beyond="VLLM_ALLOW_LONG_MAX_MODEL_LEN",
     differs=_differs,
     cuts_evenly=True,
     repeats_heads=True,

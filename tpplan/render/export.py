@@ -33,7 +33,7 @@ def differences(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Li
     """Say what the engine does differently, and which version of it was read."""
     lines: list[Line] = [line("differs from the plan:", "head")]
     lines += [one for each in report["differences"] for one in _item(each, columns)]
-    read = f"as {report['engine']} {report['version']} has it; MODEL stands for the path of {report['model']}"
+    read = f"read: {report['version']}. MODEL stands for the path of {report['model']}"
     return [*lines, *(line(part, "dim") for part in wrapped(read, columns))]
 
 
@@ -41,7 +41,7 @@ def _refusal(report: dict[str, Any], columns: int) -> list[Line]:
     head = f"no, {report['engine']} cannot run this plan for {report['model']}, because"
     lines: list[Line] = [line(part, "bad") for part in wrapped(head, columns)]
     lines += [one for each in report["reasons"] for one in _item(each, columns)]
-    return [*lines, *(line(p, "dim") for p in wrapped(f"as {report['engine']} {report['version']} has it", columns))]
+    return [*lines, *(line(p, "dim") for p in wrapped(f"read: {report['version']}", columns))]
 
 
 def _item(sentence: str, columns: int) -> list[Line]:

@@ -43,6 +43,7 @@ class ExportReport:
         reasons: why it cannot; left out if it can.
         works_with: devices, as ``--gpus`` takes them, of a plan that the engine can run; left out if it can run this
             one, or if none is known.
+        engines: the others that can run this plan; left out if it can.
         environment: variables of the command; left out if it cannot.
         argv: the command; ``MODEL`` stands for the path of the model. Left out if it cannot.
         files: files that the command reads; left out if it reads none.
@@ -55,6 +56,7 @@ class ExportReport:
     possible: bool
     reasons: tuple[str, ...] = ()
     works_with: str = ""
+    engines: tuple[str, ...] = ()
     environment: tuple[Variable, ...] = ()
     argv: tuple[str, ...] = ()
     files: tuple[TextFile, ...] = ()
