@@ -127,7 +127,9 @@ def hand_over(plan: SplitPlan, report: ExportReport, output: str, *, json: bool)
         command = remake(plan, "even.json", "MODEL", report.works_with)
         console.say("hint", f"it can run a plan for {report.works_with}, which this command makes", "hint", [command])
     if report.engines:
-        console.say("hint", f"--for {' or '.join(report.engines)} can run this plan", "hint")
+        *others, last = report.engines
+        names = f"{', '.join(others)} or {last}" if others else last
+        console.say("hint", f"this plan can be run by --for {names}", "hint")
     return report.possible
 
 

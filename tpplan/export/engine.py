@@ -90,7 +90,11 @@ class Engine:
 
     def differences(self, facts: Facts) -> tuple[str, ...]:
         """Return what the engine does differently from a plan, a sentence each."""
-        return (*self.differs(facts), *self._of_the_cache(facts), *_of_all(facts))
+        return (*self.differs(facts), *self._of_the_cache(facts), *self._of_copies(facts), *_of_all(facts))
+
+    def _of_copies(self, facts: Facts) -> Iterator[str]:
+        if not self.repeats_heads and any(split.replicas > 1 for split in facts.splits):
+            yield "it does not replicate KV heads as the plan does"
 
     def _of_the_cache(self, facts: Facts) -> Iterator[str]:
         asked, kind = facts.request.cache.kind, self.cache(facts)
@@ -115,8 +119,6 @@ def _of_all(facts: Facts) -> Iterator[str]:
         bytes_each([getattr(e, name) for e in facts.memory]) for name in ("workspace_bytes", "free_bytes")
     )
     yield f"its own buffers take the place of the plan's workspace ({workspace}); the plan leaves free: {free}"
-    if any(split.replicas > 1 for split in facts.splits):
-        yield "it does not replicate KV heads as the plan does"
     if facts.model.not_planned:
         parts = "; ".join(part.text for part in facts.model.not_planned)
         yield f"it may load what the plan does not count: {parts}"

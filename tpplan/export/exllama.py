@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tpplan.core.axes import Axis
 from tpplan.export.engine import MODEL, CacheKind, Engine
 from tpplan.export.facts import GIB, gibibytes, listed, round_up
+from tpplan.export.layers import Layers
 from tpplan.planner.exllamav2 import integer_split
 from tpplan.reports.export import TextFile
 
@@ -64,23 +65,31 @@ _CACHES_V2 = {
 _INTERMEDIATE_UNIT = 128
 
 
-def _gpu_split(plan: Facts) -> str:
-    """Return GiB for each device: all that the plan counts on it, but for the overhead, which neither engine counts."""
-    return ", ".join(gibibytes(entry.used_bytes - entry.overhead_bytes) for entry in plan.memory)
+def _gpu_split(plan: Facts, *, whole: bool = False) -> str:
+    """Return GiB for each device, without the overhead, which neither engine counts.
+
+    Args:
+        plan: the plan.
+        whole: give all of the budgets, where they are limits; else what the plan uses of them, for its proportions.
+    """
+    sizes = [entry.used_bytes - entry.overhead_bytes for entry in plan.memory]
+    if whole:  # rounded down
+        sizes = [size + max(0, entry.free_bytes - GIB // 100) for size, entry in zip(sizes, plan.memory, strict=True)]
+    return ", ".join(map(gibibytes, sizes))
 
 
 def _config_yml(plan: Facts) -> tuple[TextFile, ...]:
     request = plan.request
-    cuts = str(plan.model.architecture in _CUT_BY_V3 and plan.count > 1).lower()
+    cuts = plan.model.architecture in _CUT_BY_V3 and plan.count > 1
     text = f"""\
 model:
   model_name: {MODEL}
   max_seq_len: {request.sequence_tokens}
   cache_size: {_cache_size(plan)}
   cache_mode: {_CACHES_V3[request.cache.kind].name}
-  tensor_parallel: {cuts}
+  tensor_parallel: {str(cuts).lower()}
   gpu_split_auto: false
-  gpu_split: [{_gpu_split(plan)}]
+  gpu_split: [{_gpu_split(plan, whole=not cuts)}]
   chunk_size: {round_up(_TOKENS, request.max_rows)}
   max_batch_size: {request.batch}
 """
@@ -95,6 +104,14 @@ def _refused_v3(plan: Facts) -> Iterator[str]:
     architecture = plan.model.architecture
     if architecture not in _CUT_BY_V3 | _LAYERS_IN_V3:
         yield f"it does not know {architecture}"
+        return
+    kind = _CACHES_V3[plan.request.cache.kind]
+    if architecture in _LAYERS_IN_V3:
+        yield from Layers.but_embedding(plan, kind.sixteenths).obstacles()
+        return
+    caches = plan.cache_bytes(kind.sixteenths)
+    held = [entry.weights_bytes + cache for entry, cache in zip(plan.memory, caches, strict=True)]
+    yield from plan.overfull(held, kind.name)
 
 
 def _differs_v3(plan: Facts) -> Iterator[str]:
@@ -158,14 +175,15 @@ def _refused_v2(plan: Facts) -> Iterator[str]:
         yield f"its load_tp does not know {architecture}"
     for split in plan.cuts(Axis.INTERMEDIATE):
         if split.size % _INTERMEDIATE_UNIT:
-            yield f"it cuts in units of {_INTERMEDIATE_UNIT}, of which the intermediate size {split.size} is no multiple"
+            yield f"the intermediate size {split.size} is no multiple of its units of {_INTERMEDIATE_UNIT}"
 
 
 def _differs_v2(plan: Facts) -> Iterator[str]:
     for total, planned in plan.kv_heads():
         given = kv_heads_v2(total, plan)
         if given != planned:
-            yield f"the devices get {listed(given)} KV heads instead of {listed(planned)}"
+            copies = " copies" if sum(planned) > total else ""
+            yield f"the devices get {listed(given)} KV heads instead of {listed(planned)}{copies}"
     if plan.request.strategy != "exllamav2":
         yield "it cuts the rest by what cache and attention leave of gpu_split; --strategy exllamav2 plans as it does"
     yield "it holds nothing against gpu_split once it has cut"

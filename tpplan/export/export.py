@@ -89,5 +89,10 @@ def obstacles(engine: Engine, facts: Facts) -> tuple[str, ...]:
     return reasons
 
 
+def _enough(engine: Engine, facts: Facts) -> str:
+    """Return devices of a plan that an engine can run that cuts evenly, nothing if none are known."""
+    return works_with(facts, _sixteenths(engine, facts), repeats_heads=engine.repeats_heads)
+
+
 def _sixteenths(engine: Engine, facts: Facts) -> int:
     return engine.cache(facts).sixteenths

@@ -14,10 +14,13 @@ from tpplan.core.sizes import format_apart, format_bytes
 from tpplan.hardware import catalogue
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tpplan.core.device import Device
     from tpplan.core.plan import DeviceMemory, PlanModel, Request, Split
+
+#: The most devices whose bytes a sentence lists.
+_LISTED = 4
 
 MIB = 2**20
 GIB = 2**30
@@ -129,8 +132,20 @@ class Facts:
         return tuple(sizes[i] for i in self.used)
 
     def kv_heads(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return for each way that KV heads are cut how many the model has, and each device's."""
+        """Return for each way that KV heads are cut how many the model has, and each device's, copies counted each."""
         return tuple((split.size // split.replicas, self.parts(split)) for split in self.cuts(Axis.KV_HEADS))
+
+    def overfull(self, held: Sequence[int], cache: str) -> Iterator[str]:
+        """Yield the devices whose budget weights and cache exceed, a clause each.
+
+        Args:
+            held: bytes of weights and cache on each device.
+            cache: what kind of cache that is with.
+        """
+        for i, (size, room) in enumerate(zip(held, self.room_bytes, strict=True)):
+            if size > room:
+                sizes = " of ".join(format_apart(size, room))
+                yield f"{self.name(i)} would hold {sizes} that its budget leaves, with the cache as {cache}"
 
     def name(self, position: int) -> str:
         """Return what to call a device, by its position among those in use."""
@@ -172,7 +187,8 @@ def apart(*sizes: int) -> str:
 
 
 def bytes_each(sizes: Sequence[int]) -> str:
-    """Write the bytes of each device, once if they are equal."""
-    if len({*sizes}) == 1:
-        return f"{format_bytes(sizes[0])} on each device"
-    return listed([format_bytes(size) for size in sizes])
+    """Write the bytes of each device, once if they are equal, and the least and the most of many."""
+    texts = [format_bytes(size) for size in sizes]
+    if len({*texts}) == 1:
+        return f"{texts[0]} on each device"
+    return listed(texts) if len(texts) <= _LISTED else f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}"

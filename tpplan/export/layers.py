@@ -29,6 +29,12 @@ class Layers:
     beside: tuple[int, ...]
     absent: int = 0
 
+    @classmethod
+    def but_embedding(cls, plan: Facts, kind: int) -> Layers:
+        """Return the layers where the host has the embedding, and the last device the output matrix."""
+        matrix = plan.outside_bytes // 2
+        return cls(plan, kind, (0,) * (plan.count - 1) + (matrix,), absent=matrix)
+
     @property
     def mean_bytes(self) -> int:
         """The mean of a layer's weights and cache, rounded up; what a plan has on several devices counts each time."""

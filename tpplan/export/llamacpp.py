@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.sizes import format_bytes
 from tpplan.export.engine import MODEL, CacheKind, Engine
-from tpplan.export.facts import listed, round_up
+from tpplan.export.facts import MIB, listed, round_up
 from tpplan.export.layers import Layers
 
 if TYPE_CHECKING:
@@ -93,13 +93,9 @@ def _refused_tensor(plan: Facts) -> Iterator[str]:
     yield from _refused(plan)
     if plan.model.architecture in LAYERS_ONLY:
         yield f"its tensor mode does not know {plan.model.architecture}; --for llama.cpp-layer does"
-    weights, cache = (sum(entry.weights_bytes for entry in plan.memory), sum(plan.cache_bytes(_kind(plan).sixteenths)))
-    for i, (part, room) in enumerate(zip(plan.ratio, plan.room_bytes, strict=True)):
-        if (held := (weights + cache) * part // sum(plan.ratio)) > room:
-            yield (
-                f"{plan.name(i)} would hold {format_bytes(held)} of weights and cache, with a cache of "
-                f"{_kind(plan).name}, and its budget leaves {format_bytes(room)}"
-            )
+    held = sum(entry.weights_bytes for entry in plan.memory) + sum(plan.cache_bytes(_kind(plan).sixteenths))
+    parts = [held * part // sum(plan.ratio) - MIB for part in plan.ratio]  # less what rounding the ratio may add
+    yield from plan.overfull(parts, _kind(plan).name)
 
 
 def _differs(plan: Facts) -> Iterator[str]:
@@ -117,8 +113,12 @@ def _differs_tensor(plan: Facts) -> Iterator[str]:
             heads = dict.fromkeys(rotated_heads(total, plan.ratio))
             if {planned} != {*heads}:
                 ways = " or ".join(f"({', '.join(map(str, parts))})" for parts in heads)
-                yield f"it rounds KV heads, and every layer begins at the next device: {ways}; the plan has {planned}"
-        yield "it is experimental, and cuts in blocks of the file's quantisation, which may be wider than a head"
+                copies = " copies" if sum(planned) > total else ""
+                yield (
+                    f"it rounds KV heads, and every layer begins at the next device: {ways}; "
+                    f"the plan has {planned}{copies}"
+                )
+        yield "tensor mode is experimental; it cuts in blocks of the file's format, which may be wider than a head"
     yield from _differs(plan)
     if plan.request.cache.kind != "fp16" and plan.count > 1:
         yield (
@@ -151,8 +151,7 @@ def rotated_heads(heads: int, ratio: Sequence[int]) -> Iterator[tuple[int, ...]]
 
 def _layers(plan: Facts) -> Layers:
     """Return how layers go to the devices; the last one gets the output matrix, and the host the embedding."""
-    matrix = plan.outside_bytes // 2
-    return Layers(plan, _kind(plan).sixteenths, (0,) * (plan.count - 1) + (matrix,), absent=matrix)
+    return Layers.but_embedding(plan, _kind(plan).sixteenths)
 
 
 def _layer_ratio(plan: Facts) -> tuple[int, ...]:

@@ -32,9 +32,9 @@ def _used_share(plan: Facts) -> str:
 
 
 def _budget_share(plan: Facts) -> str:
-    """Return the least part of a device's whole memory that the budget is, rounded down."""
-    rows = zip(plan.used, plan.devices, plan.whole_bytes, strict=True)
-    ppt = min((device.budget_bytes - plan.request.reserved(i)) * 1000 // whole for i, device, whole in rows)
+    """Return the least part of a device's whole memory that is free once a process runs and in its budget."""
+    rows = zip(plan.memory, plan.whole_bytes, strict=True)
+    ppt = min((entry.used_bytes - entry.overhead_bytes + entry.free_bytes) * 1000 // whole for entry, whole in rows)
     return f"{ppt // 1000}.{ppt % 1000:03}"
 
 
