@@ -22,9 +22,8 @@ NO_PLAN = frozenset({
 
 #: Those whose plan leaves attention whole on each device.
 WHOLE_ATTENTION = frozenset({
-    *("AfmoeForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
-    *("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "HunYuanMoEV1ForCausalLM", "PhiMoEForCausalLM"),
-    "PhimoeForCausalLM",
+    *("AfmoeForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+    *("HunYuanMoEV1ForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
 })  # fmt: skip
 
 
