@@ -55,7 +55,10 @@ def test_usage(arguments: list[str], words: str) -> None:
     ("arguments", "hint"),
     [
         (["shw"], "did you mean show?"),
-        (["zzz"], "commands are inspect, devices, plan, show, diff, validate, check, selftest, generate and bench;"),
+        (
+            ["zzz"],
+            "commands are inspect, devices, plan, show, diff, validate, check, selftest, generate, bench and export;",
+        ),
         (["plan", "m", "--gpu", "24GiB"], "did you mean --gpus instead of --gpu? tpplan plan --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--contxt", "5"], "did you mean --context? tpplan plan --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--gpus", "12GiB"], "separate GPUs by commas, as in --gpus RTX4090,RTX3060;"),

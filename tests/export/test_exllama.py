@@ -142,7 +142,7 @@ def test_heads_are_cut_as_told(gpus: str, strategy: str) -> None:
     split = _loaded(plan).calls[0][2]["gpu_split"]
     given = [0] * len(split)
     # The context refuses budgets that are only just full, and heads do not depend on a common factor.
-    for device, start, end in _context([gib * 2 for gib in split], plan).kv_split:
+    for device, start, end in _context([gib * 2 for gib in split], plan).kv_split or ():
         given[device] = end - start
     assert tuple(given) == kv_heads_v2(8, Facts(plan))
     bounds = plan.bounds("kv_heads")
@@ -168,6 +168,7 @@ def test_an_odd_intermediate_size_is_refused() -> None:
 
 def test_architectures_are_those_of_the_families() -> None:
     """No name in the tables is a slip, and none is in two of one engine."""
-    known = {name for each in (*FAMILIES.values(), *WRAPPERS.values()) for name in each.architectures}
+    known = {name for family in FAMILIES.values() for name in family.architectures}
+    known |= {name for wrapper in WRAPPERS.values() for name in wrapper.architectures}
     assert known >= _CUT_BY_V3 | _LAYERS_IN_V3 | _CUT_BY_V2
     assert not _CUT_BY_V3 & _LAYERS_IN_V3

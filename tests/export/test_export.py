@@ -122,7 +122,7 @@ def test_names_of_engines() -> None:
 
 
 def test_a_context_beyond_the_models_is_allowed() -> None:
-    """vLLM and SGLang take it only with a variable of their own."""
+    """Both vLLM and SGLang take it only with a variable of their own."""
     plan = made("Mixtral-8x7B", "2xA100-80GB", cache=Cache("fp16", 65536), beyond=True)
     for engine, name in (
         ("vllm", "VLLM_ALLOW_LONG_MAX_MODEL_LEN"),

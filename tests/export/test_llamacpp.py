@@ -138,5 +138,6 @@ def test_too_many_devices() -> None:
 
 def test_architectures_are_those_of_the_families() -> None:
     """No name in the tables is a slip."""
-    known = {name for each in (*FAMILIES.values(), *WRAPPERS.values()) for name in each.architectures}
+    known = {name for family in FAMILIES.values() for name in family.architectures}
+    known |= {name for wrapper in WRAPPERS.values() for name in wrapper.architectures}
     assert known >= UNKNOWN | LAYERS_ONLY
