@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache, partial
 from inspect import signature
+from struct import pack
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -34,31 +35,61 @@ def _of_f16(words: Any) -> Any:
     return np.asarray(words, np.uint32)[..., None].view(np.float16).astype(np.float32)
 
 
+#: The floats of all halves of a word; as numbers of Python's, whose arithmetic is that of 64 bits; and as numpy's.
+_BF16 = (np.arange(2**16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+_F16 = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+_PYTHON_BF16, _PYTHON_F16 = _BF16.tolist(), _F16.tolist()
+_NUMPY_BF16, _NUMPY_F16 = [*_BF16], [*_F16]
+
+
 def _low_bf16(word: Any) -> Any:
-    return np.uint32(int(word) << 16 & 0xFFFF0000).view(np.float32)
+    return _NUMPY_BF16[int(word) & 0xFFFF]
 
 
 def _high_bf16(word: Any) -> Any:
-    return np.uint32(int(word) & 0xFFFF0000).view(np.float32)
+    return _NUMPY_BF16[int(word) >> 16]
 
 
 def _low_f16(word: Any) -> Any:
-    return np.float32(np.uint16(int(word) & 0xFFFF).view(np.float16))
+    return _NUMPY_F16[int(word) & 0xFFFF]
 
 
 def _high_f16(word: Any) -> Any:
-    return np.float32(np.uint16(int(word) >> 16).view(np.float16))
+    return _NUMPY_F16[int(word) >> 16]
+
+
+def _bits_of_bf16(value: float) -> int:
+    try:
+        bits = int.from_bytes(pack("<f", value), "little")
+    except OverflowError:
+        return 0x7F80 if value > 0 else 0xFF80
+    return bits + 0x7FFF + (bits >> 16 & 1) >> 16  # to nearest, ties to even
+
+
+def _bits_of_f16(value: float) -> int:
+    try:
+        return int.from_bytes(pack("<e", value), "little")
+    except OverflowError:
+        return 0x7C00 if value > 0 else 0xFC00
 
 
 def _to_bf16(low: Any, high: Any) -> Any:
-    a, b = (int(np.float32(each).view(np.uint32)) for each in (low, high))
-    a, b = (bits + 0x7FFF + (bits >> 16 & 1) >> 16 for bits in (a, b))  # to nearest, ties to even
-    return np.uint32(a | b << 16)
+    return np.uint32(_bits_of_bf16(low) | _bits_of_bf16(high) << 16)
 
 
 def _to_f16(low: Any, high: Any) -> Any:
-    a, b = (int(np.float16(np.float32(each)).view(np.uint16)) for each in (low, high))
-    return np.uint32(a | b << 16)
+    return np.uint32(_bits_of_f16(low) | _bits_of_f16(high) << 16)
+
+
+def _of_pairs(floats: Sequence[float], bits_of: Callable[[float], int], run: Callable[..., float]) -> _Doing:
+    """Return what does something with the low halves of words, and with the high ones."""
+
+    def both(_: _Memory, values: Sequence[Any]) -> Any:
+        words = [*map(int, values)]
+        low, high = run(*[floats[word & 0xFFFF] for word in words]), run(*[floats[word >> 16] for word in words])
+        return np.uint32(bits_of(low) | bits_of(high) << 16)
+
+    return both
 
 
 @cache
@@ -158,8 +189,7 @@ def _computing(name: str, text: str) -> _Doing:
     if permuted := _PERMUTED.fullmatch(text):
         return partial(_permuted, [int(each, 16) for each in reversed(permuted[1])])
     if name in _OF_PAIRS:
-        (low, high), to, run_one = _OF_PAIRS[name]
-        return lambda _, values: to(run_one(*map(low, values)), run_one(*map(high, values)))
+        return _OF_PAIRS[name]
     for each, run in _BITS.items():
         if text == _TEXTS[each]:
             return lambda _, values: run(*values)
@@ -197,10 +227,10 @@ _SIZES = {
     f"{way}{kind}.global.u{8 * size}": size for way in ("ld", "st") for kind in ("", ".volatile") for size in (1, 2, 4)
 } | {"ld.acquire.sys.global.u32": 4}
 #: What is done with each of two 16-bit floats, exactly.
-_OF_PAIRS: dict[str, tuple[tuple[Any, Any], Any, Callable[..., Any]]] = {
-    "fma.rn.bf16x2": ((_low_bf16, _high_bf16), _to_bf16, lambda a, b, c: np.float64(a) * b + c),
-    "fma.rn.f16x2": ((_low_f16, _high_f16), _to_f16, lambda a, b, c: np.float64(a) * b + c),
-    "add.rn.f16x2": ((_low_f16, _high_f16), _to_f16, lambda a, b: np.float64(a) + b),
+_OF_PAIRS: dict[str, _Doing] = {
+    "fma.rn.bf16x2": _of_pairs(_PYTHON_BF16, _bits_of_bf16, lambda a, b, c: a * b + c),
+    "fma.rn.f16x2": _of_pairs(_PYTHON_F16, _bits_of_f16, lambda a, b, c: a * b + c),
+    "add.rn.f16x2": _of_pairs(_PYTHON_F16, _bits_of_f16, lambda a, b: a + b),
 }
 #: Of others.
 _BITS: dict[str, Callable[..., Any]] = {

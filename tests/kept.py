@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpplan.files.text import save_bytes
 
@@ -17,7 +17,17 @@ _FOLDER = Path(__file__).parents[1] / ".pytest_cache" / "kept"
 
 def digest_of(*sources: object) -> str:
     """Return a name for what follows from these: numbers, texts, bytes, and tuples of them."""
-    return sha256(repr(sources).encode()).hexdigest()[:32]
+    name: str = _hashed(sources).hexdigest()
+    return name[:32]
+
+
+def _hashed(source: object) -> Any:
+    """Return the hash of a source and its type; long bytes are read once."""
+    if isinstance(source, tuple):
+        return sha256(b"tuple" + b"".join(_hashed(each).digest() for each in source))
+    if isinstance(source, bytes):
+        return sha256(source)
+    return sha256(repr(source).encode())
 
 
 def kept(name: str, make: Callable[[], bytes]) -> bytes:

@@ -30,7 +30,7 @@ def test_edited_plans(rule: str, edits: dict[str, Any], words: str) -> None:
     for path, value in edits.items():
         plan = edited(plan, path, value)
     Path("edited.json").write_text(dumps(plan), encoding="utf-8")
-    if plan.format_version != "1.2":
+    if plan.format_version != "1.3":
         err = refused("diff", "edited.json", "edited.json")
         assert words in err
         assert rule in err

@@ -480,7 +480,7 @@ def _edited(path: tuple[str | int, ...], value: object) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("format_version",), "2.0", "format_version: is '2.0', this tpplan reads 1.0"),
+        (("format_version",), "2.0", "format_version: is '2.0', this tpplan reads 1.0 and 1.1"),
         (("devices",), [], "devices: has 0 devices, expected 1 to 4096"),
         (("devices", 0, "name"), " ", "devices[0].name: is empty"),
         (("devices", 0, "name"), "a\u202eb", "devices[0].name: has the invisible character U+202E at position 1"),

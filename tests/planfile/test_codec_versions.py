@@ -11,6 +11,7 @@ import pytest
 from tests.codec_cases import FIXTURE, PLAN, TEXT, changed
 from tpplan.core.model import NotPlanned
 from tpplan.core.plan import least_version
+from tpplan.core.speed import DeviceTime, LinkSpeed
 from tpplan.errors import PlanError
 from tpplan.files.codec import dumps
 from tpplan.planfile import codec
@@ -34,11 +35,11 @@ def test_unknown_major(version: str, allow_newer: bool) -> None:
 
 def test_newer_minor(tmp_path: Path) -> None:
     """A newer minor version loads only for showing: unknown keys pass, and nothing executes or saves the plan."""
-    text = changed(format_version="1.2", topology={"links": []}, request=json.loads(TEXT)["request"] | {"new": 1})
-    with pytest.raises(PlanError, match=r"TP001 at format_version: is 1.2, newer than 1.1, the latest that"):
+    text = changed(format_version="1.3", topology={"links": []}, request=json.loads(TEXT)["request"] | {"new": 1})
+    with pytest.raises(PlanError, match=r"TP001 at format_version: is 1.3, newer than 1.2, the latest that"):
         codec.loads(text)
     plan = codec.loads(text, allow_newer=True)
-    assert plan == attrs.evolve(PLAN, format_version="1.2")
+    assert plan == attrs.evolve(PLAN, format_version="1.3")
     assert [problem.rule for problem in problems(plan)] == ["TP001"]
     with pytest.raises(PlanError, match="TP001"):
         codec.save(plan, tmp_path / "plan.json")
@@ -47,7 +48,7 @@ def test_newer_minor(tmp_path: Path) -> None:
 
 def test_newer_minor_still_obeys_the_rules() -> None:
     """Showing a newer plan is no way around the rules, or the types of the keys that are known."""
-    data = json.loads(TEXT) | {"format_version": "1.2"}
+    data = json.loads(TEXT) | {"format_version": "1.3"}
     data["request"]["batch"] = 0
     with pytest.raises(PlanError, match=r"TP008 at request.batch") as caught:
         codec.loads(json.dumps(data), allow_newer=True)
@@ -58,6 +59,21 @@ def test_newer_minor_still_obeys_the_rules() -> None:
 
 
 NEWER = FIXTURE.with_name("plan-1.1.json").read_text(encoding="utf-8")
+WITH_SPEED = FIXTURE.with_name("plan-1.2.json").read_text(encoding="utf-8")
+
+
+def test_minor_2() -> None:
+    """A frozen plan that uses every key of 1.2 loads, is written again byte for byte, and says 1.2 only for them."""
+    plan = codec.loads(WITH_SPEED)
+    assert dumps(plan) == WITH_SPEED
+    assert plan.speed
+    assert plan.speed.links == (LinkSpeed(first=0, second=1, latency_ns=5210, bytes_per_second=21000000000),)
+    assert plan.speed.decode[0].devices[1] == DeviceTime(1, 4000001, 50000, 310000, 420000)
+    assert plan.speed.prefill[0].full_tokens_per_second == 2048 * 10**9 // (36000002 + 450000 + 310000 + 420000)
+    device = plan.devices[0]
+    assert (device.read_bytes_per_second, device.boundary_ns) == (931000000000, 1310)
+    without = attrs.evolve(plan, speed=None, devices=PLAN.devices)
+    assert least_version(without) == "1.0"
 
 
 def test_minor_1() -> None:

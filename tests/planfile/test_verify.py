@@ -15,6 +15,7 @@ from tests.strategies import plans
 from tpplan.core.axes import Axis
 from tpplan.core.model import NotPlanned
 from tpplan.core.plan import Reserve
+from tpplan.core.speed import DeviceTime, LinkSpeed, Pass, Speed
 from tpplan.errors import PlanError
 from tpplan.planfile.codec import load
 from tpplan.planfile.rules import RULES
@@ -65,9 +66,21 @@ def reserved(*reserve: Reserve, bytes: int) -> dict[str, Any]:  # noqa: A002 (as
     return {"format_version": "1.1", "request.reserve": reserve, **moves}
 
 
+def timed(*devices: int, rows: tuple[int, ...] = (1, 2), prefills: int = 0, links: Any = ()) -> dict[str, Any]:
+    """Return edits that predict times of these devices."""
+    one = tuple(DeviceTime(i, 5, 5, 5, 5) for i in devices)
+    decode, prefill = tuple(Pass(count, one) for count in rows), (Pass(9, one),) * prefills
+    return {"format_version": "1.2", "speed": Speed(decode=decode, prefill=prefill, links=links)}
+
+
+def link(first: int, second: int, latency_ns: int = 1) -> LinkSpeed:
+    """Return a link of two devices."""
+    return LinkSpeed(first=first, second=second, latency_ns=latency_ns, bytes_per_second=1)
+
+
 VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP001", {"format_version": "2.0"}, "TP001 at format_version: is '2.0', this tpplan reads 1.x"),
-    ("TP001", {"format_version": "1.2"}, "is 1.2, newer than 1.1, the latest that this tpplan knows"),
+    ("TP001", {"format_version": "1.3"}, "is 1.3, newer than 1.2, the latest that this tpplan knows"),
     ("TP001", {"format_version": "1.1"}, "is 1.1, expected 1.0, the oldest version with all of its keys"),
     ("TP001", {"request.beyond": True}, "is 1.0, expected 1.1"),
     ("TP008", {"format_version": "1.1", "model.not_planned": (NotPlanned("vision tower", -1),)}, "bytes: is -1"),
@@ -82,6 +95,13 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP031", reserved(Reserve(1, 9), bytes=0), "request.reserve[0].device: is 9, not one of the 4 devices"),
     ("TP031", reserved(Reserve(5, 0), Reserve(5, 0), bytes=5), "request.reserve[1].device: is 0, named before"),
     ("TP031", reserved(Reserve(5, 0), bytes=4), "memory[0].reserved_bytes: is 4, the request reserves 5"),
+    ("TP032", timed(0, 1), "speed.decode[0].devices: is not of devices 0, 1, 2, which hold slices"),
+    ("TP032", timed(0, 1, 2, rows=(2,)), "speed.decode: is for batches of 2, expected 1, 2"),
+    ("TP032", timed(0, 1, 2, rows=()), "speed.decode: is for batches of none, expected 1, 2"),
+    ("TP032", timed(0, 1, 2, prefills=2), "speed.prefill: has 2 entries, expected 1 at most"),
+    ("TP032", timed(0, 1, 2, links=(link(0, 4),)), "speed.links[0]: joins 0 and 4, expected two of 4 devices"),
+    ("TP032", timed(0, 1, 2, links=(link(0, 1),) * 2), "speed.links[1]: joins 0 and 1, a second time"),
+    ("TP008", timed(0, 1, 2, links=(link(0, 1, 0),)), "speed.links[0].latency_ns: is 0, expected 1 or more"),
     ("TP001", {"format_version": "one"}, "is 'one'"),
     ("TP002", {f"splits[{RS}].bounds": (0, 1024, 1536, 2048)}, "residual has 4 numbers, expected 5 for 4 devices"),
     ("TP003", {f"splits[{RS}].bounds": (32, 1024, 1536, 2048, 2048)}, "residual starts at 32 on device 0, expected 0"),

@@ -56,23 +56,30 @@ def inspect(model: str, /, *, json: bool = False) -> int:
 
 
 @app.command(sort_key=2)
-def devices(*, output: _Output = "", links: bool = False, json: bool = False) -> int:
+def devices(*, output: _Output = "", measure: bool = False, links: bool = False, json: bool = False) -> int:
     """Show the GPUs of this machine: memory, bandwidth, links, and who else uses them.
 
     Args:
         output: write a devices file for --gpus; - is standard output.
+        measure: also measure bandwidths, products and links, for predictions of speed; needs torch and idle GPUs.
         links: instead, test links and keep which way is fastest; needs torch, idle GPUs, and some hundred MiB on each.
         json: print one JSON document.
     """
     if links:
-        if output:
-            raise UsageError("--links makes no devices file", "leave out --links, or -o")
+        if output or measure:
+            other = "-o" if output else "--measure"
+            raise UsageError(f"--links does not go with {other}", f"leave out --links, or {other}")
         return _survey(json=json)
     from tpplan.hardware import probe  # noqa: PLC0415
     from tpplan.hardware.file import dumps  # noqa: PLC0415
     from tpplan.render.devices import devices as view  # noqa: PLC0415
 
     report = probe.probe()
+    if measure:
+        with needing("measuring GPUs"):
+            from tpplan.exec.tools.survey.speeds import measure as examine  # noqa: PLC0415
+        console.show_log()
+        report = probe.with_speeds(report, examine(console.busy))
     if output:
         console.save(dumps(probe.devices_file(report)), output)
     if output != console.STREAM:
@@ -94,7 +101,7 @@ def plan(
     batch: Whole = 1,
     cache: str = "fp16",
     layout: str = "",
-    strategy: str = "balanced",
+    strategy: str = "auto",
     max_rows: Whole = 2048,
     kv: str = "idle",
     tokens: Whole | None = None,
@@ -113,7 +120,7 @@ def plan(
         batch: sequences that share the cache; 1 by default.
         cache: its kind: fp16 (by default), fp8, q8, q6 or q4.
         layout: reduce or gather; reduce by default, gather where the weights' rows cannot be cut.
-        strategy: balanced (by default), latency or exllamav2.
+        strategy: balanced (by memory), latency (by bandwidth), exllamav2, or auto (by default): the faster of two.
         max_rows: tokens in the largest forward pass; 2048 by default.
         kv: idle (by default) or replicate, for devices beyond the KV heads.
         tokens: in the cache, a pool that the sequences share, none of them longer than the context.
@@ -125,7 +132,7 @@ def plan(
     from tpplan.cli.arguments import parse_reserve  # noqa: PLC0415
     from tpplan.core.plan import Cache  # noqa: PLC0415
     from tpplan.files.codec import dumps  # noqa: PLC0415
-    from tpplan.hardware.spec import parse_devices  # noqa: PLC0415
+    from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
     from tpplan.planner.plan import plan as make  # noqa: PLC0415
 
     for option, value, usual in (("--context", context, "for the longest"), ("--tokens", tokens, "for equal parts")):
@@ -148,6 +155,7 @@ def plan(
             full_window=full_window,
             beyond=beyond,
             reserve=reserves,
+            links=links_of(gpus),
         )
     if found.request.layout != (layout or "reduce"):
         on_plans.note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
@@ -158,6 +166,7 @@ def plan(
         on_plans.note(f"{length} tokens per sequence are more than the {spec.max_context} that the model was made for")
     on_plans.note_idle(found, spec)
     on_plans.note_faster(found, spec)
+    on_plans.note_fewer(found, spec)
     if output:
         console.save(dumps(found), output)
         on_plans.tell(found)

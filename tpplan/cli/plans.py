@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tpplan.reports.check import PlanCheck
     from tpplan.reports.export import ExportReport
 
+#: How strategies cut.
+_CUTS = {"latency": "which cuts by bandwidth", "balanced": "which cuts by memory"}
 #: Devices that a note names.
 _NAMED = 3
 #: Options of ``tpplan plan`` that need not be said.
@@ -28,7 +30,7 @@ _USUAL = {
     ("--cache", "fp16"),
     ("--batch", 1),
     ("--layout", "reduce"),
-    ("--strategy", "balanced"),
+    ("--strategy", "auto"),
     ("--max-rows", 2048),
     ("--kv", "idle"),
     ("-o", console.STREAM),
@@ -84,11 +86,11 @@ def show(plan: SplitPlan, *, json: bool = False, plain: bool = False) -> None:
 def tell(plan: SplitPlan) -> None:
     """Say on standard error in one line what a plan that is not on the screen comes to."""
     from tpplan.files.codec import unstructure  # noqa: PLC0415
-    from tpplan.render.show import count, summary  # noqa: PLC0415
+    from tpplan.render.show import count, speed_lines, summary  # noqa: PLC0415
     from tpplan.reports.show import show_report  # noqa: PLC0415
 
     report = unstructure(show_report(plan))
-    console.say(f"{plan.model.name} on {count(report['plan'])}", summary(report))
+    console.say(f"{plan.model.name} on {count(report['plan'])}", "; ".join([summary(report), *speed_lines(report)[:1]]))
 
 
 def draw(plan: SplitPlan, svg: str, html: str) -> None:
@@ -182,12 +184,23 @@ def note_uncounted(plan: SplitPlan, *, on_screen: bool) -> None:
 
 
 def note_faster(plan: SplitPlan, model: ModelSpec) -> None:
-    """Say where the strategy ``latency`` would read a token's bytes clearly faster than a balanced plan."""
-    from tpplan.reports.show import faster_by_latency  # noqa: PLC0415
+    """Say what the other strategy would give, where one of both decodes clearly faster."""
+    from tpplan.reports.show import of_other_strategy  # noqa: PLC0415
 
-    if rates := faster_by_latency(plan, model):
-        text = f"at most {rates[0]} tokens/s by this plan, {rates[1]} with --strategy latency"
-        note(f"bytes ÷ bandwidth allow {text}, which cuts by bandwidth instead of memory")
+    if found := of_other_strategy(plan, model):
+        strategy, rates = found
+        note(f"{rates[0]} tokens/s by this plan, {rates[1]} with --strategy {strategy} ({_CUTS[strategy]})")
+
+
+def note_fewer(plan: SplitPlan, model: ModelSpec) -> None:
+    """Say where fewer of the devices decode faster, because sums over their links take longer than they save."""
+    from tpplan.reports.show import faster_with_fewer  # noqa: PLC0415
+
+    if found := faster_with_fewer(plan, model):
+        devices, rates = found
+        used = sum(1 for entry in plan.memory if entry.used_bytes)
+        note(f"{len(devices)} of {used} devices are faster: {rates[1]} instead of {rates[0]} tokens/s")
+        console.say("hint", f"name only devices {', '.join(map(str, devices))} in --gpus", "hint")
 
 
 def note_idle(plan: SplitPlan, model: ModelSpec) -> None:
@@ -293,13 +306,15 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
     if not spec:
         return ""
     context = asked.sequence_tokens
+    # what auto makes where a bandwidth is unknown
+    is_only_balanced = asked.strategy == "balanced" and not all(d.bandwidth_bytes_per_second for d in plan.devices)
     options: dict[str, str | int] = {
         "--gpus": spec,
         "--context": context,
         "--cache": asked.cache.kind,
         "--batch": asked.batch,
         "--layout": asked.layout,
-        "--strategy": asked.strategy,
+        "--strategy": "auto" if plan.speed or is_only_balanced else asked.strategy,
         "--max-rows": asked.max_rows,
         "--kv": asked.kv,
         **({"--tokens": asked.cache.tokens} if asked.cache.tokens != context * asked.batch else {}),

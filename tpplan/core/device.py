@@ -19,6 +19,10 @@ class Device:
         overhead_bytes: part of the budget that the CUDA context and libraries take if the device is used.
         bandwidth_bytes_per_second: memory bandwidth, 0 if unknown.
         capability: CUDA compute capability such as ``8.9``, empty if unknown.
+        read_bytes_per_second: measured bandwidth of kernels that only read, 0 if it was not measured.
+        boundary_ns: measured nanoseconds from one tiny kernel of a CUDA graph to the next, 0 if not measured.
+        matrix_flops_per_second: measured rate of products of large matrices in 16 bits, in operations (a multiplication
+            and an addition are two) per second, 0 if not measured.
     """
 
     name: str
@@ -26,6 +30,9 @@ class Device:
     overhead_bytes: int = DEFAULT_OVERHEAD_BYTES
     bandwidth_bytes_per_second: int = 0
     capability: str = ""
+    read_bytes_per_second: int = 0
+    boundary_ns: int = 0
+    matrix_flops_per_second: int = 0
 
 
 #: Memory of the CUDA context and libraries on devices where it was not measured: as much as on an H200, the most that

@@ -12,6 +12,7 @@ from tpplan.core.plan import (
     Reserve,
     Split,
 )
+from tpplan.core.speed import DeviceTime, LinkSpeed, Pass
 
 #: The least value of every whole number; the largest is 2^63 - 1 for all.
 LEAST: dict[type, dict[str, int]] = {
@@ -20,7 +21,11 @@ LEAST: dict[type, dict[str, int]] = {
     NotPlanned: {"bytes": 0},
     Request: {"batch": 1, "max_rows": 1, "context": 0},
     Reserve: {"bytes": 1, "device": -1},
-    Device: {"budget_bytes": 1, "overhead_bytes": 0, "bandwidth_bytes_per_second": 0},
+    Device: {
+        "budget_bytes": 1,
+        **dict.fromkeys(("overhead_bytes", "bandwidth_bytes_per_second", "read_bytes_per_second"), 0),
+        **dict.fromkeys(("boundary_ns", "matrix_flops_per_second"), 0),
+    },
     Split: {"size": 1, "unit": 1, "width": 1, "replicas": 1},
     DeviceMemory: dict.fromkeys(
         (
@@ -29,6 +34,9 @@ LEAST: dict[type, dict[str, int]] = {
         ),
         0,
     ),
+    LinkSpeed: {"first": 0, "second": 1, "latency_ns": 1, "bytes_per_second": 1},
+    Pass: {"rows": 1},
+    DeviceTime: dict.fromkeys(("device", "weights_ns", "cache_ns", "exchanges_ns", "rest_ns"), 0),
 }
 
 

@@ -10,18 +10,21 @@ from tpplan.core.axes import Axis, Slice, parse_layers, slices_of
 from tpplan.core.device import Device
 from tpplan.core.model import NotPlanned
 from tpplan.core.sizes import exact_bytes
+from tpplan.core.speed import Speed
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
     from os import PathLike
 
 #: The latest version of the format; a plan is written in the oldest one that has all of its keys.
-FORMAT_VERSION = "1.1"
+FORMAT_VERSION = "1.2"
 FIRST_VERSION = "1.0"
 SCHEMA_URN = "urn:tpplan:split-plan:1"
 
 LAYOUTS = ("reduce", "gather")
 STRATEGIES = ("balanced", "latency", "exllamav2")
+#: Asks the planner for the faster one of the first two; a plan has the one that it took.
+AUTO = "auto"
 KV_MODES = ("idle", "replicate")
 
 #: Sixteenths of a byte per cached element (ExLlamaV2's cache classes: 16, 8, 8.5, 6.5 and 4.5 bits).
@@ -188,6 +191,7 @@ class SplitPlan:
         devices: the devices, in the order that indices refer to.
         splits: one entry for each way that an axis is cut.
         memory: one ledger per device.
+        speed: what the plan predicts of tpplan's decoder; None if it predicts nothing.
     """
 
     format_version: str = FIRST_VERSION
@@ -196,6 +200,7 @@ class SplitPlan:
     devices: tuple[Device, ...]
     splits: tuple[Split, ...]
     memory: tuple[DeviceMemory, ...]
+    speed: Speed | None = None
 
     def split(self, axis: Axis | str, layer: int | None = None) -> Split:
         """Return the split of ``axis``; ``layer`` is needed only where layers differ.
@@ -237,6 +242,13 @@ class SplitPlan:
 def least_version(plan: SplitPlan) -> str:
     """Return the oldest version of the format that has all keys of a plan."""
     model, request = plan.model, plan.request
+    measured = (
+        each
+        for device in plan.devices
+        for each in (device.read_bytes_per_second, device.boundary_ns, device.matrix_flops_per_second)
+    )
+    if plan.speed or any(measured):
+        return "1.2"
     newer = (
         *(model.not_planned, model.assumed),
         *(request.context, request.full_window, request.beyond, request.reserve),

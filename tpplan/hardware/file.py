@@ -14,6 +14,7 @@ from attrs import frozen
 
 from tpplan.core.device import DEFAULT_OVERHEAD_BYTES, MAX_DEVICES, Device
 from tpplan.core.limits import CAPABILITY, LONGEST_NAME, MOST
+from tpplan.core.speed import LinkSpeed
 from tpplan.errors import CORRECT, FORM, DeviceError, Problem, TpplanError, refusal
 from tpplan.files import codec
 from tpplan.files.codec import structure
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-FORMAT_VERSION = "1.0"
+#: The version of files with measured speeds, and of those without.
+FORMAT_VERSION = "1.1"
+FIRST_VERSION = "1.0"
+
+
+#: Keys of a device that are measured.
+MEASURED = ("read_bytes_per_second", "copy_bytes_per_second", "boundary_ns", "matrix_flops_per_second")
 
 
 class LinkKind(StrEnum):
@@ -69,6 +76,10 @@ class FileDevice:
         overhead_source: how the overhead was determined.
         bandwidth_bytes_per_second: memory bandwidth, 0 if unknown.
         capability: CUDA compute capability such as ``8.9``, empty if unknown.
+        read_bytes_per_second: measured bandwidth of kernels that only read, 0 if not measured.
+        copy_bytes_per_second: measured bandwidth of copies within the memory, read and written, 0 if not measured.
+        boundary_ns: measured nanoseconds from a tiny kernel of a CUDA graph to the next, 0 if not measured.
+        matrix_flops_per_second: measured rate of large products in 16 bits, 0 if not measured.
     """
 
     name: str
@@ -78,6 +89,10 @@ class FileDevice:
     overhead_source: str = ""
     bandwidth_bytes_per_second: int = 0
     capability: str = ""
+    read_bytes_per_second: int = 0
+    copy_bytes_per_second: int = 0
+    boundary_ns: int = 0
+    matrix_flops_per_second: int = 0
 
 
 @frozen(kw_only=True)
@@ -90,6 +105,8 @@ class Link:
         kind: NVLink, xGMI or PCIe.
         path: nearest common ancestor of the two in the PCIe topology.
         peer_access: whether the driver reports peer access.
+        latency_ns: measured nanoseconds of a sum of 8 KiB on both, 0 if not measured.
+        bytes_per_second: measured rate of large sums, their bytes on one device divided by the time; 0 if not measured.
     """
 
     first: int
@@ -97,6 +114,8 @@ class Link:
     kind: LinkKind
     path: LinkPath = LinkPath.UNKNOWN
     peer_access: PeerAccess = PeerAccess.UNKNOWN
+    latency_ns: int = 0
+    bytes_per_second: int = 0
 
 
 @frozen(kw_only=True)
@@ -109,7 +128,7 @@ class DevicesFile:
         links: connections of pairs of devices, as far as the driver reports them.
     """
 
-    format_version: str = FORMAT_VERSION
+    format_version: str = FIRST_VERSION
     devices: tuple[FileDevice, ...]
     links: tuple[Link, ...] = ()
 
@@ -122,8 +141,21 @@ class DevicesFile:
                 overhead_bytes=d.overhead_bytes,
                 bandwidth_bytes_per_second=d.bandwidth_bytes_per_second,
                 capability=d.capability,
+                read_bytes_per_second=d.read_bytes_per_second,
+                boundary_ns=d.boundary_ns,
+                matrix_flops_per_second=d.matrix_flops_per_second,
             )
             for d in self.devices
+        )
+
+    def to_links(self) -> tuple[LinkSpeed, ...]:
+        """Return the links that were measured, for the planner."""
+        return tuple(
+            LinkSpeed(
+                first=link.first, second=link.second, latency_ns=link.latency_ns, bytes_per_second=link.bytes_per_second
+            )
+            for link in self.links
+            if link.latency_ns and link.bytes_per_second
         )
 
 
@@ -176,8 +208,8 @@ def _read(data: object, what: str) -> DevicesFile:
     if message := mistaken(data, DEVICES):
         raise refusal(what, [Problem(FORM, "", message)])
     version = data.get("format_version") if isinstance(data, dict) else None
-    if isinstance(version, str) and version != FORMAT_VERSION:  # before the keys, whose meaning may differ
-        message = f"is {version[:40]!r}, this tpplan reads {FORMAT_VERSION}"
+    if isinstance(version, str) and version not in {FIRST_VERSION, FORMAT_VERSION}:  # before the keys
+        message = f"is {version[:40]!r}, this tpplan reads {FIRST_VERSION} and {FORMAT_VERSION}"
         raise refusal(what, [Problem(FORM, "format_version", message)])
     file = structure(data, DevicesFile, what)
     if found := [Problem(FORM, path, message) for path, message in _problems(file)]:
@@ -200,6 +232,9 @@ def _problems(file: DevicesFile) -> Iterator[tuple[str, str]]:
         elif pair in pairs:
             yield f"links[{i}]", f"joins {link.first} and {link.second} for the second time"
         pairs.add(pair)
+        for name in ("latency_ns", "bytes_per_second"):
+            if not 0 <= (value := getattr(link, name)) <= MOST:
+                yield f"links[{i}].{name}", f"is {value}, expected 0 to {MOST}"
 
 
 def _device_problems(device: FileDevice) -> Iterator[tuple[str, str]]:
@@ -209,6 +244,7 @@ def _device_problems(device: FileDevice) -> Iterator[tuple[str, str]]:
         "budget_bytes": (device.budget_bytes, 1, device.memory_bytes),
         "overhead_bytes": (device.overhead_bytes, 0, MOST),
         "bandwidth_bytes_per_second": (device.bandwidth_bytes_per_second, 0, MOST),
+        **{name: (getattr(device, name), 0, MOST) for name in MEASURED},
     }
     for key, (value, least, most) in ranges.items():
         if not least <= value <= most:

@@ -17,6 +17,7 @@ from tpplan.files.text import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tpplan.core.speed import LinkSpeed
     from tpplan.hardware.catalogue import Gpu
 
 
@@ -53,7 +54,7 @@ def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple
             for note in report.notes:
                 tell(note)
         return probe.devices_file(report).to_devices()
-    if spec.casefold().endswith(".json") and ("," not in spec or os.path.exists(spec)):  # noqa: PTH110 (may be a list)
+    if _is_file(spec):
         from tpplan.hardware import file  # noqa: PLC0415
 
         return file.load(spec).to_devices()
@@ -68,6 +69,24 @@ def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple
             raise DeviceError(f"{len(devices) + count} devices are more than {MAX_DEVICES}", "check the counts")
         devices += [device] * count
     return tuple(devices)
+
+
+def links_of(spec: str) -> tuple[LinkSpeed, ...]:
+    """Return the measured links between the devices of :func:`parse_devices`, of a devices file that has any.
+
+    Raises:
+        DeviceError: the devices file cannot be read or is invalid.
+    """
+    if not _is_file(spec.strip()):
+        return ()
+    from tpplan.hardware import file  # noqa: PLC0415
+
+    return file.load(spec.strip()).to_links()
+
+
+def _is_file(spec: str) -> bool:
+    """Tell whether a description is the path of a devices file."""
+    return spec.casefold().endswith(".json") and ("," not in spec or os.path.exists(spec))  # noqa: PTH110 (may be a list)
 
 
 def spec_of(devices: Sequence[Device]) -> str:

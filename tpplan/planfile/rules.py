@@ -22,7 +22,11 @@ from tpplan.planfile import split_rules
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tpplan.core.speed import Pass, Speed
     from tpplan.planfile.split_rules import Finding
+
+#: Numbers that a message lists.
+_LISTED = 8
 
 
 def known_version(plan: SplitPlan) -> Iterator[Finding]:
@@ -177,6 +181,38 @@ def reads_where_optimised(plan: SplitPlan) -> Iterator[Finding]:
             yield path, f"is {reads} {where}"
 
 
+def times_of_devices_in_use(plan: SplitPlan) -> Iterator[Finding]:
+    """A prediction has times of each device in use, in order, for one sequence and for the batch if that is larger."""
+    if plan.speed is None:
+        return
+    used = sorted(_used_devices(plan))
+    for name, passes in _passes(plan.speed):
+        for i, one in enumerate(passes):
+            if [each.device for each in one.devices] != used:
+                yield (
+                    f"speed.{name}[{i}].devices",
+                    f"is not of devices {_listed(used)}, which hold slices",
+                )
+    rows, wanted = [one.rows for one in plan.speed.decode], [*dict.fromkeys((1, plan.request.batch))]
+    if rows != wanted:
+        yield "speed.decode", f"is for batches of {_listed(rows)}, expected {_listed(wanted)}"
+    if len(plan.speed.prefill) > 1:
+        yield "speed.prefill", f"has {len(plan.speed.prefill)} entries, expected 1 at most"
+    pairs = [(link.first, link.second) for link in plan.speed.links]
+    for i, (first, second) in enumerate(pairs):
+        if not 0 <= first < second < len(plan.devices) or (first, second) in pairs[:i]:
+            again = "a second time" if (first, second) in pairs[:i] else f"expected two of {len(plan.devices)} devices"
+            yield f"speed.links[{i}]", f"joins {first} and {second}, {again}"
+
+
+def _passes(speed: Speed) -> tuple[tuple[str, tuple[Pass, ...]], ...]:
+    return ("decode", speed.decode), ("prefill", speed.prefill)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:_LISTED])) + (", …" if numbers[_LISTED:] else "") or "none"
+
+
 def _numbers(plan: SplitPlan) -> Iterator[tuple[str, int, int]]:
     """Yield path, value and least value of every whole number that no other rule pins down."""
     parts: list[tuple[str, object]] = [
@@ -188,6 +224,10 @@ def _numbers(plan: SplitPlan) -> Iterator[tuple[str, int, int]]:
         (name, getattr(plan, name)) for name in ("devices", "splits", "memory")
     ]
     listed += [("model.not_planned", plan.model.not_planned), ("request.reserve", plan.request.reserve)]
+    if plan.speed:
+        passes = [(f"speed.{name}", found) for name, found in _passes(plan.speed)]
+        listed += [("speed.links", plan.speed.links), *passes]
+        listed += [(f"{name}[{i}].devices", one.devices) for name, found in passes for i, one in enumerate(found)]
     parts += [(f"{name}[{i}]", part) for name, rows in listed for i, part in enumerate(rows)]
     for path, part in parts:
         for name, least in LEAST[type(part)].items():
@@ -232,4 +272,5 @@ RULES: dict[str, Callable[[SplitPlan], Iterator[Finding]]] = {
     "TP029": reads_where_optimised,
     "TP030": pool_is_shared,
     "TP031": reserved_as_asked,
+    "TP032": times_of_devices_in_use,
 }

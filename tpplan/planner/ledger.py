@@ -104,6 +104,8 @@ def demands(
     request: Request,
     device_count: int,
     cut_of: Callable[[Axis, int], Hashable] = lambda axis, layer: None,  # noqa: ARG005
+    *,
+    rows: int = 1,
 ) -> Demands:
     """Compute the costs of ``model`` for ``request``, per axis.
 
@@ -114,6 +116,7 @@ def demands(
             factor that gives every device a head, as far as the number of query heads allows.
         cut_of: for an axis and a layer, which of several cuts of this axis is that of the layer; equal for all
             layers of a block. By default, layers in which the axis has the same sizes share a cut.
+        rows: tokens of a decode step; what a step reads of the experts are those that it expects them to be routed to.
     """
     shared = {Axis.VOCAB: _Group(Axis.VOCAB, model.vocab_size), Axis.RESIDUAL: _Group(Axis.RESIDUAL, model.hidden_size)}
     groups: dict[tuple[Hashable, ...], _Group] = {(axis,): group for axis, group in shared.items()}
@@ -131,9 +134,9 @@ def demands(
             state = heads * _state_bytes(block.linear, model.dtype)
             own[Axis.LINEAR_HEADS].split += Cost(cache=state, reads=state)
         for parameter in block.parameters:
-            common += _charge(own, parameter, block, request.layout)
+            common += _charge(own, parameter, block, request.layout, rows)
     for parameter in model.parameters:
-        common += _charge(shared, parameter, None, request.layout)
+        common += _charge(shared, parameter, None, request.layout, rows)
     gated = any(group.axis is Axis.LINEAR_HEADS for group in groups.values())
     axes = tuple(_demand(g, model.dtype, request, gated=gated) for g in sorted(groups.values(), key=_order))
     sizes = [(d.axis, d.size, d.width) for d in axes]
@@ -174,7 +177,7 @@ def _add_cache(group: _Group, attention: Attention, layers: int, request: Reques
     group.kept += Cost(cache=latent, reads=latent)
 
 
-def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, layout: str) -> Cost:
+def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, layout: str, rows: int) -> Cost:
     """Charge a parameter to the axes that cut it or that it belongs to; return the rest, common to all devices."""
     dim = parameter.cut_dim(layout)
     segments = (Segment(None, 1),) if dim is None else parameter.dims[dim]
@@ -182,7 +185,7 @@ def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, 
     layers = len(block.layers) if block else 1
     common = Cost()
     for segment in segments:
-        cost = _weights(parameter, parameter.bytes * layers * segment.length // length, block)
+        cost = _weights(parameter, parameter.bytes * layers * segment.length // length, block, rows)
         payer = segment.axis or parameter.home
         group = own.get(Axis.KV_HEADS if payer is Axis.Q_HEADS else payer) if payer else None
         if group is None:
@@ -199,13 +202,17 @@ def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, 
     return common
 
 
-def _weights(parameter: Parameter, size: int, block: Block | None) -> Cost:
-    """Return the cost of ``size`` bytes of a parameter; a token reads only the experts that it is routed to."""
+def _weights(parameter: Parameter, size: int, block: Block | None, rows: int) -> Cost:
+    """Return the cost of ``size`` bytes of a parameter; a step reads only experts that some token is routed to.
+
+    Tokens are expected to be routed independently, to each expert as often.
+    """
     if parameter.lookup:
         return Cost(weights=size)
     axes = {segment.axis for dim in parameter.dims for segment in dim}
     if block and block.experts and Axis.EXPERT_INTERMEDIATE in axes:
-        return Cost(weights=size, reads=-(-size * block.experts_per_token // block.experts))
+        every, others = block.experts**rows, (block.experts - block.experts_per_token) ** rows
+        return Cost(weights=size, reads=-(-size * (every - others) // every))
     return Cost(weights=size, reads=size)
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import fields
+from attrs import evolve, fields
 
-from tpplan.core.plan import Cache, Request, Reserve, SplitPlan
+from tpplan.core.plan import AUTO, Cache, Request, Reserve, SplitPlan, least_version
 from tpplan.planfile.verify import verify
 from tpplan.planner.attempt import attempt, nearest_attempt
 from tpplan.planner.request import check_devices, check_kinds, resolve
+from tpplan.planner.speed import predict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tpplan.core.device import Device
     from tpplan.core.model import ModelSpec
+    from tpplan.core.speed import LinkSpeed, Speed
 
 
 DEFAULT_MAX_ROWS = 2048
+#: A gain of that many hundredths is none.
+_TIE, _WHOLE = 3, 100
 
 
 def plan(
@@ -35,6 +39,7 @@ def plan(
     full_window: bool = False,
     beyond: bool = False,
     reserve: Iterable[Reserve] | Reserve = (),
+    links: Iterable[LinkSpeed] = (),
 ) -> SplitPlan:
     """Split ``model`` over ``devices``, within every device's budget.
 
@@ -47,7 +52,8 @@ def plan(
         layout: ``reduce`` (matrices cut by columns, then by rows, with an all-reduce) or ``gather`` (all by output
             columns). By default ``reduce``, or ``gather`` where the weights' rows cannot be cut.
         strategy: ``balanced`` minimises the largest fraction of a budget in use, ``latency`` the longest time that a
-            device takes to read its bytes of one token, ``exllamav2`` cuts as ExLlamaV2 does.
+            device takes to read its bytes of one token, ``exllamav2`` cuts as ExLlamaV2 does. ``auto`` takes the
+            faster one of the first two, if all bandwidths are known, and says in the plan how fast it is.
         batch: number of sequences that share the cache.
         max_rows: tokens in the largest forward pass.
         kv: use of devices in excess of the KV heads: ``idle`` gives them no attention, ``replicate`` replicates heads.
@@ -56,6 +62,7 @@ def plan(
         full_window: keep all tokens in layers with a sliding window, too, as some servers do.
         beyond: accept a context longer than the model's.
         reserve: memory to leave to something else.
+        links: measured links between the devices, which ``auto`` predicts exchanges from; others are guessed.
 
     Raises:
         InfeasibleError: no plan fits, or ExLlamaV2's does not; it says how many bytes are missing and what would help.
@@ -65,6 +72,36 @@ def plan(
     reserve = (reserve,) if isinstance(reserve, Reserve) else reserve
     check_kinds(model, devices, cache)
     asked = Request(layout, strategy, cache, batch, max_rows, kv, context, full_window, beyond, tuple(reserve))
+    if strategy != AUTO:
+        return _plan(model, devices, asked)
+    balanced = _plan(model, devices, evolve(asked, strategy="balanced"))
+    known = all(device.bandwidth_bytes_per_second for device in devices)
+    if not known or not (speed := predict(balanced, model, tuple(links))):
+        return balanced
+    fast = attempt(model, devices, resolve(model, evolve(asked, strategy="latency")))
+    if fast and not fast.lacking:
+        by_bandwidth = predict(fast.plan(), model, tuple(links))
+        if by_bandwidth and _gains(speed, by_bandwidth):
+            return with_speed(fast.plan(), by_bandwidth)
+    return with_speed(balanced, speed)
+
+
+def with_speed(plan: SplitPlan, speed: Speed | None) -> SplitPlan:
+    """Return a plan that says how fast it is."""
+    said = evolve(plan, speed=speed)
+    said = evolve(said, format_version=least_version(said))
+    verify(said, "the new plan")
+    return said
+
+
+def _gains(balanced: Speed, other: Speed) -> bool:
+    """Return whether another plan decodes the plan's batch faster by more than a tie."""
+    before, after = (speed.decode[-1].full_tokens_per_second for speed in (balanced, other))
+    return after * _WHOLE > before * (_WHOLE + _TIE)
+
+
+def _plan(model: ModelSpec, devices: tuple[Device, ...], asked: Request) -> SplitPlan:
+    """Return the plan by one strategy, which predicts nothing."""
     request = resolve(model, asked)
     check_devices(devices, request)
     found = attempt(model, devices, request)
@@ -78,6 +115,7 @@ def plan(
 
 
 def replan(model: ModelSpec, old: SplitPlan) -> SplitPlan:
-    """Plan again with the request and the devices of an old plan; see :func:`plan` for errors."""
+    """Plan again with the request and the devices of an old plan, and predict what it predicts; see :func:`plan`."""
     request = old.request
-    return plan(model, old.devices, **{field.name: getattr(request, field.name) for field in fields(Request)})
+    again = plan(model, old.devices, **{field.name: getattr(request, field.name) for field in fields(Request)})
+    return with_speed(again, predict(again, model, old.speed.links)) if old.speed else again

@@ -34,7 +34,21 @@ def _gpus(report: dict[str, Any]) -> list[Line]:
         sizes = [format_bytes(gpu[f"{key}_bytes"]) for key in ("memory", "used", "budget", "overhead")]
         cells = [*sizes, f"{speed / 10**9:.0f} GB/s" if speed else "unknown", gpu["capability"] or "-"]
         rows.append([(str(i), "dim"), (shorten_name(gpu["name"], _LONGEST_NAME), ""), *((cell, "") for cell in cells)])
-    return table(rows, "><>>>>>>")
+    return [*table(rows, "><>>>>>>"), *_measured(report["devices"])]
+
+
+def _measured(gpus: list[dict[str, Any]]) -> list[Line]:
+    """Return a table of what was measured, if anything was."""
+    if not any("read_bytes_per_second" in gpu for gpu in gpus):
+        return []
+    titles = ("", "", "reads", "copies", "between kernels", "products")
+    rows: list[list[Span]] = [[(title, "dim") for title in titles]]
+    for i, gpu in enumerate(gpus):
+        rates = [f"{gpu.get(f'{key}_bytes_per_second', 0) / 10**9:.0f} GB/s" for key in ("read", "copy")]
+        products = f"{gpu.get('matrix_flops_per_second', 0) / 10**12:.0f} TFLOP/s"
+        cells = [*rates, f"{gpu.get('boundary_ns', 0) / 1000:.2f} µs", products]
+        rows.append([(str(i), "dim"), (shorten_name(gpu["name"], _LONGEST_NAME), ""), *((cell, "") for cell in cells)])
+    return [BLANK, line("Measured", "head"), *table(rows, "><>>>>")]
 
 
 def _links(links: list[dict[str, Any]]) -> list[Line]:
@@ -51,7 +65,10 @@ def _link(link: dict[str, Any]) -> str:
     path = link.get("path", "unknown").replace("_", " ")
     through = "" if path == "unknown" else f" through {path}"
     access = link.get("peer_access", "unknown")
-    return f"{link['kind']}{through}, peer access {access}"
+    speed = ""
+    if link.get("latency_ns"):
+        speed = f", sums {link['latency_ns'] / 1000:.1f} µs and {link['bytes_per_second'] / 10**9:.0f} GB/s"
+    return f"{link['kind']}{through}, peer access {access}{speed}"
 
 
 def _processes(processes: list[dict[str, Any]]) -> list[Line]:

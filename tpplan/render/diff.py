@@ -32,7 +32,9 @@ _MARKS = {"added": ("+", "gain"), "removed": ("-", "loss"), "moved": ("~", "warn
 
 def diff(changes: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     """Lay out a :class:`~tpplan.reports.diff.PlanDiff`."""
-    sections = (_inputs(changes), _devices(changes), _splits(changes, columns), _memory(changes))
+    sections = (
+        _inputs(changes), _devices(changes), _splits(changes, columns), _memory(changes), _speed(changes)
+    )  # fmt: skip
     lines: list[Line] = []
     for section in sections:
         lines += [*section, BLANK] if section else []
@@ -135,6 +137,20 @@ def _memory(changes: dict[str, Any]) -> list[Line]:
         hidden = len(found) - len(first) - len(last)
         lines.insert(1 + len(first), line(f"   … {hidden} more devices, see --json …", "dim"))
     return [(("Memory", "head"), (f", {unit} more or less", "dim")), *lines]
+
+
+def _speed(changes: dict[str, Any]) -> list[Line]:
+    """Return a row per pass: the tokens a second that each plan predicts."""
+    rows: list[list[Span]] = []
+    for one in changes.get("speed", ()):
+        what = f"a prompt of {one['rows']} tokens" if one["prefill"] else f"batch {one['rows']}"
+        before, after = one["before_tokens_per_second"], one["after_tokens_per_second"]
+        style = "dim" if not before or not after or before == after else "good" if after > before else "loss"
+        part = f"{100 * (after - before) / before:+.0f} %" if before and after else ""
+        cells = [f"{rate:,}" if rate else "unknown" for rate in (before, after)]
+        rows.append([(what, ""), (cells[0], "dim"), ("→", "dim"), (cells[1], style), (part, style)])
+    title: Line = (("Speed", "head"), (", tokens/s with a full cache, estimated for tpplan's decoder", "dim"))
+    return [title, *table(rows, "<><>>")] if rows else []
 
 
 def _deltas(sizes: list[int], scale: int) -> list[Span]:

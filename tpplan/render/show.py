@@ -55,6 +55,7 @@ def show(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
         BLANK,
         *_cuts(report, columns),
         BLANK,
+        *_speed(report, columns),
         *(line(part, "good") for part in wrapped(summary(report), columns)),
         *(line(part, "dim") for part in wrapped(exactness(report), columns)),
     ]
@@ -106,6 +107,50 @@ def summary(report: dict[str, Any]) -> str:
     where = f"device {fullest['device']} {shorten_name(fullest['name'], _LONGEST_NAME)}"
     whole, most = percent(report["together_ppm"]), percent(report["fullest_ppm"])
     return f"{whole} of all budgets used{_or_reserved(report)}, at most {most} ({where})"
+
+
+def speed_lines(report: dict[str, Any]) -> list[str]:
+    """Say how many tokens a second a plan is predicted to make, one line each for one sequence, a batch and prompts."""
+    if "speed" not in report:
+        return []
+    speed, devices = report["speed"], report["plan"]["devices"]
+    texts = []
+    for one in speed["decode"]:
+        place = one["limiting_device"]
+        limits = f"; device {place} ({shorten_name(devices[place]['name'], _LONGEST_NAME)}) limits"
+        full = f", {one['full_tokens_per_second']:,} with a full cache"
+        texts.append(f"batch {one['rows']}: {one['tokens_per_second']:,} tokens/s{full}{limits * (len(devices) > 1)}")
+    prompts = (f"a prompt of {one['rows']} tokens: {one['tokens_per_second']:,} tokens/s" for one in speed["prefill"])
+    return [*texts, *prompts]
+
+
+def _basis_of(speed: dict[str, Any], devices: int) -> str:
+    """Say what a prediction rests on."""
+    bandwidth = "measured bandwidths" if "bandwidth" in speed["measured"] else "bandwidths of the catalogue"
+    links = "" if devices == 1 else ", measured links" if "links" in speed["measured"] else ", guessed links"
+    return f"estimated for tpplan's decoder from {bandwidth}{links}"
+
+
+def _speed(report: dict[str, Any], columns: int) -> list[Line]:
+    """Return a row per device: the milliseconds of a decode step by cause, and what that comes to."""
+    if "speed" not in report:
+        return []
+    step = report["plan"]["speed"]["decode"][-1]
+    names = ("weights", "cache", "exchanges", "rest")
+    rows: list[list[Span]] = [[("", ""), ("", ""), *((name, "dim") for name in (*names, "together"))]]
+    first, last = elided(len(step["devices"]), MOST_DEVICES)
+    for place in (*first, *last):
+        one = step["devices"][place]
+        times = [one[f"{name}_ns"] for name in names]
+        cells = [f"{each / 10**6:.2f}" for each in (*times, sum(times))]
+        rows.append([*_device(report["devices"][one["device"]]), *((cell, "") for cell in cells)])
+    batch = f"a step of {step['rows']} sequences" if step["rows"] > 1 else "a step"
+    head: Line = (("Speed", "head"), (f", ms of {batch} with a full cache", "dim"))
+    lines = _with_gap(table(rows, "><" + ">" * (len(names) + 1)), 1 + len(first), len(step["devices"]) - len(rows) + 1)
+    texts = [part for text in speed_lines(report) for part in wrapped(text, columns - _GAP)]
+    basis = _basis_of(report["speed"], len(step["devices"]))
+    return [head, *lines, *(line(" " * _GAP + text, "good") for text in texts),
+            *(line(" " * _GAP + text, "dim") for text in wrapped(basis, columns - _GAP)), BLANK]  # fmt: skip
 
 
 def shares_of(report: dict[str, Any]) -> str:

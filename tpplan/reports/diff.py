@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpplan.core.device import Device
     from tpplan.core.model import NotPlanned
     from tpplan.core.plan import DeviceMemory, Reserve, Split
+    from tpplan.core.speed import Pass, Speed
 
 
 class Reason(StrEnum):
@@ -180,6 +181,23 @@ class MemoryChange:
     delta_reads_bytes: int
 
 
+@frozen(kw_only=True)
+class SpeedChange:
+    """A pass of which the plans predict different times.
+
+    Attributes:
+        prefill: whether it is that of a prompt; else it is a decode step.
+        rows: tokens of the pass.
+        before_tokens_per_second: prediction of the first plan with a full cache; 0 if it has none.
+        after_tokens_per_second: the same of the second plan.
+    """
+
+    prefill: bool
+    rows: int
+    before_tokens_per_second: int
+    after_tokens_per_second: int
+
+
 @frozen
 class PlanDiff:
     """The changes from one plan to another; false if there are none.
@@ -193,6 +211,7 @@ class PlanDiff:
         split_count: number of splits compared, equal ones included.
         memory: memory of the devices where it differs.
         total: change of every bucket, summed over all devices.
+        speed: passes of which the plans predict different times.
     """
 
     summary: str
@@ -203,6 +222,7 @@ class PlanDiff:
     split_count: int
     memory: tuple[MemoryChange, ...]
     total: tuple[BucketChange, ...]
+    speed: tuple[SpeedChange, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.reasons)
@@ -227,7 +247,8 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
     splits = tuple(change for change in compared if change)
     memory = tuple(_memory_changes(a, b, pairs))
     reasons = {_REASONS[change.path.partition(".")[0]] for change in fields} | ({Reason.DEVICES} if devices else set())
-    if (splits or memory) and not reasons:
+    speed = tuple(_speed_changes(a, b))
+    if (splits or memory or a.speed != b.speed) and not reasons:
         reasons = {Reason.PLANNING}
     told = f"{len(splits)} of {len(compared)} splits change"
     return PlanDiff(
@@ -239,7 +260,25 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
         split_count=len(compared),
         memory=memory,
         total=tuple(_bucket_changes(a.memory, b.memory, _buckets(a, b))),
+        speed=speed,
     )
+
+
+def _speed_changes(a: SplitPlan, b: SplitPlan) -> Iterator[SpeedChange]:
+    """Yield the passes of which two plans predict different times."""
+    before, after = ({(prefill, one.rows): one for prefill, one in _passes(plan.speed)} for plan in (a, b))
+    for key in dict.fromkeys((*before, *after)):
+        if before.get(key) != after.get(key):
+            rates = [side[key].full_tokens_per_second if key in side else 0 for side in (before, after)]
+            yield SpeedChange(
+                prefill=key[0], rows=key[1], before_tokens_per_second=rates[0], after_tokens_per_second=rates[1]
+            )
+
+
+def _passes(speed: Speed | None) -> Iterator[tuple[bool, Pass]]:
+    if speed:
+        yield from ((False, one) for one in speed.decode)
+        yield from ((True, one) for one in speed.prefill)
 
 
 #: Maximum number of devices that the summary names.
@@ -286,6 +325,8 @@ def _field_changes(a: attrs.AttrsInstance, b: attrs.AttrsInstance, path: str) ->
     """Yield the values that differ between two objects of a class; of tuples only those that a text can tell."""
     for name in (field.name for field in attrs.fields(type(a))):
         before, after = getattr(a, name), getattr(b, name)
+        if name == _SPEED:
+            continue
         if attrs.has(type(before)):
             yield from _field_changes(before, after, f"{path}{name}.")
         elif before != after and (name in _TEXTS or not isinstance(before, tuple)):
@@ -306,6 +347,9 @@ def _parts(values: Iterable[NotPlanned]) -> str:
 def _reserves(values: Iterable[Reserve]) -> str:
     return ", ".join(value.text for value in values)
 
+
+#: A prediction is compared by itself.
+_SPEED = "speed"
 
 #: How tuples are told that are values of the model or the request.
 _TEXTS: dict[str, Callable[[Any], str]] = {"not_planned": _parts, "reserve": _reserves}

@@ -12,17 +12,19 @@ from attrs import evolve, frozen
 
 from tpplan.core.plan import SplitPlan
 from tpplan.planner.attempt import attempt
-from tpplan.planner.ledger import demands, ledger
 from tpplan.planner.place import Effort
+from tpplan.planner.speed import predict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tpplan.core.device import Device
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import DeviceMemory
 
 PPM = 1_000_000
+#: Speeds that differ by less than one part in so many are not told apart.
+_APART = 10
+#: Most devices of which fewer are tried.
+_MOST_TRIED = 16
 
 #: Buckets of the ledger that are exact, and those that rest on a calibrated constant, where nothing is assumed.
 EXACT = ("weights", "cache", "workspace")
@@ -63,6 +65,39 @@ class DeviceShare:
 
 
 @frozen(kw_only=True)
+class PassSpeed:
+    """How fast one kind of pass is predicted to be.
+
+    Attributes:
+        rows: tokens of the pass.
+        tokens_per_second: tokens per second of all sequences together while next to nothing is cached; of prefill, of
+            a prompt of that many tokens.
+        full_tokens_per_second: the same while the cache is full; of prefill equal to the other.
+        limiting_device: index of the device that the others wait for.
+    """
+
+    rows: int
+    tokens_per_second: int
+    full_tokens_per_second: int
+    limiting_device: int
+
+
+@frozen(kw_only=True)
+class SpeedReport:
+    """How fast a plan is predicted to be by tpplan's decoder.
+
+    Attributes:
+        decode: decode steps: of one sequence, and of the plan's batch if that is larger.
+        prefill: a prompt; empty if no matrix rate was measured.
+        measured: what was measured: ``bandwidth`` of all devices, ``links`` between all of them; the rest is guessed.
+    """
+
+    decode: tuple[PassSpeed, ...]
+    prefill: tuple[PassSpeed, ...]
+    measured: tuple[str, ...]
+
+
+@frozen(kw_only=True)
 class ShowReport:
     """A plan, with the shares and memory use of its devices.
 
@@ -75,6 +110,7 @@ class ShowReport:
         together_ppm: part of the total budget that is in use or reserved, in millionths.
         exact: buckets that are exact to the byte, for all that the plan counts.
         estimated: buckets that rest on a calibrated constant, or on what is assumed of the weights.
+        speed: how fast the plan is predicted to be; left out if it predicts nothing.
     """
 
     plan: SplitPlan
@@ -85,6 +121,7 @@ class ShowReport:
     together_ppm: int
     exact: tuple[str, ...]
     estimated: tuple[str, ...]
+    speed: SpeedReport | None = None
 
 
 def show_report(plan: SplitPlan) -> ShowReport:
@@ -117,6 +154,37 @@ def show_report(plan: SplitPlan) -> ShowReport:
         together_ppm=_ppm(sum(map(_taken, plan.memory)), sum(s.budget_bytes for s in shares)),
         exact=tuple(bucket for bucket in EXACT if bucket not in assumed),
         estimated=(*assumed, *ESTIMATED),
+        speed=speed_report(plan) if plan.speed else None,
+    )
+
+
+def speed_report(plan: SplitPlan) -> SpeedReport | None:
+    """Return how fast a plan is predicted to be; None if it predicts nothing."""
+    if plan.speed is None:
+        return None
+    used = [i for i, entry in enumerate(plan.memory) if entry.used_bytes]
+    measured = ["bandwidth"] * all(plan.devices[i].read_bytes_per_second for i in used)
+    measured += ["links"] * (len(plan.speed.links) == len(used) * (len(used) - 1) // 2 > 0)
+    return SpeedReport(
+        decode=tuple(
+            PassSpeed(
+                rows=one.rows,
+                tokens_per_second=one.tokens_per_second,
+                full_tokens_per_second=one.full_tokens_per_second,
+                limiting_device=one.slowest.device,
+            )
+            for one in plan.speed.decode
+        ),
+        prefill=tuple(
+            PassSpeed(
+                rows=one.rows,
+                tokens_per_second=one.full_tokens_per_second,
+                full_tokens_per_second=one.full_tokens_per_second,
+                limiting_device=one.slowest.device,
+            )
+            for one in plan.speed.prefill
+        ),
+        measured=tuple(measured),
     )
 
 
@@ -144,33 +212,50 @@ def _ppm(part: int, whole: int) -> int:
     return (2 * PPM * part + whole) // (2 * whole) if whole else 0
 
 
-def most_tokens_per_second(memory: Sequence[DeviceMemory], devices: Sequence[Device], batch: int = 1) -> int:
-    """Return how many tokens a second all devices can read the bytes for, rounded down; each decodes every token.
-
-    Args:
-        memory: ledgers with ``reads_bytes``.
-        devices: with known bandwidths.
-        batch: sequences that decode together, for which ``reads_bytes`` are read once.
-    """
-    pairs = zip(memory, devices, strict=True)
-    rates = [d.bandwidth_bytes_per_second * batch // e.reads_bytes for e, d in pairs if e.reads_bytes]
-    return min(rates, default=0)
-
-
-def faster_by_latency(plan: SplitPlan, model: ModelSpec) -> tuple[int, int] | None:
-    """Return the tokens a second that bandwidths allow by a balanced plan, and by the strategy ``latency``.
+def of_other_strategy(plan: SplitPlan, model: ModelSpec) -> tuple[str, tuple[int, int]] | None:
+    """Return the other one of ``balanced`` and ``latency``, and the tokens a second by a plan and by that.
 
     Returns:
-        None where the other strategy is not at least 20 % faster, or no bandwidth says so.
+        None where they differ by less than a tenth, or no bandwidth says so.
     """
-    if plan.request.strategy != "balanced" or not all(d.bandwidth_bytes_per_second for d in plan.devices):
+    other = {"balanced": "latency", "latency": "balanced"}.get(plan.request.strategy)
+    links = plan.speed.links if plan.speed else ()
+    now = plan.speed or predict(plan, model)
+    if other is None or now is None or not all(device.bandwidth_bytes_per_second for device in plan.devices):
         return None
-    request = evolve(plan.request, strategy="latency")
-    wanted = demands(model, request, len(plan.devices))
-    cuts = {(split.axis, split.layers): split.bounds for split in plan.splits}
-    memory = ledger([cuts[d.axis, d.layers] for d in wanted.axes], wanted, plan.devices, request)
-    other = attempt(model, plan.devices, request, effort=Effort.QUICK, wanted=wanted)
-    if other is None:
+    found = attempt(model, plan.devices, evolve(plan.request, strategy=other), effort=Effort.QUICK)
+    then = predict(found.plan(), model, links) if found and not found.lacking else None
+    if then is None:
         return None
-    now, then = (most_tokens_per_second(m, plan.devices, request.batch) for m in (memory, other.memory))
-    return (now, then) if 5 * then >= 6 * now else None
+    rates = now.decode[-1].full_tokens_per_second, then.decode[-1].full_tokens_per_second
+    return (other, rates) if _APART * abs(rates[0] - rates[1]) >= min(rates) else None
+
+
+def faster_with_fewer(plan: SplitPlan, model: ModelSpec) -> tuple[tuple[int, ...], tuple[int, int]] | None:
+    """Return fewer devices that decode a plan's batch faster than all of those in use, and the tokens a second.
+
+    One device after the other is left out, the slowest memory first.
+
+    Returns:
+        The devices, and the tokens a second of the plan and with them; None where no fewer are faster by a tenth.
+    """
+    used = [i for i, entry in enumerate(plan.memory) if entry.used_bytes]
+    if plan.speed is None or len(used) == 1 or len(used) > _MOST_TRIED or plan.request.reserve:
+        return None
+    now = plan.speed.decode[-1].full_tokens_per_second
+    best: tuple[tuple[int, ...], tuple[int, int]] | None = None
+    for count in range(len(used) - 1, 0, -1):
+        kept = sorted(sorted(used, key=lambda i: -plan.devices[i].bandwidth_bytes_per_second)[:count])
+        places = {old: new for new, old in enumerate(kept)}
+        links = tuple(
+            evolve(link, first=places[link.first], second=places[link.second])
+            for link in plan.speed.links
+            if link.first in places and link.second in places
+        )
+        request = evolve(plan.request, strategy="latency")
+        found = attempt(model, tuple(plan.devices[i] for i in kept), request, effort=Effort.QUICK)
+        speed = predict(found.plan(), model, links) if found and not found.lacking else None
+        if speed and (then := speed.decode[-1].full_tokens_per_second) * _APART >= now * (_APART + 1):
+            now_best = best[1][1] if best else 0
+            best = (tuple(kept), (now, then)) if then > now_best else best
+    return best

@@ -271,7 +271,7 @@ def test_whether_projections_are_taken(ran: Launches) -> None:
     case = Case("4", 4, 64, 64, (1, 32), torch.float16)
     run, wrong = kernels(torch.bfloat16, "4"), Projection(torch.randn(4, 64, 65).bfloat16()[..., :64])
     gates, ups, downs = map(Projection, case.matrices())
-    for rows, is_taken in ((1, False), (2, True), (2**16 - 1, True), (2**16, False)):
+    for rows, is_taken in ((2, False), (3, True), (2**16 - 1, True), (2**16, False)):
         assert run.takes_up(rows, 1, gates, ups) == is_taken
         assert run.takes_down(rows, 1, downs) == is_taken
     assert not run.takes_up(4, 2, gates, wrong)

@@ -10,9 +10,16 @@ import os
 
 from tpplan.errors import DeviceError
 from tpplan.hardware.probe import amd, nvidia
-from tpplan.hardware.probe.report import DeviceReport, GpuProcess, NoDriverError, SeenGpu, devices_file
+from tpplan.hardware.probe.report import (
+    DeviceReport,
+    GpuProcess,
+    NoDriverError,
+    SeenGpu,
+    devices_file,
+    with_speeds,
+)
 
-__all__ = ["DeviceReport", "GpuProcess", "SeenGpu", "devices_file", "probe"]
+__all__ = ["DeviceReport", "GpuProcess", "SeenGpu", "devices_file", "probe", "with_speeds"]
 
 
 def probe() -> DeviceReport:

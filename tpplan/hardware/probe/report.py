@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from tpplan.errors import DeviceError
 from tpplan.files.jsontext import UNSEEN
 from tpplan.hardware import catalogue
-from tpplan.hardware.file import DevicesFile, FileDevice, Link
+from tpplan.hardware.file import FIRST_VERSION, FORMAT_VERSION, MEASURED, DevicesFile, FileDevice, Link, LinkKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tpplan.core.speed import MeasuredSpeeds
 
 _VENDOR = ("NVIDIA ", "AMD ", "GeForce ", "Radeon ")
 _LONGEST = 100
@@ -55,6 +58,10 @@ class SeenGpu:
         bandwidth_bytes_per_second: of its memory, 0 if unknown.
         bandwidth_source: ``catalogue``, ``driver`` (clock and bus width) or empty.
         capability: CUDA compute capability such as ``8.9``, empty for AMD.
+        read_bytes_per_second: measured, as are the next three; see :class:`tpplan.core.speed.GpuSpeed`.
+        copy_bytes_per_second: of copies within the memory.
+        boundary_ns: between kernels.
+        matrix_flops_per_second: of large products.
     """
 
     name: str
@@ -68,6 +75,10 @@ class SeenGpu:
     bandwidth_bytes_per_second: int
     bandwidth_source: str
     capability: str
+    read_bytes_per_second: int = 0
+    copy_bytes_per_second: int = 0
+    boundary_ns: int = 0
+    matrix_flops_per_second: int = 0
 
 
 @frozen(kw_only=True)
@@ -139,11 +150,43 @@ def devices_file(report: DeviceReport) -> DevicesFile:
                 overhead_source=gpu.overhead_source,
                 bandwidth_bytes_per_second=gpu.bandwidth_bytes_per_second,
                 capability=gpu.capability,
+                **{name: getattr(gpu, name) for name in MEASURED},
             )
             for gpu in report.devices
         ),
         links=report.links,
+        format_version=FORMAT_VERSION if any(gpu.read_bytes_per_second for gpu in report.devices) else FIRST_VERSION,
     )
+
+
+def with_speeds(report: DeviceReport, measured: MeasuredSpeeds) -> DeviceReport:
+    """Return a report with what was measured of its GPUs, which are told apart by UUID.
+
+    Raises:
+        DeviceError: a GPU of the report was not measured.
+    """
+    places = {each.uuid.removeprefix("GPU-"): i for i, each in enumerate(measured.gpus)}
+    found = [places.get(gpu.uuid.removeprefix("GPU-"), -1) for gpu in report.devices]
+    if not any(gpu.uuid for gpu in report.devices) and len(report.devices) == len(measured.gpus):
+        found = [*range(len(measured.gpus))]  # where the driver tells none, the order has to do
+    if -1 in found:
+        i = found.index(-1)
+        raise DeviceError(f"torch does not see device {i} ({report.devices[i].name})", "leave out --measure")
+    devices = tuple(
+        evolve(gpu, **{name: getattr(measured.gpus[place], name) for name in MEASURED})
+        for gpu, place in zip(report.devices, found, strict=True)
+    )
+    speeds = {frozenset((link.first, link.second)): link for link in measured.links}
+    told = {(link.first, link.second): link for link in report.links}
+    links = []
+    for first, second in combinations(range(len(devices)), 2):
+        link = told.get((first, second))
+        speed = speeds.get(frozenset((found[first], found[second])))
+        if speed:
+            link = link or Link(first=first, second=second, kind=LinkKind.PCIE)
+            link = evolve(link, latency_ns=speed.latency_ns, bytes_per_second=speed.bytes_per_second)
+        links += [link] if link else []
+    return evolve(report, devices=devices, links=tuple(links))
 
 
 def unequal(devices: Sequence[SeenGpu]) -> bool:

@@ -1,0 +1,310 @@
+"""How fast tpplan's decoder runs a plan: bytes over bandwidth, exchanges over links, and what lies between kernels.
+
+A decode step reads the weights and the cache once; kernels of few rows take little longer than that. What they do take
+longer was measured with tpplan's decoder on one and two H100, as multiples of the time in which the weights are read,
+and as nanoseconds per layer: ``python -m benchmarks.bench_decode``, see docs/benchmarks.md. All numbers are integers,
+so that a plan predicts the same on every machine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from attrs import evolve, frozen
+
+from tpplan.core.axes import Axis
+from tpplan.core.speed import DeviceTime, LinkSpeed, Pass, Speed
+from tpplan.core.workspace import ITEM_BYTES
+from tpplan.planner.ledger import demands
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from tpplan.core.device import Device
+    from tpplan.core.model import Block, ModelSpec, Parameter
+    from tpplan.core.plan import Request, SplitPlan
+    from tpplan.planner.costs import Cost
+
+_SECOND = 10**9
+_THOUSANDTHS = 1000
+_FEMTOSECONDS = 10**6
+
+#: Part of the catalogue's bandwidth that kernels reach which only read, in thousandths, where none was measured.
+_READ = 930
+#: Nanoseconds from a tiny kernel of a graph to the next, on the H100 that the constants below are of.
+_BOUNDARY_NS = 1000
+#: Where no link was measured: as through the host's memory over PCIe 4.0 with 16 lanes.
+_GUESSED = LinkSpeed(first=0, second=1, latency_ns=6000, bytes_per_second=10 * 10**9)
+
+#: Rows of the steps that the constants were measured with.
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@frozen
+class Kind:
+    """Weights that the decoder's kernels multiply by at one speed.
+
+    Attributes:
+        slower: for each of :data:`ROWS`, thousandths of the time in which the weights are read.
+        layer_ns: for each of :data:`ROWS`, nanoseconds of everything else of a layer whose weights are of this kind.
+        bits: bits of a weight.
+        prefill: thousandths of the matrix rate that prefill reaches.
+        dequantise_fs: femtoseconds in which prefill dequantises a weight.
+    """
+
+    slower: tuple[int, ...]
+    layer_ns: tuple[int, ...]
+    bits: int
+    prefill: int
+    dequantise_fs: int = 0
+
+
+KINDS = {
+    "dense": Kind(
+        bits=16,
+        slower=(1010, 1010, 1170, 1140, 1100, 1060, 1075),
+        layer_ns=(10_000, 10_500, 8_000, 12_500, 21_500, 34_000, 38_500),
+        prefill=820,
+    ),
+    "codes4": Kind(
+        bits=4,
+        slower=(1160, 1190, 1100, 1050, 2050, 1700, 2470),
+        layer_ns=(17_500, 17_500, 22_500, 32_500, 29_000, 56_000, 66_000),
+        prefill=820,
+        dequantise_fs=2600,
+    ),
+    "codes8": Kind(
+        bits=8,
+        slower=(1080, 1050, 1030, 990, 1550, 1220, 1480),
+        layer_ns=(13_500, 16_000, 17_500, 25_000, 27_000, 51_000, 66_500),
+        prefill=820,
+        dequantise_fs=2850,
+    ),
+    "experts16": Kind(
+        bits=16,
+        slower=(1030, 1050, 1300, 1300, 1200, 1200, 1200),
+        layer_ns=(20_000, 25_000, 30_000, 40_000, 50_000, 60_000, 70_000),
+        prefill=550,
+    ),
+    "experts4": Kind(
+        bits=4,
+        slower=(2150, 1760, 1580, 1290, 1300, 1400, 1430),
+        layer_ns=(21_000, 25_000, 45_000, 65_000, 72_000, 80_000, 86_000),
+        prefill=240,
+    ),
+    "experts8": Kind(  # not measured: between those of 16 and of 4 bits
+        bits=8,
+        slower=(1500, 1400, 1400, 1300, 1250, 1300, 1300),
+        layer_ns=(20_000, 25_000, 37_000, 52_000, 60_000, 70_000, 78_000),
+        prefill=400,
+    ),
+}
+#: Nanoseconds of a step beside its layers: the embedding, the logits, sampling, and the host.
+_STEP_NS = 60_000
+#: Tokens of the prompt that prefill is predicted for, and nanoseconds of a layer beside its products.
+PROMPT = 4096
+_PREFILL_LAYER_NS = 240_000
+#: How many times as long as the matrix rate allows attention takes.
+_ATTENTION = 2
+#: Bytes per second of the slowest links over which products add up in their epilogue, the nanoseconds that this saves,
+#: and the part of a prompt's sums over other links that is not hidden behind products.
+_DIRECT, _UNFUSED_NS, _BESIDE = 64 * 10**9, 5000, 3
+#: Bytes of a sum from which on each device adds up a part only (two-shot).
+_TWO_SHOT = 256 * 2**10
+
+
+def kind_of(parameter: Parameter, model: ModelSpec) -> str:
+    """Return the kind of a parameter, a key of :data:`KINDS`."""
+    is_expert = any(segment.axis is Axis.EXPERT_INTERMEDIATE for dim in parameter.dims for segment in dim)
+    if parameter.dtype.startswith(("F16", "BF16", "F32", "F64")):
+        bits = 16
+    else:
+        bits = 8 if parameter.dtype.startswith("F8") or "8-bit" in model.weight_format else 4
+    return f"experts{bits}" if is_expert else "dense" if bits == 16 else f"codes{bits}"  # noqa: PLR2004
+
+
+def predict(plan: SplitPlan, model: ModelSpec, links: Iterable[LinkSpeed] = ()) -> Speed | None:
+    """Return what a plan predicts of tpplan's decoder; None if the bandwidth of a device in use is unknown.
+
+    Args:
+        plan: the plan, for this model.
+        model: the model.
+        links: links that were measured.
+    """
+    used = [i for i, entry in enumerate(plan.memory) if entry.used_bytes]
+    if not all(_bandwidth(plan.devices[i]) for i in used):
+        return None
+    bounds = {(split.axis, split.layers): split.bounds for split in plan.splits}
+    links = tuple(link for link in links if link.first in used and link.second in used)
+    prompt = min(PROMPT, plan.request.max_rows, plan.request.sequence_tokens)
+    batches = dict.fromkeys((1, plan.request.batch))
+    known = all(plan.devices[i].matrix_flops_per_second for i in used)
+    return Speed(
+        decode=tuple(_decode(batch, plan, model, bounds, used, links) for batch in batches),
+        prefill=(_prefill(prompt, plan, model, bounds, used, links),) if known else (),
+        links=links,
+    )
+
+
+def _bandwidth(device: Device) -> int:
+    """Return the bytes per second that kernels read on a device, measured or guessed; 0 if unknown."""
+    return device.read_bytes_per_second or device.bandwidth_bytes_per_second * _READ // _THOUSANDTHS
+
+
+def _decode(  # noqa: PLR0917
+    rows: int,
+    plan: SplitPlan,
+    model: ModelSpec,
+    bounds: Mapping[tuple[Axis, str], Sequence[int]],
+    used: Sequence[int],
+    links: Sequence[LinkSpeed],
+) -> Pass:
+    """Return the times of a step of ``rows`` sequences."""
+    read = _reads(model, plan.request, bounds, len(plan.devices), rows)
+    of_token = _reads(model, plan.request, bounds, len(plan.devices), 1) if rows > ROWS[-1] else None
+    exchanges = _exchanges(model, plan.request, rows, len(used), links)
+    times = []
+    for i in used:
+        device, costs = plan.devices[i], read[i]
+        bandwidth = _bandwidth(device)
+        weights = 0
+        for name, cost in costs.items():
+            reading = (cost.reads - cost.cache) * _SECOND * _at(KINDS[name].slower, rows) // _THOUSANDTHS // bandwidth
+            weights += max(reading, _multiplying(of_token[i][name], KINDS[name], rows, device) if of_token else 0)
+        cached = plan.memory[i].cache_bytes * rows // plan.request.batch * _SECOND // bandwidth
+        rest = _STEP_NS + sum(len(b.layers) * _at(KINDS[_layer_kind(b, model)].layer_ns, rows) for b in model.blocks)
+        rest = rest * (device.boundary_ns or _BOUNDARY_NS) // _BOUNDARY_NS
+        times.append(DeviceTime(i, weights, cached, exchanges, rest))
+    return Pass(rows, tuple(times))
+
+
+def _prefill(  # noqa: PLR0917
+    rows: int,
+    plan: SplitPlan,
+    model: ModelSpec,
+    bounds: Mapping[tuple[Axis, str], Sequence[int]],
+    used: Sequence[int],
+    links: Sequence[LinkSpeed],
+) -> Pass:
+    """Return the times of a prompt of ``rows`` tokens."""
+    held = _reads(model, plan.request, bounds, len(plan.devices), 1, heads=False)
+    exchanges = _exchanges(model, plan.request, rows, len(used), links)
+    pairs = sum(
+        len(block.layers) * block.attention.q_heads * (block.attention.head_dim + block.attention.v_head_dim)
+        for block in model.blocks
+        if block.attention
+    )
+    times = []
+    for i in used:
+        device, weights = plan.devices[i], 0
+        for name, cost in held[i].items():
+            kind, size = KINDS[name], cost.reads - cost.cache
+            rate = device.matrix_flops_per_second * kind.prefill // _THOUSANDTHS
+            weights += 2 * size * 8 // kind.bits * rows * _SECOND // rate
+            weights += size * 8 // kind.bits * kind.dequantise_fs // _FEMTOSECONDS
+        share = _share(bounds, i)
+        attention = pairs * rows * rows * share * _ATTENTION // _THOUSANDTHS * _SECOND // device.matrix_flops_per_second
+        rest = _PREFILL_LAYER_NS * model.layer_count * rows // PROMPT
+        times.append(DeviceTime(i, weights, attention, exchanges, rest))
+    if _are_slow(_between(len(used), links)):  # one half of the prompt computes while the other's sums are on their way
+        exposed = max(exchanges // _BESIDE, exchanges - max(each.total_ns - exchanges for each in times))
+        times = [evolve(each, exchanges_ns=exposed) for each in times]
+    return Pass(rows, tuple(times))
+
+
+def _share(bounds: Mapping[tuple[Axis, str], Sequence[int]], device: int) -> int:
+    """Return a device's share of the query heads, in thousandths."""
+    heads = [cuts for (axis, _), cuts in bounds.items() if axis is Axis.Q_HEADS]
+    total = sum(cuts[-1] for cuts in heads)
+    return sum(cuts[device + 1] - cuts[device] for cuts in heads) * _THOUSANDTHS // total if total else 0
+
+
+def _multiplying(cost: Cost, kind: Kind, rows: int, device: Device) -> int:
+    """Return the nanoseconds in which a device multiplies rows by the weights that each of them reads, if known."""
+    rate = device.matrix_flops_per_second * kind.prefill // _THOUSANDTHS
+    return 2 * (cost.reads - cost.cache) * 8 // kind.bits * rows * _SECOND // rate if rate else 0
+
+
+def _layer_kind(block: Block, model: ModelSpec) -> str:
+    """Return the kind of most of the weights of a layer: of its experts, if it has any."""
+    sizes: dict[str, int] = {}
+    for parameter in block.parameters:
+        name = kind_of(parameter, model)
+        sizes[name] = sizes.get(name, 0) + parameter.bytes
+    return max(sizes, key=lambda name: (name.startswith("experts"), sizes[name]), default="dense")
+
+
+def _reads(
+    model: ModelSpec,
+    request: Request,
+    bounds: Mapping[tuple[Axis, str], Sequence[int]],
+    devices: int,
+    rows: int,
+    *,
+    heads: bool = True,
+) -> list[dict[str, Cost]]:
+    """Return for each device what a pass of ``rows`` tokens reads of each kind of weights.
+
+    Args:
+        model: the model.
+        request: the request that the bounds answer.
+        bounds: the cut points of every axis, by axis and layers.
+        devices: how many there are.
+        rows: tokens of the pass; experts are read if any of these is routed to them.
+        heads: whether to count what is outside the layers.
+    """
+    found: list[dict[str, Cost]] = [{} for _ in range(devices)]
+    kinds = {kind_of(p, model) for p in (*model.parameters, *(p for b in model.blocks for p in b.parameters))}
+    for name in sorted(kinds):
+
+        def of_kind(parameters: Sequence[Parameter], name: str = name) -> tuple[Parameter, ...]:
+            return tuple(p for p in parameters if kind_of(p, model) == name)
+
+        blocks = tuple(evolve(block, parameters=of_kind(block.parameters)) for block in model.blocks)
+        some = evolve(model, blocks=blocks, parameters=of_kind(model.parameters) if heads else ())
+        wanted = demands(some, request, devices, rows=rows)
+        for i in range(devices):
+            costs = [
+                demand.cost(cuts[i], cuts[i + 1])
+                for demand in wanted.axes
+                for cuts in (bounds[demand.axis, demand.layers],)
+            ]
+            found[i][name] = sum(costs, wanted.common)
+    return found
+
+
+def _exchanges(model: ModelSpec, request: Request, rows: int, devices: int, links: Sequence[LinkSpeed]) -> int:
+    """Return the nanoseconds that a pass spends on sums between devices, or on gathers of as many bytes."""
+    if devices == 1:
+        return 0
+    size = rows * model.hidden_size * ITEM_BYTES[model.dtype]
+    slowest = _between(devices, links)
+    latency = max(link.latency_ns for link in slowest) * (devices + 2) // 4 + _UNFUSED_NS * _are_slow(slowest)
+    rate = min(link.bytes_per_second for link in slowest)
+    moved = size * (devices - 1) if size < _TWO_SHOT else size * 2 * (devices - 1) // devices
+    count = sum(
+        len(block.layers) * (bool(block.attention or block.linear) + bool(block.intermediate or block.experts))
+        for block in model.blocks
+    )
+    count = count * (2 if request.layout == "gather" else 1) + 1
+    return count * (latency + moved * _SECOND // rate)
+
+
+def _between(devices: int, links: Sequence[LinkSpeed]) -> list[LinkSpeed]:
+    """Return the links of devices, with a guess for those that were not measured."""
+    return [*links, *([_GUESSED] if len(links) < devices * (devices - 1) // 2 else [])]
+
+
+def _are_slow(links: Sequence[LinkSpeed]) -> bool:
+    """Return whether kernels of one device cannot write into another's memory over some of the links."""
+    return any(link.bytes_per_second < _DIRECT for link in links)
+
+
+def _at(values: Sequence[int], rows: int) -> int:
+    """Return the value for a number of rows, between those of :data:`ROWS` in proportion, beyond them the last."""
+    after = bisect_left(ROWS, rows)
+    if after == len(ROWS) or ROWS[after] == rows:
+        return values[min(after, len(ROWS) - 1)]
+    low, high = ROWS[after - 1], ROWS[after]
+    return values[after - 1] + (values[after] - values[after - 1]) * (rows - low) // (high - low)
