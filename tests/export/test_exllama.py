@@ -6,7 +6,7 @@ import math
 import sys
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
@@ -14,12 +14,14 @@ import yaml
 
 from tests.export_cases import NAMES, data_of, made, plan_of
 from tpplan.core.plan import CACHE_KINDS, Cache
-from tpplan.exllamav2 import TPContext
 from tpplan.export.exllama import _CUT_BY_V2, _CUT_BY_V3, _LAYERS_IN_V3, kv_heads_v2
 from tpplan.export.export import export
 from tpplan.export.facts import Facts
 from tpplan.models.families import FAMILIES
 from tpplan.models.families.wrappers import WRAPPERS
+
+if TYPE_CHECKING:
+    from tpplan.exllamav2 import TPContext
 
 GIB = 2**30
 
@@ -119,6 +121,7 @@ def test_the_python_of_exllamav2(kind: str) -> None:
 def _context(split: list[float], plan: Any) -> TPContext:
     """Return ExLlamaV2's context for the model of a plan of Llama-3.1-8B, by tpplan's arithmetic of the original."""
     from tests.exllamav2.models import cache, small_model  # noqa: PLC0415 (needs torch)
+    from tpplan.exllamav2 import TPContext  # noqa: PLC0415
 
     model = small_model(
         hidden_size=4096,
