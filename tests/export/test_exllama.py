@@ -79,6 +79,9 @@ class _Recorder:
             def __init__(self, path: str) -> None:
                 recorder.config, self.path = self, path
 
+            def arch_compat_overrides(self) -> None:
+                assert not recorder.calls
+
         class ExLlamaV2:
             def __init__(self, config: object) -> None:
                 assert config is recorder.config

@@ -154,6 +154,7 @@ def _load_py(plan: Facts) -> tuple[TextFile, ...]:
 from exllamav2 import {", ".join(classes)}
 
 config = ExLlamaV2Config("{MODEL}")
+config.arch_compat_overrides()
 config.max_seq_len = {request.sequence_tokens}
 config.max_batch_size = {request.batch}
 config.max_input_len = {request.max_rows}
