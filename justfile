@@ -46,7 +46,7 @@ cover *args: sync
 
 # Run the quick tests of the plan half, and fail if they cover less of it than they did
 cover-plan *args: sync
-    @{{ tests }} {{ few }} tests/core tests/files tests/models tests/hardware tests/planfile tests/planner tests/reports tests/cli --cov --cov-report= "$@"
+    @{{ tests }} {{ few }} tests/core tests/files tests/models tests/hardware tests/planfile tests/planner tests/reports tests/export tests/cli --cov --cov-report= "$@"
     @coverage report --omit "tpplan/exec/*,tpplan/decoder/*,tpplan/weights/*,tpplan/exllamav2/*" --fail-under 92
 
 # Run the tests that need GPUs

@@ -22,6 +22,7 @@ from tpplan.reports.bench import BenchReport
 from tpplan.reports.check import CheckReport
 from tpplan.reports.diff import PlanDiff
 from tpplan.reports.error import ErrorReport
+from tpplan.reports.export import ExportReport
 from tpplan.reports.fit import FitReport
 from tpplan.reports.generate import GenerateReport
 from tpplan.reports.inspect import Inspection
@@ -44,6 +45,7 @@ DOCUMENTS: dict[str, type] = {
     "selftest-report": SelftestReport,
     "bench-report": BenchReport,
     "generate-report": GenerateReport,
+    "export-report": ExportReport,
     "error-report": ErrorReport,
 }
 

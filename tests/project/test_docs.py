@@ -118,6 +118,17 @@ def test_the_picture_is_drawn_from_anywhere(
     assert capsys.readouterr().out == "docs/images/all-reduce.svg\n"
 
 
+def test_the_screens_of_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page on engines shows is what the commands print."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/engines.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```text\n\$ tpplan (.*?)\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 2
+    for arguments, screen in shown:
+        done = command(*arguments.split())
+        assert done.out + done.err == screen
+
+
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table and the error that the page on planning shows are those that there are."""
     monkeypatch.chdir(ROOT)

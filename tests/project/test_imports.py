@@ -37,6 +37,8 @@ COMMANDS = {
     "diff": (["diff", "a.json", "b.json"], 1),
     "validate": (["validate", "a.json", "b.json"], 0),
     "check": (["check", "a.json", "--model", "MODEL"], 0),
+    "export": (["export", "a.json", "--for", "llama.cpp"], 0),
+    "export to what cuts evenly": (["export", "a.json", "--for", "vllm"], 1),
     "selftest on what there is not": (["selftest", "a.json", "--backend", "gpu"], 2),
     "selftest by what there is not": (["selftest", "a.json", "--transport", "auto"], 2),
     "bench on what there is not": (["bench", "a.json", "--backend", "gpu"], 2),

@@ -32,7 +32,11 @@ _SCALES = {"k": 2**10, "m": 2**20}
 _QUOTES = "\"'"
 
 #: What the options that a command cannot do without may be.
-_EXAMPLES = {"--gpus": "write it as in --gpus RTX4090,RTX3060", "--model": "write it as in --model models/llama"}
+_EXAMPLES = {
+    "--gpus": "write it as in --gpus RTX4090,RTX3060",
+    "--model": "write it as in --model models/llama",
+    "--for": "write it as in --for llama.cpp",
+}
 
 
 def whole(_: object, tokens: Sequence[Any]) -> int:

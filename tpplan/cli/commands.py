@@ -370,3 +370,31 @@ def bench(
     if json:
         console.answer(report, view, json=True)
     return OK if any(timed.time for one in report.measured for timed in one.timed) else FAILED
+
+
+@app.command(sort_key=12)
+def export(
+    plan: str,
+    /,
+    *,
+    for_: Annotated[str, Parameter(name="--for")],
+    output: _Output = "",
+    json: bool = False,
+) -> int:
+    """Show a plan as another engine's flags or settings, and what differs there; exit 1 if the engine cannot run it.
+
+    Args:
+        plan: a plan file; - is standard input.
+        for_: llama.cpp, llama.cpp-layer, exllamav3, exllamav2, accelerate, transformers, vllm or sglang.
+        output: write what is to be copied to this file; - is standard output.
+        json: print one JSON document.
+    """
+    from tpplan.export.export import engine_of  # noqa: PLC0415
+    from tpplan.export.export import export as told  # noqa: PLC0415
+
+    if json and output == console.STREAM:
+        raise UsageError("standard output would be several documents", "write one of them into a file")
+    engine_of(for_)
+    on_plans.apart(output, reading=(plan,))
+    found = on_plans.read_plan(plan)
+    return OK if on_plans.hand_over(found, told(found, for_), output, json=json) else NO

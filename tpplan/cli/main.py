@@ -23,7 +23,7 @@ PIPE_CLOSED = 141
 #: Stands for a lone ``-`` while arguments are parsed, which would take it for an option; no argument can contain it.
 _DASH = "\0"
 
-app.command(generate, sort_key=9)
+app.command(generate, sort_key=10)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def _parsed(tokens: list[str]) -> tuple[Any, Any]:
     for key, value in bound.arguments.items():
         if "" in (value if isinstance(value, tuple) else (value,)):
             option = bound.signature.parameters[key].kind is Parameter.KEYWORD_ONLY
-            name = f"--{key.replace('_', '-')}" if option else key.upper()
+            name = f"--{key.strip('_').replace('_', '-')}" if option else key.upper()
             raise UsageError(f"{name} is empty", "a variable of the shell may have no value")
         bound.arguments[key] = _undashed(value)
     return command, bound

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.reports.check import PlanCheck
+    from tpplan.reports.export import ExportReport
 
 #: How strategies cut.
 _CUTS = {"latency": "which cuts by bandwidth", "balanced": "which cuts by memory"}
@@ -103,6 +104,35 @@ def draw(plan: SplitPlan, svg: str, html: str) -> None:
     for draw, path in ((picture, svg), (page, html)):
         if path:
             console.save(draw(data), path)
+
+
+def hand_over(plan: SplitPlan, report: ExportReport, output: str, *, json: bool) -> bool:
+    """Write a plan as an engine takes it, or show it, and say where the engine cannot run it what it could.
+
+    Returns:
+        Whether the engine can run it.
+    """
+    from tpplan.files.codec import unstructure  # noqa: PLC0415
+    from tpplan.render.export import differences, text  # noqa: PLC0415
+    from tpplan.render.export import export as view  # noqa: PLC0415
+
+    data = unstructure(report)
+    if report.possible and output:
+        console.save(text(data), output)
+        view = differences
+    if json or output != console.STREAM or not report.possible:
+        console.answer(report, view, json=json)
+    else:
+        for sentence in report.differences:
+            console.say("differs", sentence)
+    if report.works_with:
+        command = remake(plan, "even.json", "MODEL", report.works_with)
+        console.say("hint", f"it can run a plan for {report.works_with}, which this command makes", "hint", [command])
+    if report.engines:
+        *others, last = report.engines
+        names = f"{', '.join(others)} or {last}" if others else last
+        console.say("hint", f"this plan can be run by --for {names}", "hint")
+    return report.possible
 
 
 def apart(*outputs: str, reading: tuple[str, ...]) -> None:

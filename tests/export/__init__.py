@@ -1,0 +1,1 @@
+"""Tests of exporting plans to other engines."""

@@ -1,0 +1,151 @@
+"""Every engine with every example: which can run it, what the report has, and that refusals help."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import attrs
+import pytest
+
+from tests.export_cases import ALIKE, EVEN, NAMES, ROOT, data_of, made, plan_of
+from tpplan.core.plan import CACHE_KINDS, Cache
+from tpplan.errors import RequestError
+from tpplan.export.export import ENGINES, engine_of, export
+
+#: Architectures of the examples that an engine refuses, whatever the plan.
+REFUSED = {
+    "llama.cpp": {"DeepseekV3ForCausalLM"},
+    "exllamav2": {"DeepseekV3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM", "Qwen3NextForCausalLM"},
+    "transformers": {"DeepseekV3ForCausalLM", "GptOssForCausalLM"},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_which_engine_runs_which_plan(engine: str, name: str) -> None:
+    """Engines that cut evenly run plans for alike devices; others run all but architectures that they do not know."""
+    evenly = engine in {"vllm", "sglang", "transformers"}
+    known = data_of(name)["model"]["architecture"] not in REFUSED.get(engine, ())
+    report = export(plan_of(name), engine)
+    assert report.possible == (known and (not evenly or name in EVEN | ALIKE))
+    assert bool(report.reasons) != report.possible
+    assert bool(report.argv) == bool(report.environment) == bool(report.differences) == report.possible
+    assert report.version == ENGINES[engine].version
+    assert (engine in report.engines) is False
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_other_engines_do_run_it(engine: str, name: str) -> None:
+    """The engines that a refusal names run the plan, and no others do."""
+    report = export(plan_of(name), engine)
+    if not report.possible:
+        assert report.engines == tuple(other for other in ENGINES if export(plan_of(name), other).possible)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+def test_the_devices_of_a_refusal_do(engine: str, name: str) -> None:
+    """A plan of the same request for the devices that a refusal names exists, and the engine can run it."""
+    report = export(plan_of(name), engine)
+    if not report.possible and report.works_with:
+        old = plan_of(name).request
+        options: dict[str, Any] = {"cache": old.cache, "layout": old.layout, "strategy": old.strategy, "kv": old.kv}
+        again = made(name.partition("/")[0], report.works_with, batch=old.batch, max_rows=old.max_rows, **options)
+        assert export(again, engine).possible
+
+
+def test_every_uneven_example_has_devices_that_do() -> None:
+    """For vLLM each refused example names GPUs: of those that there are, where these are enough."""
+    found = {name: export(plan_of(name), "vllm").works_with for name in NAMES}
+    assert {name for name, devices in found.items() if not devices} == EVEN | ALIKE
+    assert found["Llama-3.1-8B/RTX4090+RTX3060"] == "RTX4090"
+    assert found["Mixtral-8x7B/4xRTX4090+RTX3090"] == "4xRTX4090"
+    assert found["Qwen2.5-7B/3xRTX3060"] == "2xRTX3060"
+
+
+def test_idle_devices_are_left_out() -> None:
+    """A device without a part of the model is not shown to the engine, and has no place in lists."""
+    plan = plan_of("Llama-3.1-8B/2xRTX3060")
+    idle = attrs.evolve(plan.memory[0], device=1, **dict.fromkeys(
+        ("weights_bytes", "cache_bytes", "workspace_bytes", "overhead_bytes"), 0))  # fmt: skip
+    wider = attrs.evolve(
+        plan,
+        devices=(plan.devices[0], plan.devices[0], plan.devices[1]),
+        memory=(plan.memory[0], idle, attrs.evolve(plan.memory[1], device=2)),
+        splits=tuple(attrs.evolve(s, bounds=(s.bounds[0], s.bounds[1], *s.bounds[1:])) for s in plan.splits),
+    )
+    for engine in ENGINES:
+        report = export(wider, engine)
+        assert {v.name: v.value for v in report.environment}["CUDA_VISIBLE_DEVICES"] == "0,2"
+        assert report.argv == export(plan, engine).argv
+        assert report.files == export(plan, engine).files
+
+
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bytes_of_another_kind_of_cache_are_told(engine: str, kind: str) -> None:
+    """A line has the bytes of the engine's kind and of the plan's, if these differ, in the ratio of their bits."""
+    plan = made("Llama-3.1-8B", "2xRTX4090", cache=Cache(kind, 65536))
+    kinds = {"vllm": 16, "sglang": 16, "accelerate": 32, "transformers": 32, "exllamav3": 17 if kind == "fp8" else 0}
+    llama = {"fp8": 17, "q6": 12}
+    own = llama.get(kind, 0) if engine.startswith("llama") else 0 if engine == "exllamav2" else kinds[engine]
+    sixteenths = 32 if kind == "fp16" else own or CACHE_KINDS[kind]
+    lines = [line for line in export(plan, engine).differences if re.search(r"the cache is \S+ instead", line)]
+    assert bool(lines) == (sixteenths != CACHE_KINDS[kind])
+    # 2 × 8 KV heads of 128, in 32 layers, for 65536 tokens.
+    whole = {k: 2 * 8 * 128 * 32 * 65536 * k / 16 / 2**30 for k in (sixteenths, CACHE_KINDS[kind])}
+    for line in lines:
+        assert line.endswith(f"on all devices {' instead of '.join(f'{size:.2f} GiB' for size in whole.values())}")
+
+
+def test_a_cache_that_no_longer_fits_is_refused() -> None:
+    """Where the engine's kind takes more than the budget leaves, the answer is no, with the bytes."""
+    plan = made("Llama-3.1-8B", "2xRTX3060", cache=Cache("q4", 131072))
+    assert export(plan, "llama.cpp").possible
+    for engine in ("vllm", "sglang", "accelerate"):
+        report = export(plan, engine)
+        assert not report.possible
+        assert report.reasons
+        assert "GiB" in report.reasons[0]
+        assert "cache" in report.reasons[0]
+
+
+def test_names_of_engines() -> None:
+    """Capitals and aliases do not matter; an unknown name gets the list."""
+    assert engine_of("vLLM").name == "vllm"
+    assert engine_of("TabbyAPI").name == "exllamav3"
+    with pytest.raises(RequestError, match="'ollama', which is no engine") as error:
+        engine_of("ollama")
+    assert all(name in error.value.hint for name in ENGINES)
+
+
+def test_a_context_beyond_the_models_is_allowed() -> None:
+    """Both vLLM and SGLang take it only with a variable of their own."""
+    plan = made("Mixtral-8x7B", "2xA100-80GB", cache=Cache("fp16", 65536), beyond=True)
+    for engine, name in (
+        ("vllm", "VLLM_ALLOW_LONG_MAX_MODEL_LEN"),
+        ("sglang", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"),
+    ):
+        assert {v.name: v.value for v in export(plan, engine).environment}[name] == "1"
+        assert name not in {v.name for v in export(plan_of("Mixtral-8x7B/2xA100-80GB"), engine).environment}
+
+
+def test_what_is_not_planned_is_told() -> None:
+    """An engine may load what the plan does not count."""
+    assert any("prediction layers" in line for line in export(plan_of("DeepSeek-V3/8xH200"), "vllm").differences)
+
+
+def test_the_page_has_every_engine_and_version() -> None:
+    """docs/engines.md has a row for each engine, with the version that its table names, and the kinds of cache."""
+    page = (ROOT / "docs/engines.md").read_text(encoding="utf-8")
+    rows = dict(
+        re.findall(r"^\| `([a-z][a-z0-9.-]+)`(?:, `[a-z]+`)? \| ([^|]+) \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)
+    )
+    assert rows == {name: engine.version for name, engine in ENGINES.items()}
+    caches = re.findall(r"^\| `(fp16|fp8|q8|q6|q4)` \| (.+) \|$", page, re.MULTILINE)
+    order = ("llama.cpp", "exllamav3", "exllamav2", "vllm", "sglang")
+    assert {kind: re.findall("`(.+?)`", row) for kind, row in caches} == {
+        kind: [ENGINES[name].caches[kind].name for name in order] for kind in CACHE_KINDS
+    }

@@ -1,0 +1,1 @@
+"""A plan in the words of other engines: their flags and settings, and what they will do differently."""

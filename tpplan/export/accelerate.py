@@ -1,0 +1,119 @@
+"""Accelerate, through transformers: whole layers on devices, in proportion to what the plan gives them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.core.plan import CACHE_KINDS
+from tpplan.export.engine import MODEL, CacheKind, Engine
+from tpplan.export.facts import MIB, bytes_each, listed
+from tpplan.export.layers import Layers
+from tpplan.models.families import FAMILIES
+from tpplan.reports.export import TextFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tpplan.export.facts import Facts
+    from tpplan.models.families.table import Family
+
+#: The cache of transformers' models has the dtype of their activations.
+_SIXTEEN_BITS = CacheKind(name="16-bit", sixteenths=32)
+CACHES = dict.fromkeys(CACHE_KINDS, _SIXTEEN_BITS)
+
+#: Architectures without RoPE, or with its tables in each layer.
+_NO_TABLES = frozenset({
+    *("BloomForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"),
+})  # fmt: skip
+#: Modules that transformers calls otherwise than the checkpoints, or has besides.
+_RENAMED = {"embed_out": "lm_head"}
+_BESIDES = {"GraniteSWAForCausalLM": ("model.rotary_embs",)}
+
+
+def family_of(architecture: str) -> Family | None:
+    """Return the tables of a language model by its architecture, None for a model that has one as a part."""
+    return next((family for family in FAMILIES.values() if architecture in family.architectures), None)
+
+
+def modules(architecture: str, family: Family) -> tuple[str, ...]:
+    """Return the modules of transformers' model outside the layers."""
+    names = [row.name.rpartition(".")[0] for row in family.outside]
+    root = family.layers.partition("layers.")[0].partition("h.{")[0]
+    tables = () if architecture in _NO_TABLES else (f"{root}rotary_emb",)
+    return tuple(
+        dict.fromkeys((*(_RENAMED.get(name, name) for name in names), *tables, *_BESIDES.get(architecture, ())))
+    )
+
+
+def home(plan: Facts) -> int:
+    """Return the device with the most room, which gets all that is outside the layers."""
+    return plan.room_bytes.index(max(plan.room_bytes))
+
+
+def layers(plan: Facts) -> Layers:
+    """Return how layers go to the devices."""
+    beside = (plan.outside_bytes if i == home(plan) else 0 for i in range(plan.count))
+    return Layers(plan, _SIXTEEN_BITS.sixteenths, tuple(beside))
+
+
+def _refused(plan: Facts) -> Iterator[str]:
+    return layers(plan).obstacles()
+
+
+def _load_py(plan: Facts) -> tuple[TextFile, ...]:
+    memory = "\n".join(
+        f'    {i}: "{max(0, size - cache) // MIB}MiB",'
+        for i, (size, cache) in enumerate(zip(plan.room_bytes, plan.cache_bytes(_SIXTEEN_BITS.sixteenths), strict=True))
+    )
+    architecture = plan.model.architecture
+    family = family_of(architecture)
+    text = f"""\
+import torch
+from transformers import {"AutoModelForCausalLM" if family else "AutoModelForImageTextToText"}
+
+max_memory = {{  # of weights; for device_map="auto" only
+{memory}
+}}
+{_device_map(plan, family) if family else 'device_map = "auto"'}
+model = {"AutoModelForCausalLM" if family else "AutoModelForImageTextToText"}.from_pretrained(
+    "{MODEL}", dtype=torch.{plan.model.dtype}, device_map=device_map, max_memory=max_memory
+)
+"""
+    return (TextFile("load.py", text),)
+
+
+def _device_map(plan: Facts, family: Family) -> str:
+    lines, start = [], 0
+    for i, count in enumerate(layers(plan).counts):
+        if count:
+            layer = f"{family.root}{family.layers}".rstrip(".")
+            lines.append(f'    **{{f"{layer}": {i} for layer in range({start}, {start + count})}},')
+            start += count
+    lines += [f'    "{name}": {home(plan)},' for name in modules(plan.model.architecture, family)]
+    return "\n".join(("device_map = {", *lines, "}"))
+
+
+def _differs(plan: Facts) -> Iterator[str]:
+    if plan.count > 1:
+        yield "it cuts no matrix: a token goes through whole layers on one device after the other, which wait for it"
+        if family_of(plan.model.architecture):
+            yield (
+                f"the devices get {listed(layers(plan).counts)} of {plan.model.layers} layers, each with its cache; "
+                f"embedding, last norm and output matrix are on {plan.name(home(plan))}"
+            )
+        else:
+            yield 'device_map="auto" fills the devices by their max_memory, the model\'s vision tower too'
+    caches = bytes_each(plan.cache_bytes(_SIXTEEN_BITS.sixteenths))
+    yield f"max_memory counts weights only; the plan's cache was taken off it ({caches}), and nothing holds it there"
+
+
+ENGINE = Engine(
+    name="accelerate",
+    version="Accelerate 1.15.0 and transformers 5.24.0",
+    command=("python", "load.py"),
+    flags={},
+    caches=CACHES,
+    files=_load_py,
+    refused=_refused,
+    differs=_differs,
+)

@@ -1,0 +1,98 @@
+"""Exporting a plan: the table of engines, and what each says of a plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.errors import RequestError
+from tpplan.export import accelerate, exllama, llamacpp, sglang, transformers, vllm
+from tpplan.export.even import obstacles as uneven
+from tpplan.export.even import works_with
+from tpplan.export.facts import Facts, listed
+from tpplan.reports.export import ExportReport
+
+if TYPE_CHECKING:
+    from tpplan.core.plan import SplitPlan
+    from tpplan.export.engine import Engine
+
+#: All engines, by their names.
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        llamacpp.TENSOR,
+        llamacpp.LAYER,
+        exllama.V3,
+        exllama.V2,
+        accelerate.ENGINE,
+        transformers.ENGINE,
+        vllm.ENGINE,
+        sglang.ENGINE,
+    )
+}
+
+
+def engine_of(name: str) -> Engine:
+    """Return the engine of a name, in any capitals.
+
+    Raises:
+        RequestError: there is none; the hint lists them.
+    """
+    wanted = name.strip().casefold()
+    for engine in ENGINES.values():
+        if wanted in {engine.name, *engine.aliases}:
+            return engine
+    aliases = "; ".join(f"{alias} is {engine.name}" for engine in ENGINES.values() for alias in engine.aliases)
+    raise RequestError(f"--for is {name[:40]!r}, which is no engine", f"engines are {listed([*ENGINES])}; {aliases}")
+
+
+def export(plan: SplitPlan, name: str) -> ExportReport:
+    """Return a plan as an engine's command, or why the engine cannot run it.
+
+    Args:
+        plan: a valid plan.
+        name: of the engine.
+
+    Raises:
+        RequestError: there is no engine of that name.
+    """
+    engine, facts = engine_of(name), Facts(plan)
+    if reasons := obstacles(engine, facts):
+        even = engine.cuts_evenly and not any(engine.refused(facts))
+        return ExportReport(
+            engine=engine.name,
+            version=engine.version,
+            model=plan.model.name,
+            possible=False,
+            reasons=reasons,
+            works_with=works_with(facts, _sixteenths(engine, facts), repeats_heads=engine.repeats_heads)
+            if even
+            else "",
+            engines=tuple(name for name, other in ENGINES.items() if not obstacles(other, facts)),
+        )
+    return ExportReport(
+        engine=engine.name,
+        version=engine.version,
+        model=plan.model.name,
+        possible=True,
+        environment=engine.environment(facts),
+        argv=engine.argv(facts),
+        files=engine.files(facts),
+        differences=engine.differences(facts),
+    )
+
+
+def obstacles(engine: Engine, facts: Facts) -> tuple[str, ...]:
+    """Return why an engine cannot run a plan, a clause each; nothing if it can."""
+    reasons = tuple(engine.refused(facts))
+    if engine.cuts_evenly and not reasons:
+        return tuple(uneven(facts, _sixteenths(engine, facts), repeats_heads=engine.repeats_heads))
+    return reasons
+
+
+def _enough(engine: Engine, facts: Facts) -> str:
+    """Return devices of a plan that an engine can run that cuts evenly, nothing if none are known."""
+    return works_with(facts, _sixteenths(engine, facts), repeats_heads=engine.repeats_heads)
+
+
+def _sixteenths(engine: Engine, facts: Facts) -> int:
+    return engine.cache(facts).sixteenths

@@ -1,0 +1,62 @@
+"""SGLang, which cuts evenly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.core.sizes import format_bytes
+from tpplan.export.engine import MODEL, CacheKind, Engine
+from tpplan.export.even import even_bytes, uneven_parts
+from tpplan.export.facts import share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tpplan.export.facts import Facts
+
+_FP8 = CacheKind(name="fp8_e4m3", sixteenths=16)
+_CACHES = {
+    "fp16": CacheKind(name="auto", sixteenths=32),
+    "fp8": _FP8,
+    "q8": _FP8,
+    "q6": _FP8,
+    "q4": _FP8,
+}
+
+
+def _static_share(plan: Facts) -> str:
+    """Return the largest part that weights and cache take of the memory that is free once a process runs."""
+    need, _ = even_bytes(plan, plan.count, _CACHES[plan.request.cache.kind].sixteenths)
+    need -= min(entry.workspace_bytes for entry in plan.memory)
+    pairs = zip(plan.devices, plan.whole_bytes, strict=True)
+    return max(share(need, whole - device.overhead_bytes) for device, whole in pairs)
+
+
+def _differs(plan: Facts) -> Iterator[str]:
+    yield from uneven_parts(plan)
+    least = min(whole - device.overhead_bytes for device, whole in zip(plan.devices, plan.whole_bytes, strict=True))
+    yield (
+        "its share is that of weights and cache in what is free when it starts, which is taken as "
+        f"{format_bytes(least)}; activations and CUDA graphs take from the rest, beyond the plan's budget too"
+    )
+    yield "it pads the vocabulary and does not cut the residual stream"
+
+
+ENGINE = Engine(
+    name="sglang",
+    version="SGLang 0.5.23",
+    command=("sglang", "serve", "--model-path", MODEL),
+    flags={
+        "--tp-size": lambda plan: plan.count,
+        "--mem-fraction-static": _static_share,
+        "--context-length": lambda plan: plan.request.sequence_tokens,
+        "--max-running-requests": lambda plan: plan.request.batch,
+        "--chunked-prefill-size": lambda plan: plan.request.max_rows,
+        "--kv-cache-dtype": lambda plan: _CACHES[plan.request.cache.kind].name,
+    },
+    caches=_CACHES,
+    allows_beyond="SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
+    differs=_differs,
+    cuts_evenly=True,
+    repeats_heads=True,
+)

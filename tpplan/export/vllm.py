@@ -1,0 +1,69 @@
+"""vLLM, which cuts evenly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpplan.core.sizes import format_bytes
+from tpplan.export.engine import MODEL, CacheKind, Engine
+from tpplan.export.even import even_bytes, uneven_parts
+from tpplan.export.facts import share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tpplan.export.facts import Facts
+
+_FP8 = CacheKind(name="fp8", sixteenths=16)
+_CACHES = {
+    "fp16": CacheKind(name="auto", sixteenths=32),
+    "fp8": _FP8,
+    "q8": _FP8,
+    "q6": _FP8,
+    "q4": _FP8,
+}
+
+
+def _used_share(plan: Facts) -> str:
+    """Return the largest part of a device's whole memory that the plan uses."""
+    need, _ = even_bytes(plan, plan.count, _CACHES[plan.request.cache.kind].sixteenths)
+    pairs = zip(plan.devices, plan.whole_bytes, strict=True)
+    return max(share(need + device.overhead_bytes, whole) for device, whole in pairs)
+
+
+def _budget_share(plan: Facts) -> str:
+    """Return the least part of a device's whole memory that is free once a process runs and in its budget."""
+    rows = zip(plan.memory, plan.whole_bytes, strict=True)
+    ppt = min((entry.used_bytes - entry.overhead_bytes + entry.free_bytes) * 1000 // whole for entry, whole in rows)
+    return f"{ppt // 1000}.{ppt % 1000:03}"
+
+
+def _differs(plan: Facts) -> Iterator[str]:
+    yield from uneven_parts(plan)
+    yield (
+        f"of its share of memory, all that weights and its own buffers leave is cache; if that is too little, the "
+        f"budgets allow --gpu-memory-utilization {_budget_share(plan)}"
+    )
+    whole = min(plan.whole_bytes)
+    yield f"shares are of all memory of a GPU, which is taken as {format_bytes(whole)}"
+    yield "it pads the vocabulary to a multiple of 64 and does not cut the residual stream"
+
+
+ENGINE = Engine(
+    name="vllm",
+    version="vLLM 0.33.0",
+    command=("vllm", "serve", MODEL),
+    flags={
+        "--tensor-parallel-size": lambda plan: plan.count,
+        "--gpu-memory-utilization": _used_share,
+        "--max-model-len": lambda plan: plan.request.sequence_tokens,
+        "--max-num-seqs": lambda plan: plan.request.batch,
+        "--max-num-batched-tokens": lambda plan: max(plan.request.max_rows, plan.request.batch),
+        "--kv-cache-dtype": lambda plan: _CACHES[plan.request.cache.kind].name,
+    },
+    caches=_CACHES,
+    allows_beyond="VLLM_ALLOW_LONG_MAX_MODEL_LEN",
+    differs=_differs,
+    cuts_evenly=True,
+    repeats_heads=True,
+)
