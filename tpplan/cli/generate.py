@@ -33,7 +33,7 @@ def generate(
 
     Args:
         plan: a plan file; - is standard input.
-        model: the checkpoint's directory, with safetensors files and, for --prompt, a tokenizer.json.
+        model: the checkpoint's directory, with safetensors files and, for --prompt, a tokenizer.json; or org/name.
         prompt: the text to continue; - is standard input.
         token_ids: tokens to continue instead, such as 5,17,99; then tokens are printed, and no tokenizer is needed.
         chat: put the prompt into the checkpoint's chat template, for the model to answer it.
@@ -49,6 +49,7 @@ def generate(
     from tpplan.decoder.generation.arguments import Order, checked  # noqa: PLC0415
     from tpplan.files.codec import unstructure  # noqa: PLC0415 (not every command has a document)
     from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
+    from tpplan.models.hub import local  # noqa: PLC0415
 
     if bool(prompt) == bool(token_ids):
         hint = "leave out one of them" if prompt else 'add --prompt "…" or --token-ids 5,17,99'
@@ -70,7 +71,7 @@ def generate(
     plans.some((plan, prompt))
     found = plans.read_plan(plan)
     order = Order(
-        directory=model,
+        directory=str(local(model)),
         prompt=console.read(prompt) if prompt == console.STREAM else prompt,
         tokens=tuple(map(int, tokens)),
         chat=chat,

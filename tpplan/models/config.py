@@ -252,8 +252,9 @@ def _instead(path: Path) -> str:
     is_url = path.parts[:1] in {("https:",), ("http:",)}
     model = Path(*path.parts[2:4]) if is_url else path  # behind the host
     if not path.is_absolute() and not path.parent.is_dir() and len(model.parts) == len(("organisation", "model")):
-        fetch = f"hf download {_name(model)} config.json --local-dir {_name(Path(model.name))}"
-        return f"tpplan fetches nothing; a config.json of the Hugging Face Hub comes with: {fetch}"
+        name, _, revision = _name(model).partition("@")
+        fetch = f"hf download {name} config.json{f' --revision {revision}' if revision else ''}"
+        return f"tpplan fetches nothing; {fetch} fetches a config from the Hugging Face Hub, and tpplan then finds it"
     return ELSEWHERE
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
@@ -20,9 +19,11 @@ from tpplan.models.families.wrappers import text_part
 from tpplan.models.formats import read_scheme, stored_by_formula, stored_by_headers
 from tpplan.models.formats.storage import split_name
 from tpplan.models.formats.tools import DESCRIPTIONS
+from tpplan.models.hub import local
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from pathlib import Path
 
     from tpplan.core.model import ModelSpec
     from tpplan.models.checkpoint import Headers
@@ -171,7 +172,8 @@ def read_model(path: str | Path) -> ModelSpec:
     """Read a model: its shapes from config.json, its bytes from the headers of its safetensors files.
 
     Args:
-        path: a model's directory; or a config.json, and then no other file is read, even if there are some beside it.
+        path: a model's directory; or a config.json, and then no other file is read, even if there are some beside it;
+            or a name on the Hugging Face Hub such as ``org/name`` or ``org/name@revision``, if the hub's cache has it.
 
     Returns:
         The model, named after the directory (after the repository in a hub cache), or after a loose file.
@@ -180,7 +182,7 @@ def read_model(path: str | Path) -> ModelSpec:
         ModelError: a file is missing or damaged, the architecture is not supported, or config and headers contradict
             each other.
     """
-    return read_checkpoint(Path(path))[0]
+    return read_checkpoint(local(path))[0]
 
 
 def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
