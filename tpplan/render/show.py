@@ -124,7 +124,7 @@ def speed_lines(report: dict[str, Any]) -> list[str]:
     return [*texts, *prompts]
 
 
-def _basis_of(speed: dict[str, Any], devices: int) -> str:
+def basis_of(speed: dict[str, Any], devices: int) -> str:
     """Say what a prediction rests on."""
     bandwidth = "measured bandwidths" if "bandwidth" in speed["measured"] else "bandwidths of the catalogue"
     links = "" if devices == 1 else ", measured links" if "links" in speed["measured"] else ", guessed links"
@@ -148,7 +148,7 @@ def _speed(report: dict[str, Any], columns: int) -> list[Line]:
     head: Line = (("Speed", "head"), (f", ms of {batch} with a full cache", "dim"))
     lines = _with_gap(table(rows, "><" + ">" * (len(names) + 1)), 1 + len(first), len(step["devices"]) - len(rows) + 1)
     texts = [part for text in speed_lines(report) for part in wrapped(text, columns - _GAP)]
-    basis = _basis_of(report["speed"], len(step["devices"]))
+    basis = basis_of(report["speed"], len(step["devices"]))
     return [head, *lines, *(line(" " * _GAP + text, "good") for text in texts),
             *(line(" " * _GAP + text, "dim") for text in wrapped(basis, columns - _GAP)), BLANK]  # fmt: skip
 
