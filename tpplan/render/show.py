@@ -36,6 +36,8 @@ MOST_DEVICES = 32
 _LONGEST_NAME = 22
 _LONGEST_TITLE = 60
 _LONGEST_CELL = 15
+#: Times that differ by less than one part in so many are those of devices of which none limits the others.
+_ALIKE = 100
 _GAP = 2
 _PERCENT = len(" 100.0 %")
 #: Columns for a bar with its gap and percentage beside the numbers; where there are fewer, bars get lines of their own.
@@ -115,11 +117,13 @@ def speed_lines(report: dict[str, Any]) -> list[str]:
         return []
     speed, devices = report["speed"], report["plan"]["devices"]
     texts = []
-    for one in speed["decode"]:
+    for one, step in zip(speed["decode"], report["plan"]["speed"]["decode"], strict=True):
         place = one["limiting_device"]
         limits = f"; device {place} ({shorten_name(devices[place]['name'], _LONGEST_NAME)}) limits"
         full = f", {one['full_tokens_per_second']:,} with a full cache"
-        texts.append(f"batch {one['rows']}: {one['tokens_per_second']:,} tokens/s{full}{limits * (len(devices) > 1)}")
+        totals = [sum(time for key, time in each.items() if key != "device") for each in step["devices"]]
+        differ = max(totals) * _ALIKE > min(totals) * (_ALIKE + 1)
+        texts.append(f"batch {one['rows']}: {one['tokens_per_second']:,} tokens/s{full}{limits * differ}")
     prompts = (f"a prompt of {one['rows']} tokens: {one['tokens_per_second']:,} tokens/s" for one in speed["prefill"])
     return [*texts, *prompts]
 
