@@ -71,7 +71,7 @@ class Pass:
     @property
     def tokens_per_second(self) -> int:
         """Tokens per second of all sequences together while next to nothing is cached, rounded down."""
-        return self.rows * 10**9 // max(1, *(each.without_cache_ns for each in self.devices))
+        return self.rows * 10**9 // max([1, *(each.without_cache_ns for each in self.devices)])
 
     @property
     def full_tokens_per_second(self) -> int:

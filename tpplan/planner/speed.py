@@ -120,7 +120,8 @@ def kind_of(parameter: Parameter, model: ModelSpec) -> str:
     if parameter.dtype.startswith(("F16", "BF16", "F32", "F64")):
         bits = 16
     else:
-        bits = 8 if parameter.dtype.startswith("F8") or "8-bit" in model.weight_format else 4
+        eight = parameter.dtype.startswith(("F8", "I8")) or "8-bit" in model.weight_format
+        bits = 8 if eight or model.weight_format.endswith("Q8_0") else 4
     return f"experts{bits}" if is_expert else "dense" if bits == 16 else f"codes{bits}"  # noqa: PLR2004
 
 

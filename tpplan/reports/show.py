@@ -24,7 +24,7 @@ PPM = 1_000_000
 #: Speeds that differ by less than one part in so many are not told apart.
 _APART = 10
 #: Most devices of which fewer are tried.
-_MOST_TRIED = 16
+_MOST_TRIED = 8
 
 #: Buckets of the ledger that are exact, and those that rest on a calibrated constant, where nothing is assumed.
 EXACT = ("weights", "cache", "workspace")
