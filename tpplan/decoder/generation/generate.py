@@ -125,7 +125,7 @@ def _tokens(
                 text.append(token)
             tokens = steps.step()
         else:
-            tokens = steps.start(prompts, sampling, _cached(decoder, prompts) if resume else ())
+            tokens = steps.start(prompts, sampling, cached(decoder, prompts) if resume else ())
             decoder.cached = [[*map(int, prompt)] for prompt in prompts]
         yield tuple(None if over else token for token, over in zip(tokens, ended, strict=True))
         ended = [over or token in end for token, over in zip(tokens, ended, strict=True)]
@@ -133,7 +133,7 @@ def _tokens(
             return
 
 
-def _cached(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> list[int]:
+def cached(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> list[int]:
     """Return how many of the first tokens of each prompt the cache has; one at least is left to read."""
     counts = [0] * len(prompts)
     for i, (prompt, text) in enumerate(zip(prompts, decoder.cached, strict=False)):
