@@ -1,4 +1,4 @@
-"""Prompts that go on from the cache of the latest generation, as turns of a conversation do."""
+"""Prompts that go on from the cache of the latest generation, and texts that end before others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tests.decoder_cases import LENGTH, decoding, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder import Decoder, generate
 from tpplan.decoder.prompts import Prompt
+from tpplan.errors import RequestError
 
 
 @pytest.mark.parametrize(("model_type", "rewinds"), [("llama", True), ("mistral", False)])
@@ -42,3 +43,21 @@ def test_only_what_the_cache_lacks_is_read(model_type: str, rewinds: bool) -> No
         decoder.read([Prompt([1, 2, 3])])
         assert starts_of(model.prompts[1], 8) == ([0], model.tokens[1][:8])
     assert len(longer) + 8 <= LENGTH
+
+
+def test_texts_of_different_lengths() -> None:
+    """Each has as many new tokens as asked for, even where one that has ended would outgrow its cache."""
+    model = model_of("mistral")
+    short, long = sorted(model.prompts, key=len)
+    with decoding(plan_of(model.directory, 3, request_of(), {}, seed=5), "mistral", "fp32") as decoder:
+        whole = [token for (token,) in generate(decoder, [short], LENGTH - len(short))]
+        filled = long + [1] * (LENGTH - len(long) - 3)
+        first = [token for (token,) in generate(decoder, [filled], 3)]
+        steps = list(generate(decoder, [filled, short], [3, LENGTH - len(short)]))
+        with pytest.raises(RequestError, match=f"{len(filled)} tokens and 4 new ones, the plan caches {LENGTH}"):
+            generate(decoder, [filled, short], [4, 1])
+        with pytest.raises(RequestError, match="1 numbers of new tokens for 2 prompts"):
+            generate(decoder, [filled, short], [3])
+    found = [list(tokens) for tokens in zip(*steps, strict=True)]
+    assert found == [first + [None] * (len(whole) - 3), whole]
+    assert whole[:64] == model.tokens[model.prompts.index(short)]

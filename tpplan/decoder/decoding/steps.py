@@ -111,7 +111,7 @@ class Steps:
         self._choices: list[tuple[slice, Sampling, torch.Generator]] = []
         self._is_greedy = True
         self._texts: list[list[int]] = []
-        self._longest = 0
+        self._at: list[int] = []
         self._lengths: list[int] = []
         self._new = 0
 
@@ -147,23 +147,30 @@ class Steps:
         first = self._checked(self._choose(logits).tolist())
         self._set(self._tokens, first)
         self._set(self._positions, self._lengths)
-        self._longest = max(self._lengths)
+        self._at = [*self._lengths]
         return first
 
     @torch.inference_mode()
-    def step(self) -> list[int]:
+    def step(self, over: Sequence[bool] = ()) -> list[int]:
         """Run the latest token of each sequence, and return the next ones.
+
+        Args:
+            over: for each sequence, whether its text has ended. If others need more steps than its cache has room for,
+                it starts again at the first position, and its tokens and its cache mean nothing from then on.
 
         Raises:
             RequestError: the cache has no room for them.
             ExecutionError: the model's logits are not finite.
         """
-        if self._longest == self._forward.length:
-            what = f"the longest text has {self._longest} tokens, as many as the plan caches of a sequence"
+        if any(over) and max(self._at) == self._forward.length:
+            self._at = [0 if ended else at for at, ended in zip(self._at, over, strict=True)]
+            self._set(self._positions, self._at)
+        if max(self._at) == self._forward.length:
+            what = f"the longest text has {max(self._at)} tokens, as many as the plan caches of a sequence"
             raise RequestError(what, "plan with a larger --context")
-        self._longest += 1
+        self._at = [at + 1 for at in self._at]
         self._new += 1
-        self._run(next(span for span in self._spans() if span >= self._longest))
+        self._run(next(span for span in self._spans() if span >= max(self._at)))
         if not self._is_greedy:
             self._set(self._tokens, self._choose(self._logits).tolist())
         return self._checked(self._tokens[0][0].tolist())

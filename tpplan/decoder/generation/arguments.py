@@ -74,9 +74,9 @@ class Task:
     prompts: list[list[int]]
     end: frozenset[int]
 
-    def count(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Return the maximum new tokens of each of these prompts."""
-        return self.order.max_new_tokens or max(1, min(_USUAL, length_of(self.plan.request) - max(map(len, prompts))))
+    def count(self, prompt: Sequence[int]) -> int:
+        """Return the maximum new tokens of a prompt."""
+        return self.order.max_new_tokens or max(1, min(_USUAL, length_of(self.plan.request) - len(prompt)))
 
 
 def checked(plan: SplitPlan, order: Order) -> Task:
@@ -105,7 +105,7 @@ def checked(plan: SplitPlan, order: Order) -> Task:
     )
     for number, prompt in enumerate(prompts, 1):
         try:
-            check_prompts([prompt], task.count([prompt]), plan)
+            check_prompts([prompt], task.count(prompt), plan)
         except RequestError as error:
             if len(prompts) == 1:
                 raise

@@ -77,7 +77,7 @@ def _continued(  # noqa: PLR0917 (what a group of prompts needs)
     texts = [_Text(task, prompt, tell or (lambda _: None)) for prompt in prompts]
     asked = task.order.sampling
     samplings = [evolve(asked, seed=(asked.seed + first + i) % _SEEDS) for i in range(len(prompts))]
-    tokens = generate(decoder, prompts, task.count(prompts), sampling=samplings, end=task.end)
+    tokens = generate(decoder, prompts, [*map(task.count, prompts)], sampling=samplings, end=task.end)
     for step in timing.of(sum(map(len, prompts)), tokens):
         for text, token in zip(texts, step, strict=True):
             if token is not None:

@@ -22,7 +22,7 @@ _GREEDY = Sampling()
 def generate(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     *,
     sampling: Sampling | Sequence[Sampling] = _GREEDY,
     end: Collection[int] = (),
@@ -35,12 +35,12 @@ def generate(
     Args:
         decoder: a decoder whose batch has room for the prompts; its cache is overwritten.
         prompts: the tokens of each text.
-        max_new_tokens: maximum new tokens of each text.
+        max_new_tokens: maximum new tokens of each text, one number or one for each.
         sampling: how tokens are chosen; greedily by default. With one for each prompt, a text does not depend on what
             is drawn for others.
         end: end-of-text tokens; each ends its text, and is itself yielded.
         resume: whether to read only what the latest generation left out of the cache, where prompts begin like its
-            texts.
+            texts; that had one number of new tokens.
 
     Yields:
         The next token of each text, None for texts that have ended.
@@ -54,7 +54,7 @@ def generate(
 
     each = (sampling,) if isinstance(sampling, Sampling) else tuple(sampling)
     settings = {
-        "max_new_tokens": str(max_new_tokens),
+        "max_new_tokens": str(max_new_tokens if isinstance(max_new_tokens, int) else [*max_new_tokens]),
         **{field.name: ", ".join(str(getattr(one, field.name)) for one in each) for field in fields(Sampling)},
         "end": str(sorted(end)),
         "resume": str(resume),
@@ -74,12 +74,12 @@ def generate(
     return _tokens(decoder, prompts, sampling, max_new_tokens, frozenset(end), resume=resume)
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: SplitPlan) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], plan: SplitPlan) -> None:
     """Check that prompts are tokens of a plan's model, and that the plan has room for them and the new tokens.
 
     Args:
         prompts: the tokens of each text.
-        max_new_tokens: maximum new tokens of each text.
+        max_new_tokens: maximum new tokens of each text, one number or one for each.
         plan: the plan to run.
 
     Raises:
@@ -95,11 +95,15 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: S
     if len(prompts) > batch:
         what = f"{len(prompts)} prompts, the plan has room for {batch} at a time"
         raise RequestError(what, "plan with a larger --batch")
-    if max_new_tokens < 1:
-        raise RequestError(f"{max_new_tokens} new tokens were asked for", "ask for 1 or more")
-    longest = max(map(len, prompts))
-    if longest + max_new_tokens > length:
-        what = f"{longest} tokens and {max_new_tokens} new ones, the plan caches {length} of a sequence"
+    counts = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else [*max_new_tokens]
+    if len(counts) != len(prompts):
+        what = f"{len(counts)} numbers of new tokens for {len(prompts)} prompts"
+        raise RequestError(what, "give one number, or one for each prompt")
+    if (least := min(counts)) < 1:
+        raise RequestError(f"{least} new tokens were asked for", "ask for 1 or more")
+    longest, count = max(((len(prompt), count) for prompt, count in zip(prompts, counts, strict=True)), key=sum)
+    if longest + count > length:
+        what = f"{longest} tokens and {count} new ones, the plan caches {length} of a sequence"
         raise RequestError(what, "ask for fewer, or plan with a larger --context")
 
 
@@ -107,28 +111,30 @@ def _tokens(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling | Sequence[Sampling],
-    count: int,
+    count: int | Sequence[int],
     end: frozenset[int],
     *,
     resume: bool,
 ) -> Iterator[tuple[int | None, ...]]:
     steps = decoder.steps(len(prompts))
+    counts = [count] * len(prompts) if isinstance(count, int) else count
     tokens: list[int] = []
     ended = [False] * len(prompts)
     decoder.generations = mine = decoder.generations + 1
-    for _ in range(count):
+    for made in range(1, max(counts) + 1):
         if decoder.generations != mine:
             what = "this text cannot go on: the decoder has begun others since, which have taken its cache"
             raise RequestError(what, "finish one generate() before the next, or give it all prompts at once")
         if tokens:
             for text, token in zip(decoder.cached, tokens, strict=False):  # none if others were read since
                 text.append(token)
-            tokens = steps.step()
+            tokens = steps.step(ended)
         else:
             tokens = steps.start(prompts, sampling, cached(decoder, prompts) if resume else ())
-            decoder.cached = [[*map(int, prompt)] for prompt in prompts]
+            if len({*counts}) == 1:  # else a text that has ended may start again in the cache
+                decoder.cached = [[*map(int, prompt)] for prompt in prompts]
         yield tuple(None if over else token for token, over in zip(tokens, ended, strict=True))
-        ended = [over or token in end for token, over in zip(tokens, ended, strict=True)]
+        ended = [over or token in end or made == most for token, over, most in zip(tokens, ended, counts, strict=True)]
         if all(ended):
             return
 
