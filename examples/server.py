@@ -181,7 +181,8 @@ class Engine:
             self._changed.notify()
 
     def _work(self) -> None:
-        while jobs := self._next():
+        while not self._stopped:
+            jobs = self._next()
             try:
                 self._generate(jobs)
             except Exception as error:  # noqa: BLE001 (whatever it is, requests wait for an answer)
@@ -190,7 +191,7 @@ class Engine:
                     job.put(Piece("", 0, "error", message))
 
     def _next(self) -> list[Job]:
-        """Wait for jobs, and return those that are generated together; none if the server ends."""
+        """Wait for jobs, and return those that are generated together; none if all were cancelled."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._stopped)
             end, most = time.monotonic() + TOGETHER, self.decoder.batch
@@ -200,9 +201,15 @@ class Engine:
                 for job in self._waiting:
                     job.put(Piece("", 0, "error", "the server ends"))
                 return []
-            return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            jobs: list[Job] = []
+            while self._waiting and len(jobs) < most:
+                job = self._waiting.popleft()
+                jobs += [] if job.cancelled else [job]
+            return jobs
 
     def _generate(self, jobs: list[Job]) -> None:
+        if not jobs:
+            return
         steps = generate(
             self.decoder,
             [job.prompt for job in jobs],

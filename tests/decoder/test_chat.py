@@ -296,6 +296,20 @@ def test_the_model_is_given_a_chat(system: str, checkpoint: Path) -> None:
     assert plain == theirs("Who keeps it?")["input_ids"] != told
 
 
+def test_a_file_of_messages(checkpoint: Path, tmp_path: Path) -> None:
+    """Each line is put into the template alone, with the system message and the variables that are given."""
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    (tmp_path / "said").write_text("Who keeps it?\nWho?\n", encoding="utf-8")
+    asked = ("--max-new-tokens", 1, "--chat", "--system", SYSTEM, "--json")
+    for more in ({}, {"add_generation_prompt": False}):
+        variables = ("--chat-template-kwargs", json.dumps(more)) if more else ()
+        done = _generate(checkpoint, "--prompts", tmp_path / "said", *asked, *variables)
+        found = [json.loads(line)["prompt_tokens"] for line in done.out.splitlines()]
+        said = [_said(text, SYSTEM) for text in ("Who keeps it?", "Who?")]
+        options = {"add_generation_prompt": True} | more
+        assert found == [theirs.apply_chat_template(each, **options)["input_ids"] for each in said]
+
+
 def test_a_turn_ends(copied: Path) -> None:
     """One of several tokens of generation_config.json ends an answer, and no special token is printed."""
     asked = ("--prompt", "Who?", "--chat", "--max-new-tokens", 24, "--temperature", 9, "--seed", 3)

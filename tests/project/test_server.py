@@ -162,6 +162,34 @@ def test_requests_that_arrive_together(client: openai.OpenAI, example: Any, monk
     assert sizes == [2, 1]
 
 
+def test_a_client_that_goes_away(client: openai.OpenAI, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text ends, and the next request is answered."""
+    jobs, made, original = [], [], example.generate
+
+    def add(self: Any, job: Any) -> None:
+        jobs.append(job)
+        original_add(self, job)
+
+    def generate(*given: Any, **options: Any) -> Any:
+        for step in original(*given, **options):
+            made.append(step)
+            if len(made) == 3:
+                assert gone.wait(60)
+            yield step
+
+    gone, original_add = threading.Event(), example.Engine.add
+    monkeypatch.setattr(example.Engine, "add", add)
+    monkeypatch.setattr(example, "generate", generate)
+    stream = client.completions.create(model="tiny", prompt="Who", max_tokens=60, temperature=9, stream=True)
+    next(iter(stream))
+    stream.close()
+    while not jobs[0].cancelled:
+        assert not gone.wait(0.01)
+    gone.set()
+    assert client.completions.create(model="tiny", prompt="Who", max_tokens=2).choices[0].finish_reason == "length"
+    assert len(made) <= 3 + 2  # of the first text no more than were made when its client went
+
+
 @pytest.mark.parametrize(
     ("body", "words", "param"),
     [
