@@ -11,10 +11,7 @@ import json
 import platform
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import asdict, evolve
@@ -22,18 +19,17 @@ from attrs import asdict, evolve
 import tpplan
 from benchmarks.common import children
 from benchmarks.common.rows import ROOT
+from benchmarks.decode import profiling
+from benchmarks.decode.checkpoint import checkpoint_of
 from benchmarks.decode.options import numbers_of, parser_of
 from benchmarks.decode.order import CUTS, Order
-from benchmarks.decode.random_codes import quantised
 from benchmarks.decode.rows import HEAD, Row, cells, compared, reason
-from benchmarks.random_checkpoint import room_for, shortened, size_of, write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Sequence
 
-MODEL = ROOT / "examples" / "models" / "Llama-3.1-8B" / "config.json"
 PEERS = ("nccl", "transformers")
+_PROFILE = "--profile"
 
 
 def runs(order: Order, gpus: Sequence[int], cuts: Sequence[str], peers: Sequence[str]) -> Iterator[tuple[str, Order]]:
@@ -77,46 +73,11 @@ def execute(who: str, order: Order, seconds: float, tell: Callable[[Row], None])
         tell(evolve(like, note=f"failed: {reason(failure)}"))
 
 
-@contextmanager
-def checkpoint(config: Mapping[str, Any], folder: str, *, asked: bool) -> Iterator[Path]:
-    """Make a checkpoint of random weights, and remove it in the end; one in a folder that was named stays.
-
-    Args:
-        config: of the model.
-        folder: where; empty for where there is room. A checkpoint that is there is taken as it is.
-        asked: whether it has to be of this config then.
-
-    Yields:
-        Its directory.
-
-    Raises:
-        SystemExit: the folder has a config of another model.
-    """
-    if folder:
-        directory = Path(folder)
-        directory.mkdir(parents=True, exist_ok=True)
-        is_there, path = any(directory.glob("*.safetensors")), directory / "config.json"
-        if (asked or not is_there) and path.exists() and json.loads(path.read_text(encoding="utf-8")) != config:
-            hint = "leave out --config, --layers and --quantise, or name a new folder"
-            sys.exit(f"{path} is of another model or size\nhint: {hint}")
-        if not is_there:
-            write(directory, config)
-        yield directory
-        return
-    with TemporaryDirectory(prefix="bench-decode-", dir=room_for(size_of(config))) as name:
-        write(Path(name), config)
-        yield Path(name)
-
-
-def checkpoint_of(wanted: argparse.Namespace) -> AbstractContextManager[Path]:
-    """Make the checkpoint that options ask for, see :func:`benchmarks.decode.options.parser_of`."""
-    config = json.loads(Path(wanted.config or MODEL).read_text(encoding="utf-8"))
-    config = quantised(shortened(config, wanted.layers), wanted.quantise)
-    return checkpoint(config, wanted.folder, asked=bool(wanted.config or wanted.layers or wanted.quantise))
-
-
 def main() -> None:
-    """Measure, print figures as they come, and in the end all of them."""
+    """Measure, print figures as they come, and in the end all of them; or profile."""
+    words = sys.argv[1:]
+    if _PROFILE in words:
+        profiling.main([word for word in words if word != _PROFILE])
     wanted = _wanted()
     machine = f"{_devices(wanted.backend)}, torch {torch.__version__}, Python {platform.python_version()}"
     notes = sys.stderr if wanted.json else sys.stdout
@@ -181,6 +142,7 @@ def _wanted() -> argparse.Namespace:
     add("--peers", type=_names(*PEERS), help="others, of nccl,transformers (default both, nccl if quantised)")
     add("--eager", action="store_true", help="read prompts once more, without graphs where they have some")
     add("--json", action="store_true", help="print one JSON document; the table goes to standard error")
+    add(_PROFILE, action="store_true", help=f"tell where the time goes instead; options: {_PROFILE} --help")
     wanted = parser.parse_args()
     if wanted.peers is None:
         wanted.peers = PEERS[:1] if wanted.quantise else PEERS  # transformers needs packages for codes

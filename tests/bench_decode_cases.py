@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import random_checkpoint
+from benchmarks.common import random_checkpoint
 from benchmarks.decode.order import WARM, Order, prompts
 from tpplan.decoder import Decoder, generate
 from tpplan.exec import compile as compile_plan

@@ -1,1 +1,1 @@
-"""What several benchmarks share: rows of tables, and child processes."""
+"""What several benchmarks share: rows of tables, child processes, and checkpoints of random weights."""

@@ -1,1 +1,1 @@
-"""Parts of ``bench_decode`` and ``profile_decode``, some of which are processes of their own."""
+"""Parts of ``bench_decode``, some of which are processes of their own."""

@@ -13,10 +13,10 @@ import torch
 from attrs import frozen
 
 import tpplan
+from benchmarks.common.random_checkpoint import read_rate
 from benchmarks.decode.nccl_context import NcclContext
 from benchmarks.decode.order import PROMPT, WARM, Order, long_prompt, prompts, synchronize
 from benchmarks.decode.rows import Part
-from benchmarks.random_checkpoint import read_rate
 from tpplan.core.axes import Axis
 from tpplan.core.workspace import areas
 from tpplan.decoder import Decoder, Prompt, Sampling

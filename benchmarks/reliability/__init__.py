@@ -1,1 +1,1 @@
-"""Parts of ``soak``, ``interrupts`` and ``lost_process``."""
+"""Parts of ``soak``."""

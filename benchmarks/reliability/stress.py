@@ -359,20 +359,20 @@ class Stress:
 
     def _all_reduce(self, task: Task, check: int) -> None:
         axis, layer = self._where(task)
-        givers, takers, columns = self.context.devices_of(axis, layer), self.context.all_devices, task.columns
-        windows = {device: Window(task.start + _APART * i, columns, columns) for i, device in enumerate(givers)}
-        residue = Window(task.start + _APART * len(givers), columns, columns)
-        parts = [self._put(task, device, 0, windows[device]) for device in givers]
-        residual = [self._put(task, device, 1, residue) for device in takers] if task.full else None
-        out = self._out(task, [(device, columns) for device in takers])
-        if task.out == "parts" and givers == takers:
+        senders, receivers, columns = self.context.devices_of(axis, layer), self.context.all_devices, task.columns
+        windows = {device: Window(task.start + _APART * i, columns, columns) for i, device in enumerate(senders)}
+        residue = Window(task.start + _APART * len(senders), columns, columns)
+        parts = [self._put(task, device, 0, windows[device]) for device in senders]
+        residual = [self._put(task, device, 1, residue) for device in receivers] if task.full else None
+        out = self._out(task, [(device, columns) for device in receivers])
+        if task.out == "parts" and senders == receivers:
             out = parts
         elif task.out == "residual" and residual:
             out = residual
         with self._issuing(task):
             results = self.context.all_reduce(parts, residual, axis=axis, layer=layer, out=out)
         added = [*windows.values(), *((residue,) if residual else ())]
-        for device, found in zip(takers, results, strict=True):
+        for device, found in zip(receivers, results, strict=True):
             self._check(task, check, device, found, *added)
 
     def _add_residual(self, task: Task, check: int) -> None:

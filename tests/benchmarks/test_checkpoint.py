@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import tpplan
-from benchmarks import bench_decode, random_checkpoint
+from benchmarks.common import random_checkpoint
 from benchmarks.common.rows import ROOT
+from benchmarks.decode.checkpoint import checkpoint
 from benchmarks.decode.random_codes import quantised
 from tests.bench_decode_cases import CONFIG, different, order
 from tests.checkpoints import saved_values
@@ -95,7 +96,7 @@ def test_another_models_folder_is_left_alone(asked: bool, is_there: bool, tmp_pa
     other = CONFIG | {"num_hidden_layers": 1}
     with (
         pytest.raises(SystemExit, match="of another model or size\nhint: leave out --config, --layers and --quantise"),
-        bench_decode.checkpoint(other, str(tmp_path), asked=asked),
+        checkpoint(other, str(tmp_path), asked=asked),
     ):
         pass
     assert json.loads((tmp_path / "config.json").read_text()) == CONFIG
@@ -110,10 +111,10 @@ def test_a_checkpoint_that_was_not_finished_is_made_again(tmp_path: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(random_checkpoint, "_put", full)
-        with pytest.raises(OSError, match="is full"), bench_decode.checkpoint(CONFIG, str(tmp_path), asked=True):
+        with pytest.raises(OSError, match="is full"), checkpoint(CONFIG, str(tmp_path), asked=True):
             pass
     assert not list(tmp_path.glob("*.safetensors"))
-    with bench_decode.checkpoint(CONFIG, str(tmp_path), asked=True):
+    with checkpoint(CONFIG, str(tmp_path), asked=True):
         assert different(saved_values(tmp_path)["lm_head.weight"]) == 203
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
@@ -143,7 +144,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_the_command_without_numpy(tmp_path: Path) -> None:
     """It takes no numpy and says nothing of it, and the config.json of a folder that is named; same weights."""
     random_checkpoint.write(tmp_path, CONFIG)
-    code = "import sys; sys.modules['numpy'] = None; from benchmarks.random_checkpoint import main; main()"
+    code = "import sys; sys.modules['numpy'] = None; from benchmarks.common.random_checkpoint import main; main()"
     words = [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "made")]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,8 +9,9 @@ import torch
 from attrs import evolve
 
 import tpplan
-from benchmarks import bench_decode, random_checkpoint
+from benchmarks.common import random_checkpoint
 from benchmarks.decode import run
+from benchmarks.decode.checkpoint import MODEL
 from benchmarks.decode.order import CUTS, Order
 from benchmarks.decode.random_codes import quantised
 from benchmarks.decode.rows import Part, Row, cells, compared
@@ -59,7 +60,7 @@ def test_prompts_are_not_read_again_where_there_are_no_graphs(order: Order) -> N
 
 def test_cuts_are_what_their_names_say() -> None:
     """An uneven plan has more on its first device, an even one as much on both; and layouts differ."""
-    order = Order(directory=str(bench_decode.MODEL.parent), gpus=2, backend="cpu")
+    order = Order(directory=str(MODEL.parent), gpus=2, backend="cpu")
     plans = {cut: evolve(order, cut=cut).plan() for cut in CUTS}
     weights = {cut: [memory.weights_bytes for memory in plan.memory] for cut, plan in plans.items()}
     assert weights["even"][0] == pytest.approx(weights["even"][1], rel=0.1)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import tpplan
 from benchmarks import bench_decode
+from benchmarks.decode import checkpoint
 from benchmarks.decode.order import WARM, Order
 from tests.bench_decode_cases import CONFIG, generated, order, run_command
 from tests.checkpoints import saved_values
@@ -54,7 +55,7 @@ def test_the_command_prints_a_document(
     assert [row["what"] for row in document["rows"]][-2:] == ["decode, batch 1", "prefill of 40 tokens"]
     assert said.err.count("| 1 | even | tpplan |") == len(document["rows"])
     before = (folder / "model.safetensors").stat()
-    with bench_decode.checkpoint({}, str(folder), asked=False) as directory:
+    with checkpoint.checkpoint({}, str(folder), asked=False) as directory:
         assert directory == folder
     assert (folder / "model.safetensors").stat() == before
 
@@ -101,7 +102,7 @@ def test_the_command_fails_if_a_run_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run that takes too long becomes a row, and nothing is left of the checkpoint."""
-    monkeypatch.setattr(bench_decode, "room_for", lambda _: tmp_path)
+    monkeypatch.setattr(checkpoint, "room_for", lambda _: tmp_path)
     assert _command(monkeypatch, tmp_path, "--watchdog", "0.1") == 1
     assert "| 1 | even | tpplan | the whole run | failed |" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

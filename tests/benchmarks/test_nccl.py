@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 import tpplan
-from benchmarks import random_checkpoint
+from benchmarks.common import random_checkpoint
 from benchmarks.decode import run
 from benchmarks.decode.nccl_context import NcclContext
 from benchmarks.decode.order import WARM, Order

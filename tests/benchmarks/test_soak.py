@@ -13,8 +13,8 @@ from attrs import evolve
 from benchmarks import soak as command
 from benchmarks.reliability.contents import Lane
 from benchmarks.reliability.lost_device import MIB, Growth, foretold, is_enough
+from benchmarks.reliability.operations import plan_for, soak
 from benchmarks.reliability.stress import Stress
-from benchmarks.soak import plan_for, soak
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan

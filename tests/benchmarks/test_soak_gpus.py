@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.reliability.lost_device import _Losing, lose
-from benchmarks.soak import FRAMED_ROWS, plan_for, soak
+from benchmarks.reliability.operations import FRAMED_ROWS, plan_for, soak
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.cuda.probe_driver import TorchDriver
 from tpplan.exec.machine.links import link_report, pair_of

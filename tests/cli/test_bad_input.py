@@ -81,23 +81,26 @@ def test_the_name_of_a_model_on_a_hub() -> None:
     for asked in (name, f"https://huggingface.co/{name}", f"https://huggingface.co/{name}/tree/main"):
         err = refused("inspect", asked)
         assert err.startswith(f"error: {asked} does not exist\n")
-        assert err.endswith(f"comes with: hf download {name} config.json --local-dir Llama-3.1-8B\n")
+        assert f"hf download {name} config.json fetches a config" in err
     Path("meta-llama").mkdir()  # somebody's own folder
     assert "hf download" not in refused("inspect", "meta-llama/Llama-3.1-8B")
 
 
 def test_gguf() -> None:
-    """A GGUF file, and a directory of them, get an answer that says what to take instead."""
+    """A damaged GGUF file, a directory with one or with several of them, and one that is only named like a file."""
     Path("named.gguf").mkdir()
-    assert "GGUF file" not in refused("inspect", "named.gguf")
+    assert "GGUF" not in refused("inspect", "named.gguf")
     Path("quantised").mkdir()
     file = Path("quantised/model-Q4_K_M.gguf")
     file.write_bytes(b"GGUF\x03\x00\xff")
     for asked in ("quantised", str(file)):
         err = refused("inspect", asked)
-        assert "GGUF file" in err
-        assert "hint: " in err
-        assert "take the config.json of the model instead" in err
+        assert "model-Q4_K_M.gguf ends within its header, at 7 bytes" in err
+        assert "fetch it again" in err
+    Path("quantised/model-Q8_0.gguf").touch()
+    err = refused("inspect", "quantised")
+    assert "quantised has 2 models in GGUF: model-Q4_K_M.gguf, model-Q8_0.gguf" in err
+    assert "name one of the files" in err
 
 
 @pytest.mark.parametrize(

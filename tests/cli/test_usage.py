@@ -57,7 +57,7 @@ def test_usage(arguments: list[str], words: str) -> None:
         (["shw"], "did you mean show?"),
         (
             ["zzz"],
-            "commands are inspect, devices, plan, fit, show, diff, validate, check, selftest, generate, bench and export",
+            "commands are inspect, devices, plan, fit, show, diff, validate, check, selftest, generate, bench,",
         ),
         (["plan", "m", "--gpu", "24GiB"], "did you mean --gpus instead of --gpu? tpplan plan --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--contxt", "5"], "did you mean --context? tpplan plan --help lists"),

@@ -80,9 +80,9 @@ def expected(operation: Operation, operands: Mapping[Buffer, Tensor]) -> dict[Bu
             for d, start, stop, *_ in operation.shares
         }
     if isinstance(operation, Reduction):
-        parts = [operands[Buffer(INPUT, giver)] for giver in operation.givers]
-        residuals = [[operands[Buffer(RESIDUAL, d)]] if operation.residual else [] for d in operation.takers]
-        return {Buffer(OUTPUT, d): total(*parts, *r) for d, r in zip(operation.takers, residuals, strict=True)}
+        parts = [operands[Buffer(INPUT, sender)] for sender in operation.senders]
+        residuals = [[operands[Buffer(RESIDUAL, d)]] if operation.residual else [] for d in operation.receivers]
+        return {Buffer(OUTPUT, d): total(*parts, *r) for d, r in zip(operation.receivers, residuals, strict=True)}
     outputs = sorted({target.buffer for _, target in operation.moves})
     if operation.name == "broadcast":
         ((_, whole),) = ((b, x) for b, x in operands.items() if b.role == INPUT)
@@ -108,11 +108,11 @@ def widths(operation: Operation) -> dict[Buffer, int]:
         views = sorted((view for move in operation.moves for view in move), key=lambda v: (v.buffer.role, v.stop))
         return {view.buffer: view.stop for view in views}
     if isinstance(operation, Addition):
-        sources = {Buffer(INPUT, share.taker): share.stop for share in operation.shares}
-        return sources | {Buffer(OUTPUT, share.taker): share.stop - share.start for share in operation.shares}
-    residuals = [Buffer(RESIDUAL, d) for d in operation.takers if operation.residual]
-    inputs = [Buffer(INPUT, d) for d in operation.givers]
-    outputs = [Buffer(OUTPUT, d) for d in operation.takers]
+        sources = {Buffer(INPUT, share.receiver): share.stop for share in operation.shares}
+        return sources | {Buffer(OUTPUT, share.receiver): share.stop - share.start for share in operation.shares}
+    residuals = [Buffer(RESIDUAL, d) for d in operation.receivers if operation.residual]
+    inputs = [Buffer(INPUT, d) for d in operation.senders]
+    outputs = [Buffer(OUTPUT, d) for d in operation.receivers]
     return dict.fromkeys((*inputs, *residuals, *outputs), operation.columns)
 
 

@@ -65,7 +65,7 @@ class Case:
         return HOST_SLOTS if self.way.transport == "host" and self.way.small else SLOTS
 
     def __str__(self) -> str:
-        size = "small" if self.way.small else "passed on" if self.way.passed_on else f"{self.way.parts} parts"
+        size = "small" if self.way.small else "passed on" if self.way.relayed else f"{self.way.parts} parts"
         size = f"{'shared ' * self.way.shared}frames of {size}" if self.way.framed else size
         return f"{self.operation.name}-{self.way.transport}-{size}"
 
@@ -128,7 +128,7 @@ def kept(found: Case) -> Iterator[Case]:
 
 
 #: More that devices pass on to each other: to many of them, and so few columns that not all have some to pass on.
-PASSED_ON: dict[str, Operation] = {
+RELAYED: dict[str, Operation] = {
     "broadcast to seven others": broadcast(7, (0, 1, 2, 3, 4, 5, 6), 75),
     "broadcast to all of eight": broadcast(2, (0, 1, 2, 3, 4, 5, 6, 7), 100),
     "broadcast of few columns": broadcast(0, (0, 1, 2, 3), 13),
@@ -141,7 +141,7 @@ CASES: dict[str, Case] = {
     for found in ways(operation)
     for each in kept(found)
 }
-CASES |= {f"{name}, passed on": case(operation, "peer", ROWS[-1]) for name, operation in PASSED_ON.items()}
+CASES |= {f"{name}, passed on": case(operation, "peer", ROWS[-1]) for name, operation in RELAYED.items()}
 
 
 @st.composite
@@ -159,14 +159,14 @@ def operations(draw: st.DrawFn, devices: int = 5) -> Operation:
     targets, others, columns = draw(some), draw(some), draw(st.integers(1, 40))
     source = draw(st.integers(HOST, devices - 1))
     cut = draw(slices(targets, columns))
-    takers = tuple(sorted({*targets, *draw(st.sampled_from(((), others)))}))
-    givers = tuple(draw(st.permutations(targets)))
+    receivers = tuple(sorted({*targets, *draw(st.sampled_from(((), others)))}))
+    senders = tuple(draw(st.permutations(targets)))
     kinds: tuple[Operation, ...] = (
         broadcast(source, targets, columns),
         scatter(source, cut),
         allgather("allgather", cut, others),
         allgather("gather", cut, (HOST,)),
-        Reduction("all_reduce", columns, givers, takers, residual=draw(st.booleans())),
+        Reduction("all_reduce", columns, senders, receivers, residual=draw(st.booleans())),
         add_residual(cut),
     )
     return draw(st.sampled_from(kinds))

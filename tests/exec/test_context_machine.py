@@ -128,19 +128,21 @@ class ContextMachine(ContextCaller):
     def all_reduce(self, axis: int, rows: tuple[int, ...], dtype: torch.dtype, residual: bool, where: str) -> None:
         """Add up parts, and a residual, in place or elsewhere."""
         name, layer = self.cut(axis)
-        givers, takers = self.ctx.devices_of(name, layer), self.ctx.all_devices
+        senders, receivers = self.ctx.devices_of(name, layer), self.ctx.all_devices
         columns = self.plan.split(Axis.RESIDUAL).size
         parts: list[Value] = []
-        for giver in givers:
-            parts.append(self.input(giver, rows, columns, dtype, parts))
+        for sender in senders:
+            parts.append(self.input(sender, rows, columns, dtype, parts))
         truth = values(rows, columns, dtype, self.random)
         residuals = (
-            [self.input(taker, rows, columns, dtype, parts, truth=truth) for taker in takers] if residual else []
+            [self.input(receiver, rows, columns, dtype, parts, truth=truth) for receiver in receivers]
+            if residual
+            else []
         )
         outs = None
         if where == "out":
-            outs = self.outs(takers, rows, [columns] * len(takers), dtype, [*parts, *residuals])
-        elif where == "parts" and givers == takers:
+            outs = self.outs(receivers, rows, [columns] * len(receivers), dtype, [*parts, *residuals])
+        elif where == "parts" and senders == receivers:
             outs = parts
         elif where == "residual" and residual:
             outs = residuals
@@ -152,7 +154,7 @@ class ContextMachine(ContextCaller):
             layer=layer,
             out=[value.tensor for value in outs] if outs else None,
         )
-        self.take(takers, results, [result] * len(takers), outs)
+        self.take(receivers, results, [result] * len(receivers), outs)
 
     @rule(axis=_SHARE, rows=_ROWS, dtype=_DTYPES, whole=st.booleans())
     def add_residual(self, axis: int, rows: tuple[int, ...], dtype: torch.dtype, whole: bool) -> None:

@@ -338,7 +338,7 @@ def _by_rows(ways: Iterable[Way], operation: str, axis: str) -> list[tuple[int, 
 
 def test_large_messages_without_kernels_that_write_straight() -> None:
     """Where kernels cannot write to peers, what is larger than a slot goes by events, and that is the reason given."""
-    limits = Limits(slot_bytes=256, stage_bytes=4096, exchange_bytes=4096, straight=False)
+    limits = Limits(slot_bytes=256, stage_bytes=4096, exchange_bytes=4096, direct=False)
     engine = Engine(VirtualDevices(None), "peer", limits)  # type: ignore[arg-type]
     explanation = explain(UNEVEN, (0, 2, 3), engine, MAX_ROWS, torch.bfloat16)
     ways = {name: _one(explanation, name, ALL, MAX_ROWS) for name in ("broadcast", "all_reduce")}

@@ -271,7 +271,7 @@ def test_a_compile_interrupted_anywhere(blocks: Blocks) -> None:
     """Also between its return and the beginning of the ``with`` block, and inside and at the end of that.
 
     Of the functions that only check the plan and count, each is interrupted a few times; all of their opcodes are in
-    ``python -m benchmarks.interrupts``.
+    ``python -m benchmarks.soak interrupts``.
     """
 
     def use() -> None:

@@ -14,11 +14,13 @@ from tests.planning_cases import spec
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, SplitPlan
 from tpplan.core.speed import LinkSpeed
-from tpplan.files.codec import dumps
+from tpplan.files.codec import dumps, unstructure
 from tpplan.planfile import codec
 from tpplan.planner.plan import plan, replan
 from tpplan.planner.speed import KINDS, ROWS, predict
-from tpplan.reports.show import faster_with_fewer, of_other_strategy
+from tpplan.render.html import page
+from tpplan.render.show import show
+from tpplan.reports.show import faster_with_fewer, of_other_strategy, show_report
 
 if TYPE_CHECKING:
     from tpplan.core.model import ModelSpec
@@ -201,3 +203,27 @@ def test_fewer_devices_are_faster_over_slow_links() -> None:
     assert alone
     assert then == alone.decode[0].full_tokens_per_second
     assert faster_with_fewer(made(1000), model) is None
+
+
+def test_the_page_and_the_screen_tell_speed() -> None:
+    """Tokens a second and milliseconds by cause, the same on both; a plan without a prediction has neither."""
+    model = tpplan.read_model(MODELS / "Llama-3.1-8B")
+    made = plan(model, [H100] * 2, cache=Cache(tokens=8 * 2048), batch=8, strategy="auto", links=[NVLINK])
+    assert made.speed
+    report = unstructure(show_report(made))
+    screen = "\n".join("".join(text for text, _ in line) for line in show(report))
+    html = page(report)
+    for one in made.speed.decode:
+        rates = (
+            f"batch {one.rows}: {one.tokens_per_second:,} tokens/s, {one.full_tokens_per_second:,} with a full cache"
+        )
+        assert rates.removeprefix("b") in html  # its first letter may be large
+        assert rates in screen
+    slowest = made.speed.decode[-1].slowest
+    assert f"{slowest.weights_ns / 1e6:.2f}" in screen
+    assert f"<td>{slowest.total_ns / 1e6:.3f}</td>" in html
+    assert "measured bandwidths, measured links" in screen
+    assert f"a prompt of 2048 tokens: {made.speed.prefill[0].full_tokens_per_second:,} tokens/s" in screen
+    without = unstructure(show_report(plan(model, [H100] * 2, cache=Cache(tokens=2048))))
+    assert "tokens/s" not in page(without)
+    assert "Speed" not in "\n".join("".join(text for text, _ in line) for line in show(without))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tpplan
-from benchmarks import random_checkpoint
+from benchmarks.common import random_checkpoint
 from tests.bench_decode_cases import CONFIG
 
 if TYPE_CHECKING:

@@ -398,3 +398,16 @@ def export(
     on_plans.apart(output, reading=(plan,))
     found = on_plans.read_plan(plan)
     return OK if on_plans.hand_over(found, told(found, for_), output, json=json) else NO
+
+
+@app.command(sort_key=13)
+def schema(name: str = "", /) -> int:
+    """Print the JSON Schema of a document, for editors and checkers.
+
+    Args:
+        name: which, such as split-plan; without it, all names are listed.
+    """
+    from tpplan.reports.schemas import names, text  # noqa: PLC0415
+
+    console.emit(text(name) if name else "".join(f"{each}\n" for each in names()))
+    return OK

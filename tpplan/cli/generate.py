@@ -53,7 +53,7 @@ def generate(
 
     Args:
         plan: a plan file; - is standard input.
-        model: the checkpoint's directory, with safetensors files and, for --prompt, a tokenizer.json.
+        model: the checkpoint's directory, with safetensors files and, for --prompt, a tokenizer.json; or org/name.
         prompt: the text to continue; - is standard input.
         prompts: a file of texts to continue, one a line, or JSON lines such as {"prompt": "…"}; - is standard input.
         token_ids: tokens to continue instead, such as 5,17,99; then tokens are printed, and no tokenizer is needed.
@@ -77,6 +77,7 @@ def generate(
     """
     from tpplan.decoder.generation.arguments import Order, checked  # noqa: PLC0415
     from tpplan.decoder.generation.defaults import Defaults  # noqa: PLC0415
+    from tpplan.models.hub import local  # noqa: PLC0415
 
     talks = chat and not (prompt or prompts or token_ids) and sys.stdin.isatty()
     _check_source(prompt, prompts, token_ids, talks=talks, json=json)
@@ -103,7 +104,8 @@ def generate(
     variables = _variables(chat_template_kwargs)
     plans.some((plan, prompt, prompts))
     found = plans.read_plan(plan)
-    defaults = Defaults.read(model).without(given)
+    directory = str(local(model))
+    defaults = Defaults.read(directory).without(given)
     sampling = defaults.sampling(given)
     for name in _DRAWING:
         if name in given and not sampling.temperature:
@@ -111,7 +113,7 @@ def generate(
             hint = f"add --temperature 0.7, or leave out {option}"
             raise UsageError(f"{option} takes effect with --temperature above 0", hint)
     order = Order(
-        directory=model,
+        directory=directory,
         prompts=_texts(prompt, prompts),
         tokens=tokens,
         chat=chat,
@@ -122,7 +124,7 @@ def generate(
         stops=stop,
         backend=backend,
     )
-    task = _checked(checked, found, order, plan)
+    task = _checked(checked, found, order, plan, model)
     if text := str(defaults):
         plans.note(text)
     if talks:
@@ -185,14 +187,16 @@ def _texts(prompt: str, prompts: str) -> tuple[str, ...]:
     return (text,) if text else ()
 
 
-def _checked(checked: Callable[[SplitPlan, Order], Task], found: SplitPlan, order: Order, path: str) -> Task:
-    """Check an order, and say of a plan that is not right for it which commands help."""
+def _checked(
+    checked: Callable[[SplitPlan, Order], Task], found: SplitPlan, order: Order, path: str, model: str
+) -> Task:
+    """Check an order, and say of a plan at a path that is not right for a model which commands help."""
     try:
         return checked(found, order)
     except PlanError as error:
         if path != console.STREAM:
-            again = plans.remake(found, path, order.directory, "") or "tpplan plan"
-            compares = shlex.join(["tpplan", "check", path, "--model", order.directory])
+            again = plans.remake(found, path, model, "") or "tpplan plan"
+            compares = shlex.join(["tpplan", "check", path, "--model", model])
             error.hint = f"{compares} compares them, {again} makes the plan again"
         raise
 

@@ -28,6 +28,7 @@ from tpplan.decoder.weights.products import elements_at_once
 from tpplan.errors import ExecutionError
 from tpplan.exec.processes.agreement import agree
 from tpplan.exec.programs.program import HOST
+from tpplan.models.hub import local
 from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
@@ -105,8 +106,9 @@ class Decoder:
         }
 
         def read() -> tuple[ModelSpec, Settings]:
-            model = read_model(directory)
-            return model, settings_of(directory, model)
+            where = local(directory)
+            model = read_model(where)
+            return model, settings_of(where, model)
 
         model, self._settings = agree(
             context, "the decoder", read, lambda result: arguments | settings_facts(result[1])

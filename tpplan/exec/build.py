@@ -56,7 +56,7 @@ def build(
     transport: str,
     max_rows: int,
     dtype: torch.dtype,
-    straight: bool = True,
+    direct: bool = True,
     waits: bool = True,
     tuning: Tuning | None = None,
     notes: Sequence[str] = (),
@@ -74,7 +74,7 @@ def build(
         transport: ``peer``, ``host`` or ``events``.
         max_rows: maximum rows of an operand.
         dtype: dtype of the activations.
-        straight: whether the backend can write directly into the tensors of other devices.
+        direct: whether the backend can write directly into the tensors of other devices.
         waits: whether kernels on different devices may wait for each other.
         tuning: thresholds; the built-in ones if not given.
         notes: notes for the user on how the transport and thresholds were chosen.
@@ -124,7 +124,7 @@ def build(
             slot_bytes=largest_message,
             stage_bytes=pinned.chunk_bytes,
             exchange_bytes=len(devices[0].exchange),
-            straight=straight,
+            direct=direct,
             frame_bytes=FRAME_SLOT_BYTES if transport == "host" and waits else 0,
             streams=on_gpus,
             spared_bytes=SPARED_BYTES,

@@ -160,9 +160,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     tuning, origin = (tuning, "as given") if tuning else stored(len(used), choice.transport)
     has_thresholds = len(used) > 1 and choice.transport != "events"
     notes = (*choice.notes, f"thresholds {origin}") if has_thresholds else choice.notes
-    return made(
-        start, transport=choice.transport, straight=choice.straight, waits=choice.waits, tuning=tuning, notes=notes
-    )
+    return made(start, transport=choice.transport, direct=choice.direct, waits=choice.waits, tuning=tuning, notes=notes)
 
 
 def _check_arguments(

@@ -38,7 +38,7 @@ def how(operation: Operation, route: Route) -> str:
         return "written" if route.small else "copied"
     if route.transport == "local":
         return "on each device"
-    ways = {"slots": route.small, "shared frames": route.shared, "frames": route.framed, "passed on": route.passed_on}
+    ways = {"slots": route.small, "shared frames": route.shared, "frames": route.framed, "passed on": route.relayed}
     ways["straight"] = route.transport == "peer"
     for way, is_taken in ways.items():
         if is_taken:
@@ -69,8 +69,8 @@ def why(operation: Operation, route: Route, engine: Engine, mode: Mode) -> str:
         return f"{large}, and shared out" if route.shared else large
     if route.transport == "peer":
         spared = format_bytes(limits.tuning.passed_on_bytes)
-        return f"spares its source passed_on_bytes, {spared}, or more" if route.passed_on else large
-    if limits.straight and not mode.aside and largest < limits.tuning.copies(kind):
+        return f"spares its source passed_on_bytes, {spared}, or more" if route.relayed else large
+    if limits.direct and not mode.aside and largest < limits.tuning.copies(kind):
         large = f"from {copies_field(kind)}, {format_bytes(limits.tuning.copies(kind))}, on"
     large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""
     if route.transport == "events" and isinstance(operation, Moves):
@@ -288,8 +288,8 @@ def _operations(plan: SplitPlan, devices: tuple[int, ...]) -> Iterator[tuple[str
     yield from (("gather", axis, operation.allgather("gather", cut, (HOST,))) for axis, cut in slices.items())
     yield from (("allgather", axis, operation.allgather("allgather", cut, devices)) for axis, cut in slices.items())
     yield from (
-        ("all_reduce", axis, operation.all_reduce(stream, givers, devices, residual=True))
-        for axis, givers in held.items()
+        ("all_reduce", axis, operation.all_reduce(stream, senders, devices, residual=True))
+        for axis, senders in held.items()
     )
     yield from (("add_residual", axis, operation.add(cut)) for axis, cut in slices.items())
 

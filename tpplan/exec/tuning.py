@@ -21,9 +21,9 @@ FANS, EXCHANGES, SUMS = KINDS = ("fans", "exchanges", "sums")
 
 #: Ways: through slots, or for large messages by kernels that write directly to the destination, by copy engines, or in
 #: frames through host memory.
-SLOTS, STRAIGHT, COPIES, FRAMES = "slots", "straight", "copies", "frames"
+SLOTS, DIRECT, COPIES, FRAMES = "slots", "straight", "copies", "frames"
 #: For large messages with several receivers: each receives a share and passes it on to the others.
-PASSED_ON = "passed on"
+RELAYED = "passed on"
 #: Fewest devices with which a receiver has another one to pass its share on to.
 _SEVERAL = 3
 
@@ -114,7 +114,7 @@ def copies_field(kind: str) -> str:
 def forced(way: str) -> Tuning:
     """Return thresholds that force every message that can to go one way."""
     slots = LARGEST if way == SLOTS else 0
-    by_start = {"peer": slots, "host": slots, "copies": int(way == COPIES), "passed": int(way == PASSED_ON)}
+    by_start = {"peer": slots, "host": slots, "copies": int(way == COPIES), "passed": int(way == RELAYED)}
     by_start["gathers"] = slots
     return Tuning(**{name: by_start[name.partition("_")[0]] for name in asdict(Tuning())})
 
@@ -128,14 +128,14 @@ def largest(kind: str, devices: int) -> int:
     return LARGEST // devices if kind == EXCHANGES else LARGEST
 
 
-def tune(time: Time, slots: Mapping[str, int], devices: int, *, straight: bool) -> Tuning:
+def tune(time: Time, slots: Mapping[str, int], devices: int, *, direct: bool) -> Tuning:
     """Measure thresholds.
 
     Args:
         time: measures the time of an operation by each way.
         slots: bytes of data per slot, for each transport to measure; other transports keep their defaults.
         devices: number of devices that take part.
-        straight: whether kernels of ``peer`` can write directly into other devices' tensors.
+        direct: whether kernels of ``peer`` can write directly into other devices' tensors.
 
     Returns:
         The tuning with the least total time over all measurements, every size weighted equally. The threshold for
@@ -144,30 +144,30 @@ def tune(time: Time, slots: Mapping[str, int], devices: int, *, straight: bool) 
     tuned = default(devices)
     for transport, room in slots.items():
         for kind in KINDS:
-            ways = _ways(transport, kind, devices, straight=straight)
+            ways = _ways(transport, kind, devices, direct=direct)
             most = largest(kind, devices) if ways[2:] else room  # beyond slots there may be no choice
             sizes = [size for size in _SIZES if size <= min(most, largest(kind, devices))]
             times = [
                 time(transport, kind, size, ways) if size <= room else (inf, *time(transport, kind, size, ways[1:]))
                 for size in sizes
             ]
-            own = [way for way in ways if way != PASSED_ON]
+            own = [way for way in ways if way != RELAYED]
             cuts = _cuts(times, len(own))
             tuned = evolve(tuned, **_thresholds(transport, kind, sizes, cuts))
             if own != [*ways]:
-                tuned = evolve(tuned, passed_on_bytes=(devices - 2) * _passed_on(sizes, times, cuts))
+                tuned = evolve(tuned, passed_on_bytes=(devices - 2) * _relayed(sizes, times, cuts))
     return tuned
 
 
-def _ways(transport: str, kind: str, devices: int, *, straight: bool) -> tuple[str, ...]:
+def _ways(transport: str, kind: str, devices: int, *, direct: bool) -> tuple[str, ...]:
     """Return the ways that thresholds choose between, from small to large messages."""
     if transport == "host":
         return SLOTS, FRAMES
-    if not straight:
+    if not direct:
         return SLOTS, COPIES
     if kind == SUMS:
-        return SLOTS, STRAIGHT
-    return (SLOTS, STRAIGHT, COPIES, *([PASSED_ON] if kind == FANS and devices >= _SEVERAL else []))
+        return SLOTS, DIRECT
+    return (SLOTS, DIRECT, COPIES, *([RELAYED] if kind == FANS and devices >= _SEVERAL else []))
 
 
 def _thresholds(transport: str, kind: str, sizes: Sequence[int], cuts: tuple[int, ...]) -> dict[str, int]:
@@ -177,7 +177,7 @@ def _thresholds(transport: str, kind: str, sizes: Sequence[int], cuts: tuple[int
     return found | {copies_field(kind): _start(sizes, small, first) for first in rest}
 
 
-def _passed_on(sizes: Sequence[int], times: Sequence[Sequence[float]], cuts: tuple[int, ...]) -> int:
+def _relayed(sizes: Sequence[int], times: Sequence[Sequence[float]], cuts: tuple[int, ...]) -> int:
     """Return the size from which passing on, the last way, is faster than the way that :func:`_cuts` chose."""
     chosen = [(each[sum(i >= cut for cut in cuts)], each[-1]) for i, each in enumerate(times)]
     return _start(sizes, cuts[0], *_cuts(chosen, 2))

@@ -37,9 +37,6 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
 
 #: Hint where a file is another one than a model's config.json.
 ELSEWHERE: Final = "point to a model's directory, or to the config.json that came with the model"
-_GGUF = (
-    "take the config.json of the model instead; of quantised weights, a checkpoint in safetensors, such as AWQ or GPTQ"
-)
 #: Where a directory of models has them, and one of Hugging Face's cache.
 _DEEPER: Final = ("*/config.json", "snapshots/*/config.json")
 _COMPARE = "compare it with the config.json that the model came with"
@@ -227,8 +224,6 @@ def read_config(path: str | Path) -> Config:
     path = Path(path)
     try:
         asked, path = path, path / "config.json" if path.is_dir() else path
-        if asked.suffix == ".gguf" and path == asked:  # the file itself, not a directory of this name
-            raise ModelError(f"{_name(asked)} is a GGUF file, which tpplan does not read", _GGUF)
         if not path.exists():
             raise ModelError(f"{_name(path)} does not exist", _instead(asked))
         content = read(path, MAX_CONFIG_BYTES, pipes=path == asked)
@@ -242,8 +237,6 @@ def read_config(path: str | Path) -> Config:
 
 def _instead(path: Path) -> str:
     """Return the hint for a missing config.json: the directory has none, or the path is wrong."""
-    if any(path.glob("*.gguf")):
-        return f"tpplan does not read GGUF files: {_GGUF}"
     if path.exists():
         inside = next((found for pattern in _DEEPER for found in sorted(path.glob(pattern))), None)
         return f"{ELSEWHERE}, such as {_name(inside.parent)}" if inside else ELSEWHERE
@@ -252,8 +245,9 @@ def _instead(path: Path) -> str:
     is_url = path.parts[:1] in {("https:",), ("http:",)}
     model = Path(*path.parts[2:4]) if is_url else path  # behind the host
     if not path.is_absolute() and not path.parent.is_dir() and len(model.parts) == len(("organisation", "model")):
-        fetch = f"hf download {_name(model)} config.json --local-dir {_name(Path(model.name))}"
-        return f"tpplan fetches nothing; a config.json of the Hugging Face Hub comes with: {fetch}"
+        name, _, revision = _name(model).partition("@")
+        fetch = f"hf download {name} config.json{f' --revision {revision}' if revision else ''}"
+        return f"tpplan fetches nothing; {fetch} fetches a config from the Hugging Face Hub, and tpplan then finds it"
     return ELSEWHERE
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
@@ -20,9 +19,12 @@ from tpplan.models.families.wrappers import text_part
 from tpplan.models.formats import read_scheme, stored_by_formula, stored_by_headers
 from tpplan.models.formats.storage import split_name
 from tpplan.models.formats.tools import DESCRIPTIONS
+from tpplan.models.gguf.reader import SUFFIX, gguf_in, read_gguf_model
+from tpplan.models.hub import local
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from pathlib import Path
 
     from tpplan.core.model import ModelSpec
     from tpplan.models.checkpoint import Headers
@@ -37,10 +39,6 @@ _NO_WEIGHTS: Final = ("training_args", "optimizer", "scheduler", "scaler", "rng_
 #: Starts of files that hold all weights of a model once more, in another format or under other names.
 _COPIES: Final = re.compile(
     r"consolidated.*|(?:pytorch_model|tf_model|flax_model|model)(?:[-.].*)?\.(?:bin|pt|pth|h5|msgpack)|ggml.*\.bin|(?!mmproj).*\.gguf"
-)
-_NO_GGUF: Final = (
-    "plan for a directory with the model in safetensors, such as AWQ or GPTQ; or name the config.json itself,"
-    " to plan for the weights that it describes"
 )
 _SHARD: Final = re.compile(r"-\d+-of-\d+(?=\.)")
 _MOST: Final = 8
@@ -89,15 +87,8 @@ def instead_of_headers(path: Path, weight_format: str) -> str:
     Args:
         path: the model's directory, or its config.json.
         weight_format: what the config says of the weights.
-
-    Raises:
-        ModelError: the directory has the weights in a file of a kind that tpplan does not read, and the config does not
-            describe those.
     """
     names = sorted(file.name for file in _weights(path)) if path.is_dir() else []
-    if gguf := next((name for name in names if name.endswith(".gguf")), None):
-        what = f"{_readable(path.resolve().name)} has its weights in {_readable(gguf)}, a GGUF file"
-        raise ModelError(f"{what}, whose sizes do not follow from config.json", _NO_GGUF)
     return f"weights in {weight_format}: {_readable(names[0])} is not read" if names else ""
 
 
@@ -171,7 +162,8 @@ def read_model(path: str | Path) -> ModelSpec:
     """Read a model: its shapes from config.json, its bytes from the headers of its safetensors files.
 
     Args:
-        path: a model's directory; or a config.json, and then no other file is read, even if there are some beside it.
+        path: a model's directory; or a config.json, and then no other file is read, even if there are some beside it;
+            or a name on the Hugging Face Hub such as ``org/name`` or ``org/name@revision``, if the hub's cache has it.
 
     Returns:
         The model, named after the directory (after the repository in a hub cache), or after a loose file.
@@ -180,7 +172,7 @@ def read_model(path: str | Path) -> ModelSpec:
         ModelError: a file is missing or damaged, the architecture is not supported, or config and headers contradict
             each other.
     """
-    return read_checkpoint(Path(path))[0]
+    return read_checkpoint(local(path))[0]
 
 
 def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
@@ -193,6 +185,8 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
         ModelError: see :func:`read_model`.
     """
     refuse_adapter(path)
+    if file := _gguf(path):
+        return evolve(read_gguf_model(file), name=_name(path)), None
     config = read_config(path)
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
@@ -211,6 +205,13 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
         notes = (f"not needed beside the files' headers: {scheme.problem.message}", *notes)
     # Whatever the config says of dtypes and of other parts, the files have them or not.
     return evolve(spec, assumed="", not_planned=(*spec.not_planned, *parts), notes=(*spec.notes, *notes)), headers
+
+
+def _gguf(path: Path) -> Path | None:
+    """Return the GGUF file that a path stands for: itself, or the one in a directory without other weights."""
+    if path.suffix == SUFFIX and path.is_file():
+        return path
+    return gguf_in(path) if path.is_dir() else None
 
 
 def _in_form(config: Config, headers: Headers, name: str) -> ModelSpec:

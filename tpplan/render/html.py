@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.core.model import NotPlanned
 from tpplan.core.plan import Reserve
-from tpplan.render.show import count, exactness, shares_of, summary, uncounted_lines
+from tpplan.render.show import basis_of, count, exactness, shares_of, speed_lines, summary, uncounted_lines
 from tpplan.render.svg import picture
 from tpplan.render.text import buckets_of, percent
 
@@ -52,7 +52,7 @@ def page(report: dict[str, Any]) -> str:
 {_table(("asked for", "value"), _request(plan), kind="facts")}
 <h2>Memory, bytes</h2>
 {_table(("device", *buckets_of(plan["memory"]), "budget", "used"), _memory(report))}
-<h2>Shares</h2>
+{_speed(report)}<h2>Shares</h2>
 <p>Requested and achieved shares of {escape(shares_of(report))}.</p>
 {_table(("device", "requested", "achieved"), _shares(report))}
 <h2>Splits, elements</h2>
@@ -66,6 +66,27 @@ def _told(report: dict[str, Any]) -> str:
     """Return as HTML what the plan leaves out, how full the devices are, and which numbers are exact."""
     beside = (f"<strong>{escape(text[0].upper() + text[1:])}.</strong> " for text in uncounted_lines(report["plan"]))
     return f"{''.join(beside)}{escape(summary(report))}. {escape(exactness(report).capitalize())}."
+
+
+def _speed(report: dict[str, Any]) -> str:
+    """Return as HTML how fast the plan is predicted to be, if it predicts anything."""
+    if "speed" not in report:
+        return ""
+    names, devices = ("weights", "cache", "exchanges", "rest"), report["devices"]
+    steps = report["plan"]["speed"]["decode"]
+    rows = [
+        (
+            f"{one['device']} {devices[one['device']]['name']}",
+            f"{step['rows']}",
+            *(f"{one[f'{name}_ns'] / 10**6:.3f}" for name in names),
+            f"{sum(one[f'{name}_ns'] for name in names) / 10**6:.3f}",
+        )
+        for step in steps
+        for one in step["devices"]
+    ]
+    texts = "; ".join((*speed_lines(report), basis_of(report["speed"], len(steps[0]["devices"]))))
+    table = _table(("device", "batch", *names, "together"), rows)
+    return f"<h2>Speed, milliseconds of a decode step</h2>\n<p>{escape(texts[0].upper() + texts[1:])}.</p>\n{table}\n"
 
 
 def _request(plan: dict[str, Any]) -> list[tuple[str, ...]]:

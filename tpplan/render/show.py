@@ -36,6 +36,8 @@ MOST_DEVICES = 32
 _LONGEST_NAME = 22
 _LONGEST_TITLE = 60
 _LONGEST_CELL = 15
+#: Times that differ by less than one part in so many are those of devices of which none limits the others.
+_ALIKE = 100
 _GAP = 2
 _PERCENT = len(" 100.0 %")
 #: Columns for a bar with its gap and percentage beside the numbers; where there are fewer, bars get lines of their own.
@@ -115,16 +117,18 @@ def speed_lines(report: dict[str, Any]) -> list[str]:
         return []
     speed, devices = report["speed"], report["plan"]["devices"]
     texts = []
-    for one in speed["decode"]:
+    for one, step in zip(speed["decode"], report["plan"]["speed"]["decode"], strict=True):
         place = one["limiting_device"]
         limits = f"; device {place} ({shorten_name(devices[place]['name'], _LONGEST_NAME)}) limits"
         full = f", {one['full_tokens_per_second']:,} with a full cache"
-        texts.append(f"batch {one['rows']}: {one['tokens_per_second']:,} tokens/s{full}{limits * (len(devices) > 1)}")
+        totals = [sum(time for key, time in each.items() if key != "device") for each in step["devices"]]
+        differ = max(totals) * _ALIKE > min(totals) * (_ALIKE + 1)
+        texts.append(f"batch {one['rows']}: {one['tokens_per_second']:,} tokens/s{full}{limits * differ}")
     prompts = (f"a prompt of {one['rows']} tokens: {one['tokens_per_second']:,} tokens/s" for one in speed["prefill"])
     return [*texts, *prompts]
 
 
-def _basis_of(speed: dict[str, Any], devices: int) -> str:
+def basis_of(speed: dict[str, Any], devices: int) -> str:
     """Say what a prediction rests on."""
     bandwidth = "measured bandwidths" if "bandwidth" in speed["measured"] else "bandwidths of the catalogue"
     links = "" if devices == 1 else ", measured links" if "links" in speed["measured"] else ", guessed links"
@@ -148,7 +152,7 @@ def _speed(report: dict[str, Any], columns: int) -> list[Line]:
     head: Line = (("Speed", "head"), (f", ms of {batch} with a full cache", "dim"))
     lines = _with_gap(table(rows, "><" + ">" * (len(names) + 1)), 1 + len(first), len(step["devices"]) - len(rows) + 1)
     texts = [part for text in speed_lines(report) for part in wrapped(text, columns - _GAP)]
-    basis = _basis_of(report["speed"], len(step["devices"]))
+    basis = basis_of(report["speed"], len(step["devices"]))
     return [head, *lines, *(line(" " * _GAP + text, "good") for text in texts),
             *(line(" " * _GAP + text, "dim") for text in wrapped(basis, columns - _GAP)), BLANK]  # fmt: skip
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final, Self
 
@@ -24,6 +23,7 @@ from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.exec.memory.arena import Arena
 from tpplan.exec.processes.agreement import agree
 from tpplan.models.formats.storage import split_name
+from tpplan.models.hub import local
 from tpplan.weights.digests import check_same, digests_of
 from tpplan.weights.reads import joined, reads_of
 from tpplan.weights.slices import iter_slices
@@ -33,6 +33,7 @@ from tpplan.weights.staging import Buffers
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import FileIO
+    from pathlib import Path
     from types import TracebackType
 
     from tpplan.core.plan import SplitPlan
@@ -198,7 +199,7 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
             or they have different weights: the same error in all.
         RequestError: the context is for another plan.
     """
-    source, parts, digests = agree(ctx, "reading the checkpoint", lambda: _checked(plan, Path(model_dir), ctx))
+    source, parts, digests = agree(ctx, "reading the checkpoint", lambda: _checked(plan, local(model_dir), ctx))
     check_same(ctx, digests)
     return agree(ctx, "loading the weights", lambda: _load(ctx, source, parts))
 

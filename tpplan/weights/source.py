@@ -48,6 +48,9 @@ class Source:
             ModelError: tensors are missing, unexpected, or of other shapes than in the config, or there are none.
         """
         model, headers = read_checkpoint(directory)
+        if headers is None and model.weight_format.startswith("GGUF"):
+            hint = "tpplan export PLAN --for llama.cpp says how llama.cpp runs it; tpplan loads safetensors files"
+            raise ModelError(f"{directory} is a model in GGUF, which can be planned, but not loaded", hint)
         if headers is None:
             hint = "name the directory that has the model's .safetensors files beside config.json"
             raise ModelError(f"{directory} has no weights in safetensors files", hint)

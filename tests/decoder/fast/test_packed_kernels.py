@@ -51,7 +51,7 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
     assert text.count(multiply) == products + (scales if dtype == "bf16" else 0)
     assert text.count("mma.sync") == products + scales
     is_shared = rows == 8 and kind != "8"
-    early, more = (
+    programmatic, more = (
         ("cp.async.cg.shared.global", "cp.async.wait_group 3;")
         if is_shared
         else ("ld.volatile.global.v4.u32", "ld.global.nc.L1::no_allocate.L2::128B.v4.u32")
@@ -60,9 +60,9 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
     if capability >= kernel_cache.OVERLAPS:
         waits, later = text.index("griddepcontrol.wait"), ["ld.global.v4.u32", "\tld.global.u16", "st.global.u16"]
         later += ["ld.volatile.global.u32", "st.volatile.global.u64", "st.global.u32"] if "_joint_" in name else []
-        first = text.rindex(early, 0, waits)
+        first = text.rindex(programmatic, 0, waits)
         assert first < waits < min(map(text.index, later))
-        assert (text.find(early, waits) > 0) == is_shared
+        assert (text.find(programmatic, waits) > 0) == is_shared
     assert ".f64" not in text
     assert ".local" not in text
     assert registers(check_code(text, capability)) * 32 * WARPS[rows] <= 2**16

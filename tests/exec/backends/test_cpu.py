@@ -119,8 +119,8 @@ def test_kernels_take_turns_as_their_flags_say() -> None:
     late = Copy(HOST_STREAM, _at(OUTPUT, 1), _at(OUTPUT, HOST))
     last = Copy(own(2), _at(OUTPUT, HOST), _at(OUTPUT, 2))
     done = Flag("done", QUEUE)
-    taker, giver = Exchange(own(1), (Await(own(1), done), out)), Exchange(own(0), (into, Signal(own(0), done)))
-    program = Program("backwards", (taker, giver, *order("taken", own(1), HOST_STREAM), late, last))
+    receiver, sender = Exchange(own(1), (Await(own(1), done), out)), Exchange(own(0), (into, Signal(own(0), done)))
+    program = Program("backwards", (receiver, sender, *order("taken", own(1), HOST_STREAM), late, last))
     assert [work.target.view for work in sequence(program)] == [step.target for step in (into, out, late, last)]
 
 

@@ -16,8 +16,8 @@ from unittest.mock import patch
 import torch
 from cuda.bindings import runtime
 
+from benchmarks.reliability.operations import plan_for
 from benchmarks.reliability.stress import Stress
-from benchmarks.soak import plan_for
 from tpplan.exec.build import build
 from tpplan.exec.cuda.backend import CudaDevices
 from tpplan.exec.options import TRANSPORTS

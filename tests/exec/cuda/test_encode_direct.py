@@ -170,7 +170,7 @@ def test_eight_devices_fit() -> None:
     programs = [
         direct_moves(allgather("allgather", slices, devices)),
         direct_reduction(all_reduce(4096, devices, devices, residual=True)),
-        *(direct_moves(each, passed_on=True) for count in range(2, 8) for each in _broadcasts(count)),
+        *(direct_moves(each, relayed=True) for count in range(2, 8) for each in _broadcasts(count)),
     ]
     for program in programs:
         exchanges = [command for command in program.commands if isinstance(command, Exchange)]
@@ -184,7 +184,7 @@ def test_eight_devices_fit() -> None:
     [
         direct_moves(allgather("allgather", tuple((d, d, d + 1) for d in range(5)), tuple(range(5)))),
         direct_reduction(all_reduce(4096, (0, 1, 2, 3, 4), (0, 1, 2, 3, 4), residual=False)),
-        direct_moves(broadcast(5, (0, 1, 2, 3, 4), 4096), passed_on=True),
+        direct_moves(broadcast(5, (0, 1, 2, 3, 4), 4096), relayed=True),
     ],
     ids=lambda program: program.name,
 )

@@ -170,6 +170,6 @@ def test_what_no_kernel_knows_is_refused() -> None:
         table(again, 2, places, SHARERS, FRAME_SLOT_BYTES)
     with pytest.raises(InternalError, match="copies twice within its device"):
         table(evolve(exchange, steps=(within, *exchange.steps)), 2, places, SHARERS, FRAME_SLOT_BYTES)
-    straight = next(c for c in CASES["allgather, peer-1 parts"].program.commands if isinstance(c, Exchange))
+    direct = next(c for c in CASES["allgather, peer-1 parts"].program.commands if isinstance(c, Exchange))
     with pytest.raises(InternalError, match="no frame kernel for"):
-        table(straight, 2, {}, SHARERS, FRAME_SLOT_BYTES)
+        table(direct, 2, {}, SHARERS, FRAME_SLOT_BYTES)

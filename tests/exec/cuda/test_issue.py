@@ -155,7 +155,7 @@ class _Kernel(Ready):
     """A kernel that notes its launches, and what is launched in its place."""
 
     def __init__(self, launched: list[str]) -> None:
-        self.launched, self.early = launched, False
+        self.launched, self.programmatic = launched, False
 
     def __call__(self, _: int) -> None:
         self.launched.append("kernel")

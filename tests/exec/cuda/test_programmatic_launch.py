@@ -46,9 +46,11 @@ def test_old_gpus_and_drivers_have_none(
     assert programmatic_launch.is_possible(capability) == expected
 
 
-def _ready(*, may_be_early: bool = True) -> Ready:
+def _ready(*, may_be_programmatic: bool = True) -> Ready:
     """Return a kernel of 3 blocks with 64 threads."""
-    return Ready("a kernel", driver.CUfunction(7), (3, 64), (ctypes.c_uint64 * 1)(5), 1, early=may_be_early)
+    return Ready(
+        "a kernel", driver.CUfunction(7), (3, 64), (ctypes.c_uint64 * 1)(5), 1, programmatic=may_be_programmatic
+    )
 
 
 def test_the_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +69,7 @@ def test_the_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     backend._in_a_graph(ready)(9)
     serialized = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     assert told == [(7, 9, ready.parameters, serialized)]
-    for other in (_ready(may_be_early=False), Mock()):
+    for other in (_ready(may_be_programmatic=False), Mock()):
         assert backend._in_a_graph(other) is other
 
 
@@ -75,7 +77,7 @@ def test_what_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     """It names the kernel, and what the driver says."""
     monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *_: (RESULTS.CUDA_ERROR_INVALID_VALUE,))
     with pytest.raises(ExecutionError, match="a kernel was not launched: CUDA_ERROR_INVALID_VALUE"):
-        programmatic_launch.early(_ready())(9)
+        programmatic_launch.programmatic(_ready())(9)
 
 
 @pytest.mark.parametrize("name", ["NONE", "ACTIVE", "INVALIDATED"])
@@ -84,9 +86,9 @@ def test_only_a_stream_that_is_captured_makes_a_graph(name: str, monkeypatch: py
     status = getattr(driver.CUstreamCaptureStatus, f"CU_STREAM_CAPTURE_STATUS_{name}")
     monkeypatch.setattr(driver, "cuStreamIsCapturing", lambda _: (RESULTS.CUDA_SUCCESS, status))
     assert not programmatic_launch.is_captured(9)
-    with programmatic_launch.allowed(early=True):
+    with programmatic_launch.allowed(programmatic=True):
         assert programmatic_launch.is_captured(9) == (name == "ACTIVE")
-        with programmatic_launch.allowed(early=False):
+        with programmatic_launch.allowed(programmatic=False):
             assert not programmatic_launch.is_captured(9)
         assert programmatic_launch.is_captured(9) == (name == "ACTIVE")
     assert not programmatic_launch.is_captured(9)

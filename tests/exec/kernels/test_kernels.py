@@ -13,7 +13,7 @@ import pytest
 from tests import machine_code
 from tests.machine_code import CAPABILITIES, check_code, in_order, registers
 from tpplan.core.missing import install_command
-from tpplan.exec.cuda.blocks import FRAME_BLOCKS, SLOT_BLOCKS, STRAIGHT_BLOCKS
+from tpplan.exec.cuda.blocks import DIRECT_BLOCKS, FRAME_BLOCKS, SLOT_BLOCKS
 from tpplan.exec.protocol import direct, frames, slots
 from tpplan.exec.protocol.frames import VECTORS
 from tpplan.exec.toolchain import kernel_cache
@@ -107,7 +107,7 @@ def test_frames_are_told_behind_a_fence(name: str) -> None:
         assert registers(check_code(text, capability)) * frames.THREADS * FRAME_BLOCKS <= REGISTERS
 
 
-@pytest.mark.parametrize("name", ["straight_move", "straight_sum_bf16", "straight_sum_f16", "straight_sum_f32"])
+@pytest.mark.parametrize("name", ["direct_move", "direct_sum_bf16", "direct_sum_f16", "direct_sum_f32"])
 def test_straight_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
     """Flags are polled with acquire and raised with release behind a fence; 16 bytes move at a time; nothing spills."""
     for capability, text in _compiled(name).items():
@@ -120,7 +120,7 @@ def test_straight_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
         assert ".f64" not in text
         assert "ld.global.nc" not in text
         assert ".local" not in text
-        assert registers(check_code(text, capability)) * direct.THREADS * STRAIGHT_BLOCKS <= REGISTERS
+        assert registers(check_code(text, capability)) * direct.THREADS * DIRECT_BLOCKS <= REGISTERS
 
 
 def test_a_flag_follows_what_has_landed() -> None:

@@ -24,7 +24,7 @@ from tpplan.exec.machine.link_report import Link, LinkReport, Verdict, routes
 from tpplan.exec.programs.lower import Limits
 from tpplan.exec.toolchain import kernel_cache
 from tpplan.exec.tools.survey import survey
-from tpplan.exec.tuning import COPIES, EXCHANGES, FANS, KIB, MIB, PASSED_ON, SLOTS, STRAIGHT, SUMS, default, tune
+from tpplan.exec.tuning import COPIES, DIRECT, EXCHANGES, FANS, KIB, MIB, RELAYED, SLOTS, SUMS, default, tune
 from tpplan.files.codec import unstructure
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def test_the_command_measures_and_keeps(links: Callable[..., None]) -> None:
     found = _survey()
     assert [one["devices"] for one in found["thresholds"]] == [2, 4, 5]
     assert found["thresholds"][0]["transports"] == ["peer", "host"]
-    assert found["thresholds"][0]["tuning"] == unstructure(tune(Machine().time, ROOM, 2, straight=True))
+    assert found["thresholds"][0]["tuning"] == unstructure(tune(Machine().time, ROOM, 2, direct=True))
     assert (len(found["links"]), found["notes"]) == (4 * 20, [])
     timed = {
         (one["kind"], one["way"]): one["time_ns"]
@@ -169,15 +169,15 @@ def test_the_command_measures_and_keeps(links: Callable[..., None]) -> None:
         **{
             (kind, way): ns
             for kind in (FANS, EXCHANGES)
-            for way, ns in ((SLOTS, 7120), (STRAIGHT, 8560), (COPIES, 22048))
+            for way, ns in ((SLOTS, 7120), (DIRECT, 8560), (COPIES, 22048))
         },
-        (FANS, PASSED_ON): 71024,
+        (FANS, RELAYED): 71024,
         (SUMS, SLOTS): 7120,
-        (SUMS, STRAIGHT): 8560,
+        (SUMS, DIRECT): 8560,
     }
     assert len(found["timings"]) == 3 * (2 * (15 * 2 + 10) + 10 * 2 + 3 * 5 * 2) + 2 * 15 - 2 * (1 + 2 + 3)
     assert tuning_cache.stored(5, "peer") == (
-        tune(Machine().time, ROOM, 5, straight=True),
+        tune(Machine().time, ROOM, 5, direct=True),
         "measured on 5 GPUs of this machine",
     )
     shown = command("devices", "--links").out
@@ -231,7 +231,8 @@ def test_links_and_a_devices_file_are_two_things() -> None:
     """Asking for both is a mistake in the arguments, and nothing is measured."""
     done = command("devices", "--links", "-o", "devices.json")
     assert done.code == 2
-    assert "--links makes no devices file" in done.err
+    assert "--links does not go with -o" in done.err
+    assert "--links does not go with --measure" in command("devices", "--links", "--measure").err
 
 
 def test_the_screen_shows_what_is_logged(links: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

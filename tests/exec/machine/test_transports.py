@@ -125,7 +125,7 @@ def test_a_pair_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
         "see tpplan devices --links"
     )
     for wanted in ("auto", "peer"):
-        assert choose(PLACES, wanted) == (Choice("peer", straight=False, notes=(note,)), [])
+        assert choose(PLACES, wanted) == (Choice("peer", direct=False, notes=(note,)), [])
     assert choose(PLACES, "events") == (Choice("events"), [])
 
 
@@ -313,7 +313,7 @@ def test_compiling_falls_back(
     plan = tpplan.load(ROOT / "examples/plans/Llama-3.1-8B/2xRTX3060.json")
     compiler.compile(plan, backend="cuda")
     assert (built["transport"], built["waits"]) == (transport, waits)
-    assert built["straight"]
+    assert built["direct"]
     assert built["tuning"] == Tuning(copies_fans_bytes=2)
     expected = [*words, *([] if transport == "events" else [f"thresholds of {transport}"])]  # which has none
     assert [note[: len(start)] for note, start in zip(built["notes"], expected, strict=True)] == expected
@@ -324,4 +324,4 @@ def test_compiling_falls_back(
     if transport == "peer":
         _break(monkeypatch, [(LOAD, 1, 0)])
         compiler.compile(plan, backend="cuda")
-        assert not built["straight"]
+        assert not built["direct"]

@@ -15,6 +15,7 @@ from tests.exec.machine.tuning_cases import ROOM, Machine
 from tpplan.exec import Tuning
 from tpplan.exec.tuning import (
     COPIES,
+    DIRECT,
     EXCHANGES,
     FANS,
     FRAMES,
@@ -23,7 +24,6 @@ from tpplan.exec.tuning import (
     LARGEST,
     MIB,
     SLOTS,
-    STRAIGHT,
     SUMS,
     default,
     tune,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def test_thresholds_are_where_the_ways_cross() -> None:
     """The largest measured size at which slots are fastest, and the smallest at which copy engines are, by kind."""
     machine = Machine(fans=(10, 0.008))  # slots until 400 KiB, copies from 7,000 KiB on, and of fans from 2,000 KiB on
-    assert tune(machine.time, ROOM, 2, straight=True) == Tuning(
+    assert tune(machine.time, ROOM, 2, direct=True) == Tuning(
         peer_fans_bytes=256 * KIB, peer_exchanges_bytes=256 * KIB, peer_sums_bytes=256 * KIB,
         host_fans_bytes=64 * KIB, host_exchanges_bytes=64 * KIB, host_sums_bytes=64 * KIB,
         copies_fans_bytes=2 * MIB, copies_exchanges_bytes=8 * MIB,
@@ -45,31 +45,31 @@ def test_thresholds_are_where_the_ways_cross() -> None:
 
 def test_one_bad_measurement_does_not_decide() -> None:
     """A size far from where the ways cross that once took longer changes nothing."""
-    assert tune(Machine(bad=64 * KIB).time, ROOM, 2, straight=True).peer_fans_bytes == 256 * KIB
+    assert tune(Machine(bad=64 * KIB).time, ROOM, 2, direct=True).peer_fans_bytes == 256 * KIB
 
 
 @pytest.mark.parametrize(("machine", "largest"), [(Machine(slots=(99, 9)), 0), (Machine(slots=(0.1, 0)), 2 * MIB)])
 def test_slots_that_never_or_always_win(machine: Machine, largest: int) -> None:
     """Slots that are never faster are not used, and those that always are, for all that fits one."""
-    found = tune(machine.time, ROOM, 2, straight=True)
+    found = tune(machine.time, ROOM, 2, direct=True)
     assert [found.slots("peer", kind) for kind in KINDS] == [largest] * 3
     assert [found.slots("host", kind) for kind in KINDS] == [min(largest, 64 * KIB)] * 3
 
 
 def test_copy_engines_that_never_or_always_win() -> None:
     """Copy engines that are never faster never take over; those that are so at the largest size only, do there."""
-    found = tune(Machine(copies=(99, 9), fans=(22, 0.0099)).time, ROOM, 2, straight=True)  # from 160,000 KiB on
+    found = tune(Machine(copies=(99, 9), fans=(22, 0.0099)).time, ROOM, 2, direct=True)  # from 160,000 KiB on
     assert (found.copies_fans_bytes, found.copies_exchanges_bytes) == (0, 0)
-    found = tune(Machine(fans=(10, 0.0099)).time, ROOM, 2, straight=True)  # from 40,000 KiB on
+    found = tune(Machine(fans=(10, 0.0099)).time, ROOM, 2, direct=True)  # from 40,000 KiB on
     assert found.copies_fans_bytes == LARGEST == 64 * MIB
-    found = tune(Machine(copies=(1, 0.0001)).time, ROOM, 2, straight=True)
+    found = tune(Machine(copies=(1, 0.0001)).time, ROOM, 2, direct=True)
     assert (found.copies_exchanges_bytes, found.peer_exchanges_bytes) == (1, 0)
     assert found.peer_sums_bytes == 256 * KIB  # sums have no copy engines
 
 
 def test_nothing_between_two_sizes_goes_a_way_that_is_never_the_fastest() -> None:
     """Where copy engines follow slots at once, they take all that slots do not."""
-    found = tune(Machine(fans=(5, 0.008)).time, ROOM, 2, straight=True)  # slots until 250 KiB
+    found = tune(Machine(fans=(5, 0.008)).time, ROOM, 2, direct=True)  # slots until 250 KiB
     assert (found.peer_fans_bytes, found.copies_fans_bytes) == (128 * KIB, 128 * KIB)
 
 
@@ -88,7 +88,7 @@ def test_nothing_between_two_sizes_goes_a_way_that_is_never_the_fastest() -> Non
 )
 def test_passing_on_has_a_threshold(machine: Machine, devices: int, copies: int, passed: int) -> None:
     """Devices pass on what is faster than by slots, straight and copy engines, which are chosen without it."""
-    found = tune(machine.time, ROOM, devices, straight=True)
+    found = tune(machine.time, ROOM, devices, direct=True)
     assert (found.copies_fans_bytes, found.passed_on_bytes) == (copies, passed)
 
 
@@ -128,10 +128,10 @@ def test_defaults_are_those_of_h200(devices: int) -> None:
 
     def time(_: str, kind: str, size: int, ways: tuple[str, ...]) -> Sequence[float]:
         near = min((kib for kib in measured[kind] if kib * KIB >= size), default=max(measured[kind]))
-        by_way = dict(zip((SLOTS, STRAIGHT, COPIES), measured[kind][near], strict=True))
+        by_way = dict(zip((SLOTS, DIRECT, COPIES), measured[kind][near], strict=True))
         return [by_way.get(way) or inf for way in ways]
 
-    found = tune(time, {"peer": MIB // (devices // 2)}, devices, straight=True)
+    found = tune(time, {"peer": MIB // (devices // 2)}, devices, direct=True)
     assert evolve(found, passed_on_bytes=MIB) == default(devices)
 
 
@@ -150,11 +150,11 @@ def test_what_is_not_measured_keeps_its_default() -> None:
         assert size <= ROOM[transport]
         return Machine(slots=(99, 9)).time(transport, kind, size, ways)
 
-    found = tune(time, {"host": ROOM["host"]}, 2, straight=True)
+    found = tune(time, {"host": ROOM["host"]}, 2, direct=True)
     assert found == evolve(default(2), host_fans_bytes=0, host_exchanges_bytes=0, host_sums_bytes=0)
     assert asked == {("host", kind, (SLOTS, FRAMES)) for kind in KINDS}
     asked.clear()
-    found = tune(time, {"peer": ROOM["peer"]}, 2, straight=False)
+    found = tune(time, {"peer": ROOM["peer"]}, 2, direct=False)
     assert found == evolve(default(2), peer_fans_bytes=0, peer_exchanges_bytes=0, peer_sums_bytes=0)
     assert asked == {("peer", kind, (SLOTS, COPIES)) for kind in KINDS}
 
@@ -171,10 +171,10 @@ def test_no_other_thresholds_take_less(times: list[tuple[float, float, float]]) 
 
     def product(slots: int, copies: int) -> float:
         result = 1.0
-        for size, (small, straight, copied) in by_size.items():
-            result *= small if size <= slots else copied if 0 < copies <= size else straight
+        for size, (small, direct, copied) in by_size.items():
+            result *= small if size <= slots else copied if 0 < copies <= size else direct
         return result
 
-    found = tune(time, {"peer": room}, 2, straight=True)
+    found = tune(time, {"peer": room}, 2, direct=True)
     every = [(slots, copies) for slots in (0, *(s for s in sizes if s <= room)) for copies in (0, *sizes)]
     assert product(found.peer_fans_bytes, found.copies_fans_bytes) <= min(product(*one) for one in every) * (1 + 1e-9)

@@ -16,6 +16,7 @@ from tpplan.exec.tools.survey import timer as survey_timer
 from tpplan.exec.tools.survey.timer import HIDDEN, ITEM_BYTES, GraphTimer, synthetic_plan
 from tpplan.exec.tuning import (
     COPIES,
+    DIRECT,
     EXCHANGES,
     FANS,
     FRAMES,
@@ -23,9 +24,8 @@ from tpplan.exec.tuning import (
     KINDS,
     LARGEST,
     MIB,
-    PASSED_ON,
+    RELAYED,
     SLOTS,
-    STRAIGHT,
     SUMS,
     Tuning,
     largest,
@@ -40,9 +40,9 @@ CPU = torch.device("cpu")
 #: How operations are to go, by transport and way.
 GONE = {
     ("peer", SLOTS): Route("peer", small=True),
-    ("peer", STRAIGHT): Route("peer"),
+    ("peer", DIRECT): Route("peer"),
     ("peer", COPIES): Route("events"),
-    ("peer", PASSED_ON): Route("peer", passed_on=True),
+    ("peer", RELAYED): Route("peer", relayed=True),
     ("host", SLOTS): Route("host", small=True),
     ("host", FRAMES): Route("host", framed=True),
 }
@@ -96,10 +96,10 @@ def test_the_timer_runs_what_it_is_asked_to(transport: str, devices: int, monkey
     monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: _Graph())
     monkeypatch.setattr(Virtual, "is_capturing", lambda _: _Graph.captures)
     monkeypatch.setattr(bench_clock, "_TURN_SECONDS", 0)  # a turn is a replay
-    every = [way for each, way in GONE if each == transport and (way, devices) != (PASSED_ON, 2)]
+    every = [way for each, way in GONE if each == transport and (way, devices) != (RELAYED, 2)]
     with GraphTimer([CPU] * devices) as timer:
         for kind in KINDS:
-            never = {FANS: (), EXCHANGES: (PASSED_ON,), SUMS: (PASSED_ON, COPIES)}[kind]
+            never = {FANS: (), EXCHANGES: (RELAYED,), SUMS: (RELAYED, COPIES)}[kind]
             ways = tuple(way for way in every if way not in never)
             for size in (4 * KIB, 64 * KIB):
                 ran.clear()
@@ -139,8 +139,8 @@ def test_what_takes_longer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda context: Slow(context.explain().limits.tuning))
     monkeypatch.setattr("tpplan.exec.tools.bench.clock.time.perf_counter", lambda: clock)
     with GraphTimer([CPU] * 2) as timer:
-        small = timer("peer", FANS, 8 * KIB, (SLOTS, STRAIGHT))
-        large = timer("peer", FANS, 8 * MIB, (STRAIGHT,))
+        small = timer("peer", FANS, 8 * KIB, (SLOTS, DIRECT))
+        large = timer("peer", FANS, 8 * MIB, (DIRECT,))
     assert list(small) == pytest.approx([3e6 / 50, 5e6 / 50])  # 50 operations in a graph
     assert list(large) == pytest.approx([5e6 / 16])  # that move 128 MiB
 
@@ -158,7 +158,7 @@ def test_what_fails_ends_the_survey(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: Broken())
     with GraphTimer([CPU] * 2) as timer, pytest.raises(tpplan.TpplanError, match="waited in vain"):
-        timer("peer", FANS, 8 * KIB, (SLOTS, STRAIGHT))
+        timer("peer", FANS, 8 * KIB, (SLOTS, DIRECT))
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from tpplan.exec.tuning import COPIES, FANS, KIB, MIB, PASSED_ON, SLOTS
+from tpplan.exec.tuning import COPIES, FANS, KIB, MIB, RELAYED, SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Machine:
     """
 
     slots: tuple[float, float] = (2, 0.02)
-    straight: tuple[float, float] = (6, 0.01)
+    direct: tuple[float, float] = (6, 0.01)
     copies: tuple[float, float] = (20, 0.008)
     fans: tuple[float, float] = (20, 0.008)
     passed: tuple[float, float] = (70, 0.004)
@@ -38,10 +38,10 @@ class Machine:
     def time(self, transport: str, kind: str, size: int, ways: tuple[str, ...]) -> Sequence[float]:
         """Return the time by each way."""
         assert size <= ROOM[transport] or SLOTS not in ways
-        lines = {SLOTS: self.slots, COPIES: self.fans if kind == FANS else self.copies, PASSED_ON: self.passed}
+        lines = {SLOTS: self.slots, COPIES: self.fans if kind == FANS else self.copies, RELAYED: self.passed}
         times = []
         for way in ways:
-            start, each = lines.get(way, self.straight)
+            start, each = lines.get(way, self.direct)
             times.append((start + each * size / KIB) * (1.5 if (way, size) == (SLOTS, self.bad) else 1))
         return times
 

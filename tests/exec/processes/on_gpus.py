@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, distributed
 
 import tpplan
-from benchmarks.random_checkpoint import shortened, write
+from benchmarks.common.random_checkpoint import shortened, write
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, prepare
 from tpplan.errors import ExecutionError

@@ -177,16 +177,16 @@ class Scenarios:
         """One process has too little memory: for its workspace, and for something after it."""
         built: list[TPContext] = []
 
-        def early(*arguments: Any, **options: Any) -> TPContext:
+        def programmatic(*arguments: Any, **options: Any) -> TPContext:
             if self.process == 1:
                 raise ExecutionError("device 2 (GPU 2): too little memory")
             return build(*arguments, **options)
 
         def late(*arguments: Any, **options: Any) -> TPContext:
             built.append(build(*arguments, **options))
-            return early() if self.process == 1 else built[0]
+            return programmatic() if self.process == 1 else built[0]
 
-        with patch.object(compiler, "build", early):
+        with patch.object(compiler, "build", programmatic):
             first = self.refusal()
         with patch.object(compiler, "build", late):
             return first, self.refusal(), [repr(ctx) for ctx in built]

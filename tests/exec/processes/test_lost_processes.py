@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import lost_process
+from benchmarks.reliability import lost_process
 
 #: Short enough for a test, and longer than TCP takes to send again what was lost in a cut of two seconds.
 _TIMEOUT_S, _LATE_S, _CUT_S = 9, 3, 2

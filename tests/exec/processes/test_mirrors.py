@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.exec.caller import bits, expected, memory, noise, widths
-from tests.exec.program_cases import LIMITS, OPERATIONS, PASSED_ON, operations
+from tests.exec.program_cases import LIMITS, OPERATIONS, RELAYED, operations
 from tpplan.core.workspace import ALIGNMENT
 from tpplan.errors import InternalError
 from tpplan.exec.backends.cpu import add, sequence
@@ -60,7 +60,7 @@ def _run(program: Program, operands: dict[Buffer, Tensor]) -> None:
             resolve(copy.target, part, place, count, DTYPE).copy_(resolve(copy.source, part, place, count, DTYPE))
 
 
-@given(st.one_of(operations(5), st.sampled_from([*OPERATIONS.values(), *PASSED_ON.values()])), st.integers(1, 40))
+@given(st.one_of(operations(5), st.sampled_from([*OPERATIONS.values(), *RELAYED.values()])), st.integers(1, 40))
 def test_tensors_hold_what_they_would_without(operation: Operation, rows: int) -> None:
     """Whatever is moved or added, directly or passed on, in as many turns as there is room for."""
     program = _straight(operation, rows)
@@ -85,7 +85,7 @@ def test_tensors_hold_what_they_would_without(operation: Operation, rows: int) -
 def test_what_is_passed_on_in_an_allgather(rows: int) -> None:
     """Every device has two mirrors: of the slice that others read, and of the whole that they write."""
     operation = allgather("allgather", ((0, 0, 33), (1, 33, 36), (2, 36, 40)), (0, 1, 2))
-    program = lower(operation, Route("peer", passed_on=True))
+    program = lower(operation, Route("peer", relayed=True))
     operands = {b: noise(rows, columns, DTYPE, Random(b.device)) for b, columns in widths(operation).items()}
     truth = expected(operation, operands)
     _run(program, operands)
@@ -94,10 +94,10 @@ def test_what_is_passed_on_in_an_allgather(rows: int) -> None:
         assert torch.equal(bits(operands[buffer]), bits(found)), buffer
 
 
-@pytest.mark.parametrize("name", [*OPERATIONS, *PASSED_ON])
+@pytest.mark.parametrize("name", [*OPERATIONS, *RELAYED])
 def test_kernels_reach_their_own_tensors_and_mirrors(name: str) -> None:
     """Each device has at most two mirrors, disjoint pieces of its exchange buffer; for sums it has one."""
-    operation = (OPERATIONS | PASSED_ON)[name]
+    operation = (OPERATIONS | RELAYED)[name]
     program = _straight(operation, 30)
     if program is None:
         return

@@ -62,7 +62,7 @@ def test_kernels_where_all_can() -> None:
     assert first.tuning == second.tuning
     assert first.tuning
     assert (first.tuning.peer_sums_bytes, first.tuning.copies_fans_bytes) == (2**21, 0)
-    assert first.straight
+    assert first.direct
     assert not first.problem
     (given, _) = found(tuning=MEASURED)
     assert given.tuning
@@ -133,11 +133,11 @@ def test_not_between_hosts_and_not_for_several_gpus() -> None:
 
 def test_loads_that_are_not_verified(machine: pytest.MonkeyPatch) -> None:
     """Kernels then use slots only, in all processes, even if just one may not read from its peers."""
-    choices = iter([Choice("peer", straight=False), Choice("peer"), Choice("peer")])
+    choices = iter([Choice("peer", direct=False), Choice("peer"), Choice("peer")])
     machine.setattr(process_transport, "choose", lambda *_: (next(choices), []))
     for way in found():
         assert way.others
-        assert not way.straight
+        assert not way.direct
         assert "loads from peers are unverified" in way.notes[0]
 
 

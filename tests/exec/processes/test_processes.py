@@ -136,8 +136,8 @@ def test_all_processes_get_the_same_error(name: str, told: dict[str, list[Any]])
 
 def test_what_one_process_has_no_room_for_none_has(told: dict[str, list[Any]]) -> None:
     """All are told, and what the others have allocated they give back."""
-    for i, (early, late, built) in enumerate(told["no_room"]):
-        for message in (early, late):
+    for i, (programmatic, late, built) in enumerate(told["no_room"]):
+        for message in (programmatic, late):
             assert message.startswith(f"{REFUSED}\n  process 1: device 2 (GPU 2): too little memory\nhint: ")
         assert built == ["<TPContext Tiny, 1 devices>" if i == 1 else "<TPContext Tiny, closed>"]
 

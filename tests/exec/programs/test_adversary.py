@@ -224,7 +224,7 @@ def test_an_all_reduce_that_orders_two_of_three_devices_is_caught() -> None:
 def test_a_gather_is_not_readable_before_it_is_waited_for() -> None:
     """ExLlamaV2 returns pinned memory that is still being written; here it holds garbage until the wait is over."""
     case = CASES["gather, local-1 parts"]
-    early = 0
+    programmatic = 0
     for seed in range(20):
         machine = Adversary(memory(), Random(seed))
         operands = {buffer: torch.zeros(3, columns) for buffer, columns in widths(case.operation).items()}
@@ -232,11 +232,11 @@ def test_a_gather_is_not_readable_before_it_is_waited_for() -> None:
         pending = machine.run(case.program, operands)
         for _ in range(seed):
             machine.pass_time()
-        early += bool(output.any())
+        programmatic += bool(output.any())
         pending.wait()
         assert pending.done()
         assert not output.any()
-    assert early > 10
+    assert programmatic > 10
 
 
 def test_asking_often_enough_is_waiting() -> None:

@@ -67,7 +67,7 @@ _HUB = (
     "comes after the copy. There is one more round, so that the next to fill this slot, after all rounds, wait for it."
 )
 _ALONE = (
-    "The only giver adds up its own share from its own tensor, of which it sends the rest: either stream may do so. "
+    "The only sender adds up its own share from its own tensor, of which it sends the rest: either stream may do so. "
     "Nobody asks for the sum before all shares are added up."
 )
 _SAME = "What stays on a device is nobody else's: either stream may copy it, between what its caller does."

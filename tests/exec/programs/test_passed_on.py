@@ -34,7 +34,7 @@ MOVES = {
 
 def program(operation: Moves) -> Program:
     """Return the program with relays."""
-    return lower(operation, Route("peer", passed_on=True))
+    return lower(operation, Route("peer", relayed=True))
 
 
 def copies(made: Program) -> list[Copy]:
@@ -68,8 +68,8 @@ def test_nobody_sends_more_than_somebody_receives(name: str) -> None:
     left, reached = leaving(program(operation)), reaching(operation)
     assert left.total() == reached.total()
     assert max(left.values()) <= max(reached.values()) + 8 * len(operation.devices)
-    straight = leaving(lower(operation, Route("peer")))
-    assert lower_flags.spared(operation) == max(straight[device] - left[device] for device in operation.devices) > 0
+    direct = leaving(lower(operation, Route("peer")))
+    assert lower_flags.spared(operation) == max(direct[device] - left[device] for device in operation.devices) > 0
 
 
 @pytest.mark.parametrize("name", ["slices", "two large slices"])
@@ -116,8 +116,8 @@ def test_nothing_is_touched_before_its_device_is_ready(name: str) -> None:
 
 
 LARGE: dict[str, tuple[Operation, Route]] = {
-    "a broadcast": (broadcast(0, FOUR, 40), Route("peer", passed_on=True)),
-    "slices": (allgather("allgather", ((0, 0, 5), (1, 5, 90), (2, 90, 95)), (0, 1, 2)), Route("peer", passed_on=True)),
+    "a broadcast": (broadcast(0, FOUR, 40), Route("peer", relayed=True)),
+    "slices": (allgather("allgather", ((0, 0, 5), (1, 5, 90), (2, 90, 95)), (0, 1, 2)), Route("peer", relayed=True)),
     "a broadcast to another": (broadcast(0, (0, 1), 40), Route("peer")),
     "a broadcast to itself": (broadcast(0, (0,), 40), Route("local")),
     "a scatter": (scatter(0, tuple((d, 10 * d, 10 * d + 10) for d in FOUR)), Route("peer")),
@@ -139,12 +139,12 @@ def test_what_is_passed_on_spares_its_source_enough() -> None:
         broadcast(0, FOUR, 50),
         evolve(LIMITS, tuning=Tuning(copies_fans_bytes=300, passed_on_bytes=2000)),
     )
-    passed = Route("peer", passed_on=True)
+    passed = Route("peer", relayed=True)
     assert route(operation, "peer", 9, ITEM_BYTES, LIMITS) == Route("peer")
     assert route(operation, "peer", 10, ITEM_BYTES, LIMITS) == passed  # 2 x 10 x 50 x 2 bytes
     assert route(operation, "peer", 9, ITEM_BYTES, limits, mode=Mode(captured=True)) == Route("events")
     assert route(operation, "peer", 10, ITEM_BYTES, limits, mode=Mode(captured=True)) == passed
-    assert route(operation, "peer", 10, ITEM_BYTES, evolve(limits, straight=False)) == Route("events")
+    assert route(operation, "peer", 10, ITEM_BYTES, evolve(limits, direct=False)) == Route("events")
     narrow = broadcast(0, FOUR, 8)  # of which a single device would pass on all
     assert route(narrow, "peer", 10**6, ITEM_BYTES, limits, mode=Mode(captured=True)) == Route("events")
     never = evolve(LIMITS, tuning=Tuning(passed_on_bytes=0, copies_fans_bytes=0))

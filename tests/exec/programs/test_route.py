@@ -67,9 +67,9 @@ def test_kernels_write_what_they_can_count(rows: int, by_kernels: bool) -> None:
     assert (found.transport, found.small) == ("local", by_kernels)
 
 
-def _sum(givers: tuple[int, ...], takers: tuple[int, ...], columns: int = 48) -> Reduction:
+def _sum(senders: tuple[int, ...], receivers: tuple[int, ...], columns: int = 48) -> Reduction:
     """Return a sum."""
-    return Reduction("all_reduce", columns, givers, takers, residual=False)
+    return Reduction("all_reduce", columns, senders, receivers, residual=False)
 
 
 @pytest.mark.parametrize(

@@ -180,24 +180,26 @@ class Calls:
 
     def all_reduce(
         self,
-        givers: tuple[int, ...],
-        takers: tuple[int, ...],
+        senders: tuple[int, ...],
+        receivers: tuple[int, ...],
         residual: bool,  # noqa: FBT001
         shape: torch.Size,
         dtype: torch.dtype,
     ) -> Call:
-        """Return the call that sums the givers' tensors, and optionally the takers' residuals, on all takers.
+        """Return the call that sums the senders' tensors, and optionally the receivers' residuals, on all receivers.
 
         Raises:
             ExecutionError: shape or dtype is not supported.
         """
         columns = columns_of("all_reduce: parts[0]", shape)
         rows = check_facts("all_reduce: parts[0]", shape, dtype, self.max_rows, adds=True)
-        parts = self._group("all_reduce: parts", [(giver, columns) for giver in givers], shape, dtype)
-        sums = [(taker, columns) for taker in takers]
+        parts = self._group("all_reduce: parts", [(sender, columns) for sender in senders], shape, dtype)
+        sums = [(receiver, columns) for receiver in receivers]
         residuals = (self._group("all_reduce: residual", sums, shape, dtype),) if residual else ()
         outputs = self._group("all_reduce: out", sums, shape, dtype)
-        return self._call(operation.all_reduce(columns, givers, takers, residual), (parts, *residuals), outputs, rows)
+        return self._call(
+            operation.all_reduce(columns, senders, receivers, residual), (parts, *residuals), outputs, rows
+        )
 
     def add_residual(
         self, slices: Slices, size: int, wholes: tuple[bool, ...], shape: torch.Size, dtype: torch.dtype
@@ -297,8 +299,8 @@ def _every_buffer(operation: Operation) -> tuple[Buffer, ...]:
     if isinstance(operation, Moves):
         ends = [view.buffer for ends in zip(*operation.moves, strict=True) for view in ends]
         return tuple(dict.fromkeys(ends))
-    inputs = operation.givers if isinstance(operation, Reduction) else operation.devices
-    outputs = operation.takers if isinstance(operation, Reduction) else operation.devices
+    inputs = operation.senders if isinstance(operation, Reduction) else operation.devices
+    outputs = operation.receivers if isinstance(operation, Reduction) else operation.devices
     residuals = outputs if isinstance(operation, Reduction) and operation.residual else ()
     buffers = [Buffer(INPUT, d) for d in inputs] + [Buffer(RESIDUAL, d) for d in residuals]
     return (*buffers, *(Buffer(OUTPUT, d) for d in outputs))

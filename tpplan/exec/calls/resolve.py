@@ -98,11 +98,11 @@ class Resolver:
         if isinstance(parts, SEQUENCES) and parts:
             facts = facts_of("allgather: parts[0]", parts[0])
         else:
-            takers, devices = self._cuts.own_of(targets), [device for device, _, _ in slices]
-            if not takers and not self._cuts.own_of(devices):
+            receivers, devices = self._cuts.own_of(targets), [device for device, _, _ in slices]
+            if not receivers and not self._cuts.own_of(devices):
                 check_count("allgather: parts", parts, ())
                 return self._nothing("allgather", 1)
-            facts = self._facts("allgather", parts, devices, {"out": out}, takers)
+            facts = self._facts("allgather", parts, devices, {"out": out}, receivers)
         return self._allgathers("allgather", slices, targets, *facts)
 
     def all_reduce(
@@ -110,14 +110,14 @@ class Resolver:
     ) -> Call:
         """Return the call of an all-reduce; ``given`` are the parts, and residuals if there are any."""
         parts, *residuals = given
-        givers = self._cuts.devices_of(axis, layer)
+        senders = self._cuts.devices_of(axis, layer)
         if isinstance(parts, SEQUENCES) and parts:
-            check_count("all_reduce: parts", parts, self._cuts.own_of(givers))
+            check_count("all_reduce: parts", parts, self._cuts.own_of(senders))
             facts = facts_of("all_reduce: parts[0]", parts[0])
         else:
             others = {"residual": residuals[0] if residuals else None, "out": out}
-            facts = self._facts("all_reduce", parts, givers, others, self._cuts.own)
-        return self._all_reduces(givers, self._cuts.devices, bool(residuals), *facts)
+            facts = self._facts("all_reduce", parts, senders, others, self._cuts.own)
+        return self._all_reduces(senders, self._cuts.devices, bool(residuals), *facts)
 
     def add_residual(
         self,
@@ -147,7 +147,7 @@ class Resolver:
         parts: Sequence[Tensor],
         devices: Sequence[int],
         others: Mapping[str, Sequence[Tensor] | None],
-        takers: Sequence[int] = (HOST,),
+        receivers: Sequence[int] = (HOST,),
     ) -> tuple[torch.Size, torch.dtype]:
         """Return shape and dtype of a tensor with as many rows as the parts, of which this process was given none.
 
@@ -156,7 +156,7 @@ class Resolver:
             parts: this process's parts.
             devices: the devices that have a part, those of other processes too.
             others: the call's other tensors by name; None for those that were not given.
-            takers: where the other tensors are.
+            receivers: where the other tensors are.
 
         Raises:
             ExecutionError: it should have some, or there is no such tensor.
@@ -164,7 +164,7 @@ class Resolver:
         check_count(f"{name}: parts", parts, self._cuts.own_of(devices))
         for what, group in others.items():
             if group is not None:
-                check_count(f"{name}: {what}", group, takers)
+                check_count(f"{name}: {what}", group, receivers)
                 return facts_of(f"{name}: {what}[0]", group[0])
         hint = "pass out=, whose shape and dtype are those of the result"
         raise ExecutionError(f"{name}: parts: this process has none, so it cannot know how many rows there are", hint)

@@ -21,7 +21,7 @@ from tpplan.exec.cuda.graph import Graph
 from tpplan.exec.cuda.host_writes import writes_host_memory
 from tpplan.exec.cuda.issuing import ISSUING, Issuing
 from tpplan.exec.cuda.launch import Bound, BoundStep, LaunchGraphs, Ready, ReadyProgram, Step
-from tpplan.exec.cuda.programmatic_launch import early
+from tpplan.exec.cuda.programmatic_launch import programmatic
 from tpplan.exec.cuda.streams import Streams, StreamsAside, streams_aside
 from tpplan.exec.cuda.sums import Sums
 from tpplan.exec.machine.links import refute
@@ -324,4 +324,4 @@ def _enable_access(places: Sequence[torch.device]) -> None:
 
 def _in_a_graph(issue: Callable[[int], None]) -> Callable[[int], None]:
     """Return the callable that issues a step during a capture."""
-    return early(issue) if isinstance(issue, Ready) and issue.early else issue
+    return programmatic(issue) if isinstance(issue, Ready) and issue.programmatic else issue

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 #: Blocks of a slot, frame and straight kernel that a multiprocessor has room for; a straight one has many registers.
-SLOT_BLOCKS, FRAME_BLOCKS, STRAIGHT_BLOCKS = 4, 4, 1
+SLOT_BLOCKS, FRAME_BLOCKS, DIRECT_BLOCKS = 4, 4, 1
 
 
 def most_blocks(places: Collection[torch.device], per_processor: int, others: Collection[int] = ()) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda import encode_direct, encode_frames, encode_slots, exclusive
-from tpplan.exec.cuda.blocks import FRAME_BLOCKS, SLOT_BLOCKS, STRAIGHT_BLOCKS, most_blocks
+from tpplan.exec.cuda.blocks import DIRECT_BLOCKS, FRAME_BLOCKS, SLOT_BLOCKS, most_blocks
 from tpplan.exec.cuda.counters import Counters
 from tpplan.exec.cuda.host_writes import KERNEL as LANDING
 from tpplan.exec.cuda.host_writes import LINE, HostWrite, HostWrites, writes_host_memory
@@ -90,7 +90,7 @@ class Exchanges:
         self._on_timeout = [on_timeout]
         self._cause = cause
         found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
-        rooms = {"slot": SLOT_BLOCKS, "straight": STRAIGHT_BLOCKS, "frame": FRAME_BLOCKS}
+        rooms = {"slot": SLOT_BLOCKS, "straight": DIRECT_BLOCKS, "frame": FRAME_BLOCKS}
         self._most = {way: most_blocks([*places.values()], room, others.values()) for way, room in rooms.items()}
         self._most["frame"] = min(frames.MOST_BLOCKS, self._most["frame"])
         kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
@@ -202,9 +202,9 @@ class Exchanges:
         names = name, _for_packets(name) if work.simple else name
         kernels = self._kernel(names[0], device), self._kernel(names[1], device)
         way = "slot" if name.startswith("packet") else name.partition("_")[0]
-        may_be_early = way != "straight" and is_possible(self._capability(device))
+        may_be_programmatic = way != "straight" and is_possible(self._capability(device))
         blocks = min(self._most[way], work.blocks)
-        return Launch(kernels, work, blocks, _THREADS[way], self.header(device), early=may_be_early)
+        return Launch(kernels, work, blocks, _THREADS[way], self.header(device), programmatic=may_be_programmatic)
 
     def _nothing(self, name: str, device: int) -> Ready:
         """Return a launch of a kernel without any work."""

@@ -123,7 +123,7 @@ class Graph:
                 stack.enter_context(torch.cuda.use_mem_pool(pool, device=place))
             make_current(self._room.streams)
             # With other transports a caller's kernel may follow a copy or another device, which is untested.
-            stack.enter_context(allowed(early=self._backend.transport == "peer"))
+            stack.enter_context(allowed(programmatic=self._backend.transport == "peer"))
             self._stack = stack.pop_all()
         self._backend.captures = True
         return self

@@ -94,7 +94,7 @@ class Launch:
         threads: int,
         header: Mapping[int, int],
         *,
-        early: bool = False,
+        programmatic: bool = False,
     ) -> None:
         """Write all constant words of the parameter.
 
@@ -104,9 +104,9 @@ class Launch:
             blocks: maximum blocks that run at once.
             threads: threads per block.
             header: the context's words, by index.
-            early: whether kernels may be launched early in a graph, see :mod:`tpplan.exec.cuda.programmatic_launch`.
+            programmatic: whether graphs may launch kernels early, see :mod:`tpplan.exec.cuda.programmatic_launch`.
         """
-        self._early = early
+        self._programmatic = programmatic
         self.stream = work.stream
         self._operands = work.operands.words
         self._kernel, self._aligned = (driver.CUfunction(int(kernel.handle)) for kernel in kernels)
@@ -132,7 +132,7 @@ class Launch:
         kernel = self._aligned if piece == self._piece else self._kernel
         blocks = min(self._blocks, -(-rows * self._row_bytes // self._block_bytes)) or 1
         what = f"a kernel of device {self.stream.device}"
-        return Ready(what, kernel, (blocks, self._threads), parameter, 1, early=self._early)
+        return Ready(what, kernel, (blocks, self._threads), parameter, 1, programmatic=self._programmatic)
 
 
 class Ready:
@@ -143,10 +143,10 @@ class Ready:
         kernel: the driver's function.
         shape: number of blocks, and threads per block.
         parameters: address of the array of the parameters' addresses.
-        early: whether it may be launched early in a graph, see :mod:`tpplan.exec.cuda.programmatic_launch`.
+        programmatic: whether it may be launched early in a graph, see :mod:`tpplan.exec.cuda.programmatic_launch`.
     """
 
-    __slots__ = ("_pointers", "_start", "_words", "early", "kernel", "parameters", "shape", "what")
+    __slots__ = ("_pointers", "_start", "_words", "kernel", "parameters", "programmatic", "shape", "what")
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Ready:
         words: ctypes.Array[ctypes.c_uint64],
         arguments: int,
         *,
-        early: bool = False,
+        programmatic: bool = False,
     ) -> None:
         """Take the words of all parameters.
 
@@ -166,9 +166,9 @@ class Ready:
             shape: number of blocks, and threads per block.
             words: the words of the parameters; kept.
             arguments: number of parameters, each of one word; the last one may have more.
-            early: whether it may be launched early in a graph.
+            programmatic: whether it may be launched early in a graph.
         """
-        self.what, self.kernel, self.shape, self.early = what, kernel, shape, early
+        self.what, self.kernel, self.shape, self.programmatic = what, kernel, shape, programmatic
         first = ctypes.addressof(words)
         self._start, self._words = driver.cuLaunchKernel, words
         self._pointers = (ctypes.c_void_p * arguments)(*range(first, first + 8 * arguments, 8))

@@ -73,12 +73,12 @@ def launch(  # noqa: PLR0917
 
 
 @contextmanager
-def allowed(*, early: bool) -> Iterator[None]:
+def allowed(*, programmatic: bool) -> Iterator[None]:
     """Set whether this thread may capture early launches of callers' kernels, such as the decoder's, in the block.
 
     Exchange kernels do not depend on it.
     """
-    before, _THREAD.allows = _THREAD.allows, early
+    before, _THREAD.allows = _THREAD.allows, programmatic
     try:
         yield
     finally:
@@ -93,7 +93,7 @@ def is_captured(stream: int) -> bool:
     return bool(error == _SUCCESS and status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE)
 
 
-def early(ready: Ready) -> Callable[[int], None]:
+def programmatic(ready: Ready) -> Callable[[int], None]:
     """Return a callable that launches a prepared kernel early, in a graph."""
 
     def issue(stream: int) -> None:

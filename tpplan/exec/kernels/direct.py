@@ -265,7 +265,7 @@ def _sum(name: str, item: int, first: Any, second: Any, both: Any) -> Kernel:  #
     return _kernel(name, add)
 
 
-STRAIGHT_MOVE = _kernel("straight_move", _nothing)
-STRAIGHT_SUM_BF16 = _sum("straight_sum_bf16", 2, ptx.low_bf16, ptx.high_bf16, ptx.two_bf16)
-STRAIGHT_SUM_F16 = _sum("straight_sum_f16", 2, ptx.low_f16, ptx.high_f16, ptx.two_f16)
-STRAIGHT_SUM_F32 = _sum("straight_sum_f32", 4, ptx.float_of, none, only)
+DIRECT_MOVE = _kernel("direct_move", _nothing)
+DIRECT_SUM_BF16 = _sum("direct_sum_bf16", 2, ptx.low_bf16, ptx.high_bf16, ptx.two_bf16)
+DIRECT_SUM_F16 = _sum("direct_sum_f16", 2, ptx.low_f16, ptx.high_f16, ptx.two_f16)
+DIRECT_SUM_F32 = _sum("direct_sum_f32", 4, ptx.float_of, none, only)

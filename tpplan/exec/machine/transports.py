@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: Transports, fastest first, with the mechanisms that must be verified from each device to each other.
 _NEEDED = {"peer": (Mechanism.COPY, Mechanism.STORE, Mechanism.FLAG), "events": (Mechanism.COPY,), "host": ()}
 #: Mechanisms that ``peer`` needs besides for messages larger than a slot: sums and relays read other devices' tensors.
-_STRAIGHT = {"straight": (Mechanism.LOAD,)}
+_DIRECT = {"straight": (Mechanism.LOAD,)}
 #: Minimum compute capability: the first that rounds two numbers to 16 bits in one instruction. It also suffices for
 #: the decoder's kernels: for this rounding, for matrix products of 16 columns, and for their state per lane.
 _LEAST_CAPABILITY = (8, 0)
@@ -41,7 +41,7 @@ class Choice:
 
     transport: str
     waits: bool = True
-    straight: bool = True
+    direct: bool = True
     notes: tuple[str, ...] = ()
 
 
@@ -71,8 +71,8 @@ def choose(places: Sequence[torch.device], wanted: str, gpus: Sequence[str] = ()
     problems = _kernel_problems(places)
     if against[transport]:
         problems.append(f"transport: {transport} {against[transport]}")
-    straight = not (transport == "peer" and unread)
-    return Choice(transport, waits=not serial, straight=straight, notes=tuple(notes)), problems
+    direct = not (transport == "peer" and unread)
+    return Choice(transport, waits=not serial, direct=direct, notes=tuple(notes)), problems
 
 
 def _no_waiting(serial: str) -> str:
@@ -87,7 +87,7 @@ def _obstacles(pairs: Sequence[tuple[int | str, int | str]], serial: str, wanted
         serial: why kernels cannot wait for each other, if they cannot.
         wanted: a transport, or ``auto``.
     """
-    every = _NEEDED | _STRAIGHT
+    every = _NEEDED | _DIRECT
     against = dict.fromkeys(every, "")
     if not pairs:
         return against

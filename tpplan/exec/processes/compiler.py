@@ -128,7 +128,7 @@ def compile_together(
                 transport="peer" if way.others else "events",
                 max_rows=max_rows,
                 dtype=dtype,
-                straight=way.straight,
+                direct=way.direct,
                 waits=bool(way.others),
                 tuning=way.tuning or tuning,
                 notes=(*_notes(claims, here.carrier.backend), *way.notes),

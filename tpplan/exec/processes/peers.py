@@ -139,7 +139,7 @@ class Mirrors:
 #: How long a process that closes after a failure waits for the others, one of which may be gone, in seconds.
 _IMPATIENCE = 3.0
 #: Kinds of programs: by kernels through slots, or straight; by each device alone; or left to torch.distributed.
-_SLOTS, _STRAIGHT, _ALONE, _FAR = "slots", "straight", "alone", "far"
+_SLOTS, _DIRECT, _ALONE, _FAR = "slots", "straight", "alone", "far"
 #: Maximum number of programs whose kind is known.
 _KEPT = 1024
 
@@ -208,7 +208,7 @@ class PeerProcesses(CudaDevices):
 
     def _bind(self, ready: ReadyProgram, operands: Mapping[Buffer, Tensor]) -> Bound:
         """Bind a program; one that goes straight, to mirrors of some rows after the other."""
-        if self._kind(ready.program) != _STRAIGHT:
+        if self._kind(ready.program) != _DIRECT:
             return super()._bind(ready, operands)
         some = next(iter(operands.values()))
         here, dtype, mirrors = self._places, some.dtype, self._mirrors_of(ready.program)
@@ -255,8 +255,8 @@ class PeerProcesses(CudaDevices):
             steps = [*flat(program)]
             has_slots = any(view.buffer.role == SLOT for step in steps for view in writes(step))
             waits = any(isinstance(step, Await) for step in steps)
-            kind = _SLOTS if has_slots else _STRAIGHT if waits else _FAR if _crosses(program) else _ALONE
-            mirrors = Mirrors.of(program) if kind == _STRAIGHT else Mirrors({}, {})
+            kind = _SLOTS if has_slots else _DIRECT if waits else _FAR if _crosses(program) else _ALONE
+            mirrors = Mirrors.of(program) if kind == _DIRECT else Mirrors({}, {})
             self._programs[id(program)] = program, kind, mirrors  # keeps it alive, as its identity is the key
         return self._programs[id(program)]
 

@@ -37,7 +37,7 @@ class ProcessTransport:
     """
 
     others: Mapping[int, int] = field(factory=dict)
-    straight: bool = False
+    direct: bool = False
     tuning: Tuning | None = None
     notes: tuple[str, ...] = ()
     problem: str = ""
@@ -52,7 +52,7 @@ class _Verdict(NamedTuple):
     """
 
     against: str = ""
-    straight: bool = True
+    direct: bool = True
 
 
 def transport_between(
@@ -82,17 +82,15 @@ def transport_between(
         return ProcessTransport(problem=told[0] if transport == "peer" else "", notes=(told[0],))
     gpus = [gpu for claim in claims for gpu in claim.gpus]
     others = {gpu.device: gpu.processors for gpu in gpus if gpu.device not in claims[meeting.process].own}
-    straight = all(each.straight for each in verdicts)
-    notes = (
-        () if straight else ("what is larger than a slot goes by torch.distributed: loads from peers are unverified",)
-    )
+    direct = all(each.direct for each in verdicts)
+    notes = () if direct else ("what is larger than a slot goes by torch.distributed: loads from peers are unverified",)
     if tuning:
         return ProcessTransport(
-            others, straight, evolve(tuning, **_SAME), (*notes, "thresholds as given, without copies_*")
+            others, direct, evolve(tuning, **_SAME), (*notes, "thresholds as given, without copies_*")
         )
     measured, origin = _thresholds(gpus)
     tuning, origin = meeting.tell_and_read((asdict(measured), origin), lambda each: (Tuning(**each[0]), each[1]))[0]
-    return ProcessTransport(others, straight, evolve(tuning, **_SAME), (*notes, f"thresholds {origin}"))
+    return ProcessTransport(others, direct, evolve(tuning, **_SAME), (*notes, f"thresholds {origin}"))
 
 
 def _thresholds(gpus: Sequence[Gpu]) -> tuple[Tuning, str]:
@@ -128,7 +126,7 @@ def _verdict(claims: Sequence[Claim], place: torch.device) -> _Verdict:
     if problems:
         return _Verdict(f"is out: {'; '.join(problems)}")
     if choice.transport == "peer":
-        return _Verdict(straight=choice.straight)
+        return _Verdict(direct=choice.direct)
     return _Verdict(choice.notes[0].removeprefix("peer ") if choice.notes else "is out")
 
 

@@ -74,7 +74,7 @@ def addition(operation: Addition) -> Program:
     """Lower an addition: every device adds its own columns."""
     commands: list[Command] = []
     for share in operation.shares:
-        device = share.taker
+        device = share.receiver
         target = View(Buffer(OUTPUT, device), 0, share.stop - share.start)
         commands += order("enter", caller(device), own(device))
         commands.append(Sum(own(device), (target, share.of(INPUT, device)), target))
@@ -83,24 +83,24 @@ def addition(operation: Addition) -> Program:
 
 
 def reduction(operation: Reduction, parts: int) -> Program:
-    """Lower a reduction: each taker pulls its share from all givers, sums it, and pulls the other takers' sums."""
+    """Lower a reduction: each receiver pulls its share from all senders, sums it, and pulls the others' sums."""
     callers = [caller(device) for device in operation.devices]
-    workers = [own(taker) for taker in operation.takers]
+    workers = [own(receiver) for receiver in operation.receivers]
     shares = operation.shares()
-    summed = [own(share.taker) for share in shares]
+    summed = [own(share.receiver) for share in shares]
     hub = summed[0]
     commands: list[Command] = [*fence("enter", callers, hub, summed)]
     for part in range(parts):
         for share in operation.shares(part, parts):
-            stream = own(share.taker)
-            givers = operation.others(share.taker)
-            commands += (Copy(stream, share.of(INPUT, g), operation.slab(share, g)) for g in givers)
+            stream = own(share.receiver)
+            senders = operation.others(share.receiver)
+            commands += (Copy(stream, share.of(INPUT, g), operation.slab(share, g)) for g in senders)
             commands.append(operation.total(stream, share, partial(operation.slab, share)))
     commands += fence("sum", summed, hub, [w for w in workers if {*summed} - {w}])
-    for taker in operation.takers:
+    for receiver in operation.receivers:
         for share in shares:
-            if share.taker != taker:
-                commands.append(Copy(own(taker), share.of(OUTPUT, share.taker), share.of(OUTPUT, taker)))
+            if share.receiver != receiver:
+                commands.append(Copy(own(receiver), share.of(OUTPUT, share.receiver), share.of(OUTPUT, receiver)))
     commands += fence("leave", workers, hub, callers)
     return Program(f"{operation.name} by events", tuple(commands))
 
@@ -148,7 +148,7 @@ class Limits:
         slot_bytes: size of a queue's slot.
         stage_bytes: size of half a pinned ring, see :meth:`ring_slot`.
         exchange_bytes: size of a device's exchange buffer.
-        straight: whether kernels can write to other devices' tensors; if not, large messages go by ``events``.
+        direct: whether kernels can write to other devices' tensors; if not, large messages go by ``events``.
         frame_bytes: size of a slot for frames in host memory; 0 if there are none.
         streams: whether kernels stream messages of any length through frames; if not, messages are cut to fit.
         spared_bytes: reductions in frames are divided by columns if that saves each device more than this.
@@ -160,7 +160,7 @@ class Limits:
     slot_bytes: int
     stage_bytes: int
     exchange_bytes: int
-    straight: bool = True
+    direct: bool = True
     frame_bytes: int = 0
     streams: bool = False
     spared_bytes: int = SPARED_BYTES
@@ -182,9 +182,9 @@ class Limits:
             return 0
         return 1 if self.streams else _parts(operation.name, rows, row_bytes, self.frame_bytes)
 
-    def passes_on(self, operation: Moves, column_bytes: int) -> bool:
+    def relays(self, operation: Moves, column_bytes: int) -> bool:
         """Return whether devices of ``peer`` relay a part of what one of them sends."""
-        return self.straight and 0 < self.tuning.passed_on_bytes <= lower_flags.spared(operation) * column_bytes
+        return self.direct and 0 < self.tuning.passed_on_bytes <= lower_flags.spared(operation) * column_bytes
 
     def mirrors(self, operation: Operation, item_bytes: int) -> bool:
         """Return whether kernels can write an operation's rows directly: to tensors, or to what stands in for them."""
@@ -201,7 +201,7 @@ class Limits:
         If they can, copy engines are better only in graphs, where an event costs next to nothing.
         """
         copies_from = self.tuning.copies(kind_of(operation)) if mode.captured else 0
-        return self.straight and not 0 < copies_from <= message_bytes
+        return self.direct and not 0 < copies_from <= message_bytes
 
 
 def kind_of(operation: Operation) -> str:
@@ -219,7 +219,7 @@ class Route:
     Attributes:
         transport: ``peer``, ``host``, ``events``, or ``local`` if no devices communicate.
         small: whether every message goes through a slot; for ``local`` moves, whether kernels write to host memory.
-        passed_on: whether devices relay a part of what another device sends.
+        relayed: whether devices relay a part of what another device sends.
         framed: whether kernels send messages in frames.
         shared: whether a reduction in frames is divided by columns.
         parts: number of parts of the rows.
@@ -228,7 +228,7 @@ class Route:
 
     transport: str
     small: bool = False
-    passed_on: bool = False
+    relayed: bool = False
     framed: bool = False
     shared: bool = False
     parts: int = 1
@@ -269,13 +269,13 @@ def route(
     if small and (found := _through_slots(operation, transport, rows, row_bytes, limits, mode=mode)):
         return found
     by_kernels = transport == "peer" and not mode.aside and limits.mirrors(operation, item_bytes)
-    if by_kernels and isinstance(operation, Moves) and limits.passes_on(operation, rows * item_bytes):
-        return Route(transport, passed_on=True)
+    if by_kernels and isinstance(operation, Moves) and limits.relays(operation, rows * item_bytes):
+        return Route(transport, relayed=True)
     if transport == "peer" and not (by_kernels and limits.writes(operation, rows * row_bytes, mode)):
         transport = "events"
     if transport == "events" and isinstance(operation, Reduction):
         row_bytes = max(share.stop - share.start for share in operation.shares()) * item_bytes
-        fetched = max(len(operation.others(taker)) for taker in operation.takers)
+        fetched = max(len(operation.others(receiver)) for receiver in operation.receivers)
         limit = limits.exchange_bytes // fetched // ALIGNMENT * ALIGNMENT
     elif transport == "host" and not isinstance(operation, Addition):  # which is local
         row_bytes = operation.span * item_bytes
@@ -313,14 +313,14 @@ def _spared(operation: Operation) -> float:
     if not isinstance(operation, Reduction):
         return 0
     devices = len(operation.devices)
-    return max(len(operation.others(taker)) for taker in operation.takers) - 2 * (devices - 1) / devices
+    return max(len(operation.others(receiver)) for receiver in operation.receivers) - 2 * (devices - 1) / devices
 
 
 def _is_even(operation: Operation) -> bool:
     """Return whether the operation is a reduction in which every device has a part, gets the sum, and has a share."""
     if not isinstance(operation, Reduction):
         return False
-    return {*operation.givers} == {*operation.takers} and len(operation.shares()) == len(operation.takers)
+    return {*operation.senders} == {*operation.receivers} and len(operation.shares()) == len(operation.receivers)
 
 
 def _chunk_bytes(rows: int, row_bytes: int) -> int:
@@ -375,5 +375,5 @@ def _lower_moves(operation: Moves, way: Route) -> Program:
         on_host = way.transport == "host"
         return lower_flags.moves(operation, on_host=on_host, framed=way.framed, parts=way.parts)
     if way.transport == "peer":
-        return lower_flags.direct_moves(operation, passed_on=way.passed_on)
+        return lower_flags.direct_moves(operation, relayed=way.relayed)
     return lower_host.moves(operation, way.parts, way.slots)

@@ -156,40 +156,44 @@ def moves(operation: Moves, *, on_host: bool, framed: bool = False, parts: int =
 
 
 def reduction(operation: Reduction, *, on_host: bool, framed: bool = False, parts: int = 1) -> Program:
-    """Lower a reduction: send every part to every taker, which sums them; for the arguments see :func:`moves`."""
+    """Lower a reduction: send every part to every receiver, which sums them; for the arguments see :func:`moves`."""
     kernels: dict[int, list[Step]] = {device: [] for device in operation.devices}
     for part in range(parts):
         sends = [
-            (View(Buffer(INPUT, giver), 0, operation.columns, part, parts), taker)
-            for giver in operation.givers
-            for taker in operation.takers
-            if giver != taker
+            (View(Buffer(INPUT, sender), 0, operation.columns, part, parts), receiver)
+            for sender in operation.senders
+            for receiver in operation.receivers
+            if sender != receiver
         ]
         messages = _messages(sends, on_host=on_host, framed=framed)
         _send(kernels, messages)
-        for taker in operation.takers:
-            received = {sender: message for (sender, receiver), message in messages.items() if receiver == taker}
+        for receiver in operation.receivers:
+            received = {sender: message for (sender, to), message in messages.items() if to == receiver}
             slots = {sender: message.slot(0, operation.columns) for sender, message in received.items()}
-            whole = Share(taker, 0, operation.columns, part, parts)
-            kernels[taker] += (Await(own(taker), Flag("full", message.queue)) for message in received.values())
-            kernels[taker].append(operation.total(own(taker), whole, slots.__getitem__))
-            kernels[taker] += (Signal(own(taker), Flag("free", message.queue, taker)) for message in received.values())
+            whole = Share(receiver, 0, operation.columns, part, parts)
+            kernels[receiver] += (Await(own(receiver), Flag("full", message.queue)) for message in received.values())
+            kernels[receiver].append(operation.total(own(receiver), whole, slots.__getitem__))
+            kernels[receiver] += (
+                Signal(own(receiver), Flag("free", message.queue, receiver)) for message in received.values()
+            )
     return _program(f"{operation.name} by {_slots(on_host=on_host, framed=framed)}", kernels)
 
 
 def shared_reduction(operation: Reduction, parts: int) -> Program:
-    """Lower a reduction: send every part in frames to every taker, which sums its share and sends the sum likewise.
+    """Lower a reduction: send every part in frames to every receiver, which sums its share and sends the sum likewise.
 
     Args:
-        operation: a reduction whose takers are its givers and all have a share.
+        operation: a reduction whose receivers are its senders and all have a share.
         parts: number of parts of the rows.
     """
     kernels: dict[int, list[Step]] = {device: [] for device in operation.devices}
-    queues = {d: Queue(HOST, d, tuple(sorted(_others(d, operation.takers))), framed=True) for d in operation.takers}
+    queues = {
+        d: Queue(HOST, d, tuple(sorted(_others(d, operation.receivers))), framed=True) for d in operation.receivers
+    }
     for part in range(parts):
-        shares = {share.taker: share for share in operation.shares(part, parts)}
-        wholes = {d: View(Buffer(INPUT, d), 0, operation.columns, part, parts) for d in operation.takers}
-        for device in operation.takers:
+        shares = {share.receiver: share for share in operation.shares(part, parts)}
+        wholes = {d: View(Buffer(INPUT, d), 0, operation.columns, part, parts) for d in operation.receivers}
+        for device in operation.receivers:
             kernels[device] += _shared(operation, shares, wholes, queues, device)
     return _program(f"{operation.name} by shared frames on the host", kernels)
 
@@ -198,7 +202,7 @@ def _shared(
     operation: Reduction, shares: dict[int, Share], wholes: dict[int, View], queues: dict[int, Queue], device: int
 ) -> Iterator[Step]:
     """Yield a device's steps for a part of the rows: send its part, sum its share, send the sum, receive other sums."""
-    stream, others, share = own(device), _others(device, operation.takers), shares[device]
+    stream, others, share = own(device), _others(device, operation.receivers), shares[device]
     yield from Message(wholes[device], queues[device]).send()
     slots = {other: Message(wholes[other], queues[other]).slot(share.start, share.stop) for other in others}
     yield from (Await(stream, Flag("full", queues[other])) for other in others)
@@ -212,14 +216,14 @@ def _shared(
     yield from (Signal(stream, Flag("free", queues[other], device)) for other in others)
 
 
-def direct_moves(operation: Moves, *, passed_on: bool = False) -> Program:
+def direct_moves(operation: Moves, *, relayed: bool = False) -> Program:
     """Lower moves: write every view straight to its target, as soon as the target's device is ready.
 
     Args:
         operation: the operation to lower.
-        passed_on: whether relays send a part of what a device sends to several.
+        relayed: whether relays send a part of what a device sends to several.
     """
-    copies, cuts = [], shares(operation) if passed_on else {}
+    copies, cuts = [], shares(operation) if relayed else {}
     for source, targets in sends(operation).items():
         sender, width = source.buffer.device, source.stop - source.start
         for device, start, stop in cuts.get(source, ((sender, 0, width),)):
@@ -237,20 +241,20 @@ def direct_moves(operation: Moves, *, passed_on: bool = False) -> Program:
     for copy in copies:
         kernels[copy.stream.device].append(copy)
     _close(kernels, pairs)
-    return _program(f"{operation.name} {'passed on by' if passed_on else 'straight to'} peers", kernels)
+    return _program(f"{operation.name} {'passed on by' if relayed else 'straight to'} peers", kernels)
 
 
 def direct_reduction(operation: Reduction) -> Program:
-    """Lower a reduction: every taker sums its share straight from the givers' memory and writes it to all takers."""
+    """Lower a reduction: every receiver sums its share straight from the senders' memory and writes it to all."""
     shares = operation.shares()
-    pairs = [_pair(share.taker, d) for share in shares for d in operation.devices if d != share.taker]
+    pairs = [_pair(share.receiver, d) for share in shares for d in operation.devices if d != share.receiver]
     kernels = _opened(operation.devices, pairs)
     for share in shares:
-        stream = own(share.taker)
-        kernels[share.taker].append(operation.total(stream, share, partial(share.of, INPUT)))
-        total = share.of(OUTPUT, share.taker)
-        others = _others(share.taker, operation.takers)
-        kernels[share.taker] += (Copy(stream, total, share.of(OUTPUT, other)) for other in others)
+        stream = own(share.receiver)
+        kernels[share.receiver].append(operation.total(stream, share, partial(share.of, INPUT)))
+        total = share.of(OUTPUT, share.receiver)
+        others = _others(share.receiver, operation.receivers)
+        kernels[share.receiver] += (Copy(stream, total, share.of(OUTPUT, other)) for other in others)
     _close(kernels, pairs)
     return _program(f"{operation.name} straight from and to peers", kernels)
 

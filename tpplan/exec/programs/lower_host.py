@@ -175,47 +175,47 @@ def moves(operation: Moves, parts: int, slots: int) -> Program:
 
 
 def reduction(operation: Reduction, parts: int, slots: int) -> Program:
-    """Lower a reduction: each taker sums its share, reading other parts from their rings, and sends it to the others.
+    """Lower a reduction: each receiver sums its share, reading other parts from their rings, and sends it on.
 
     Args:
         operation: the operation to lower.
         parts: number of parts of the rows.
         slots: number of slots of each ring.
     """
-    asked = {giver: operation.asked_of(giver) for giver in operation.givers}
+    asked = {sender: operation.asked_of(sender) for sender in operation.senders}
     adding, spreading = [], []
     for part in range(parts):
         shares = operation.shares(part, parts)
         given = {
-            giver: [View(Buffer(INPUT, giver), start, stop, part, parts) for start, stop in spans]
-            for giver, spans in asked.items()
+            sender: [View(Buffer(INPUT, sender), start, stop, part, parts) for start, stop in spans]
+            for sender, spans in asked.items()
             if spans
         }
-        wholes = {giver: views[0]._replace(stop=views[-1].stop) for giver, views in given.items()}
-        sends = (copy for giver, views in given.items() for copy in _sent(views, wholes[giver], slots))
+        wholes = {sender: views[0]._replace(stop=views[-1].stop) for sender, views in given.items()}
+        sends = (copy for sender, views in given.items() for copy in _sent(views, wholes[sender], slots))
         sums = (
-            operation.total(load(share.taker), share, partial(_fetched, wholes, share.start, share.stop, slots))
+            operation.total(load(share.receiver), share, partial(_fetched, wholes, share.start, share.stop, slots))
             for share in shares
         )
         adding.append(_Round(tuple(sends), tuple(sums)))
-        sent = {share: share.of(OUTPUT, share.taker) for share in shares}
+        sent = {share: share.of(OUTPUT, share.receiver) for share in shares}
         copies = (
-            Copy(load(taker), staged(view, view.start, view.stop, slots), share.of(OUTPUT, taker))
+            Copy(load(receiver), staged(view, view.start, view.stop, slots), share.of(OUTPUT, receiver))
             for share, view in sent.items()
-            for taker in operation.takers
-            if taker != share.taker
+            for receiver in operation.receivers
+            if receiver != share.receiver
         )
         sends = (copy for view in sent.values() for copy in _sent((view,), view, slots))
         spreading.append(_Round(tuple(sends), tuple(copies)))
     spread = partial(_rounds, rounds=spreading, end=_DRAINED, slots=slots)
-    if not any(asked.values()):  # the only giver sums all columns
-        alone = (operation.total(own(each.taker), each, partial(each.of, INPUT)) for each in operation.shares())
+    if not any(asked.values()):  # the only sender sums all columns
+        alone = (operation.total(own(each.receiver), each, partial(each.of, INPUT)) for each in operation.shares())
         return _program(operation.name, (*alone, *spread(_DRAINED)))
-    if len(operation.takers) == 1:
+    if len(operation.receivers) == 1:
         return _program(operation.name, _rounds(_DRAINED, adding, _DRAINED, slots))
     return _program(operation.name, (*_rounds(_DRAINED, adding, _SUMMED, slots), *spread(_SUMMED)))
 
 
-def _fetched(given: dict[int, View], start: int, stop: int, slots: int, giver: int) -> View:
-    """Return the view of the ring in which a giver's columns are staged."""
-    return staged(given[giver], start, stop, slots)
+def _fetched(given: dict[int, View], start: int, stop: int, slots: int, sender: int) -> View:
+    """Return the view of the ring in which a sender's columns are staged."""
+    return staged(given[sender], start, stop, slots)

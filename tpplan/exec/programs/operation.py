@@ -68,17 +68,17 @@ class Moves:
 
 
 class Share(NamedTuple):
-    """Columns that one taker sums for all takers.
+    """Columns that one receiver sums for all receivers.
 
     Attributes:
-        taker: the device that sums.
+        receiver: the device that sums.
         start: first column.
         stop: one past the last column.
         part: index of the part of the rows.
         parts: number of parts of the rows.
     """
 
-    taker: int
+    receiver: int
     start: int
     stop: int
     part: int = 0
@@ -98,26 +98,26 @@ def share_out(columns: int, weights: Mapping[int, int]) -> tuple[tuple[int, int,
 
 @frozen
 class Reduction:
-    """A reduction: every taker gets the sum of all parts and of its residual.
+    """A reduction: every receiver gets the sum of all parts and of its residual.
 
     Attributes:
         name: a name to display.
         columns: columns of a part and of the sum.
-        givers: devices that have a part, in the order of addition.
-        takers: devices that get the sum, ascending.
-        residual: whether the takers have a residual, which is added last.
+        senders: devices that have a part, in the order of addition.
+        receivers: devices that get the sum, ascending.
+        residual: whether the receivers have a residual, which is added last.
     """
 
     name: str
     columns: int
-    givers: tuple[int, ...]
-    takers: tuple[int, ...]
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
     residual: bool
 
     @property
     def devices(self) -> tuple[int, ...]:
         """The devices that read or write, ascending."""
-        return tuple(sorted({*self.givers, *self.takers}))
+        return tuple(sorted({*self.senders, *self.receivers}))
 
     @property
     def reach(self) -> int:
@@ -125,39 +125,39 @@ class Reduction:
         return self.columns
 
     def shares(self, part: int = 0, parts: int = 1) -> tuple[Share, ...]:
-        """Divide the columns about equally among the takers; if there are few columns, some takers get no share."""
-        even = dict.fromkeys(self.takers, 1)
-        return tuple(Share(taker, a, b, part, parts) for taker, a, b in share_out(self.columns, even))
+        """Divide the columns about equally among the receivers; if there are few columns, some get no share."""
+        even = dict.fromkeys(self.receivers, 1)
+        return tuple(Share(receiver, a, b, part, parts) for receiver, a, b in share_out(self.columns, even))
 
     @property
     def span(self) -> int:
         """Columns from the first to the last that others fetch of one part, or of one share; the maximum over all."""
-        asked = (self.asked_of(giver) for giver in self.givers)
+        asked = (self.asked_of(sender) for sender in self.senders)
         shares = (share.stop - share.start for share in self.shares())
         return max((*(spans[-1][1] - spans[0][0] for spans in asked if spans), *shares))
 
-    def asked_of(self, giver: int) -> tuple[tuple[int, int], ...]:
-        """Return the columns (start, stop) of a giver's part that other takers sum: before and after its own share."""
-        mine = [(share.start, share.stop) for share in self.shares() if share.taker == giver]
+    def asked_of(self, sender: int) -> tuple[tuple[int, int], ...]:
+        """Return the columns (start, stop) of a sender's part that others sum: before and after its own share."""
+        mine = [(share.start, share.stop) for share in self.shares() if share.receiver == sender]
         start, stop = mine[0] if mine else (self.columns, self.columns)
         return tuple(span for span in ((0, start), (stop, self.columns)) if span[0] < span[1])
 
-    def others(self, taker: int) -> tuple[int, ...]:
-        """Return the givers whose parts a taker has to fetch."""
-        return tuple(giver for giver in self.givers if giver != taker)
+    def others(self, receiver: int) -> tuple[int, ...]:
+        """Return the senders whose parts a receiver has to fetch."""
+        return tuple(sender for sender in self.senders if sender != receiver)
 
-    def slab(self, share: Share, giver: int) -> View:
-        """Return the view of the taker's exchange buffer that receives another giver's columns of a share."""
-        others = self.others(share.taker)
-        buffer = Buffer(EXCHANGE, share.taker, others.index(giver), len(others))
+    def slab(self, share: Share, sender: int) -> View:
+        """Return the view of the receiver's exchange buffer that receives another sender's columns of a share."""
+        others = self.others(share.receiver)
+        buffer = Buffer(EXCHANGE, share.receiver, others.index(sender), len(others))
         width = share.stop - share.start
         return View(buffer, 0, width, share.part, share.parts, width)
 
     def total(self, stream: Stream, share: Share, fetched: Callable[[int], View]) -> Sum:
-        """Return the command that sums a share; ``fetched`` maps each other giver to the view of its columns."""
-        own = (share.of(INPUT, g) if g == share.taker else fetched(g) for g in self.givers)
-        residual = (share.of(RESIDUAL, share.taker),) if self.residual else ()
-        return Sum(stream, (*own, *residual), share.of(OUTPUT, share.taker))
+        """Return the command that sums a share; ``fetched`` maps each other sender to the view of its columns."""
+        own = (share.of(INPUT, g) if g == share.receiver else fetched(g) for g in self.senders)
+        residual = (share.of(RESIDUAL, share.receiver),) if self.residual else ()
+        return Sum(stream, (*own, *residual), share.of(OUTPUT, share.receiver))
 
 
 @frozen
@@ -175,7 +175,7 @@ class Addition:
     @property
     def devices(self) -> tuple[int, ...]:
         """The devices that add, ascending."""
-        return tuple(share.taker for share in self.shares)
+        return tuple(share.receiver for share in self.shares)
 
     @property
     def reach(self) -> int:
@@ -218,9 +218,9 @@ def allgather(name: str, slices: tuple[tuple[int, int, int], ...], targets: tupl
     )
 
 
-def all_reduce(columns: int, givers: tuple[int, ...], takers: tuple[int, ...], residual: bool) -> Reduction:  # noqa: FBT001
-    """Sum the givers' parts, and optionally a residual, on all takers."""
-    return Reduction("all_reduce", columns, givers, takers, residual)
+def all_reduce(columns: int, senders: tuple[int, ...], receivers: tuple[int, ...], residual: bool) -> Reduction:  # noqa: FBT001
+    """Sum the senders' parts, and optionally a residual, on all receivers."""
+    return Reduction("all_reduce", columns, senders, receivers, residual)
 
 
 def add(slices: tuple[tuple[int, int, int], ...]) -> Addition:

@@ -121,7 +121,7 @@ _MODULES = {
     "pointwise": "tpplan.decoder.fast.kernels.pointwise",
     "skinny": "tpplan.decoder.fast.kernels.skinny",
     "slot": "tpplan.exec.kernels.slot",
-    "straight": "tpplan.exec.kernels.direct",
+    "direct": "tpplan.exec.kernels.direct",
     "sum": "tpplan.exec.kernels.sums",
     "turn": "tpplan.decoder.fast.kernels.turn",
     "wide": "tpplan.decoder.fast.kernels.wide",

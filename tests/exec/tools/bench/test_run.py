@@ -248,10 +248,10 @@ def test_a_run_that_fails_late() -> None:
         if calls.count("late") == COUNT:
             raise RuntimeError("enough")
 
-    def early() -> None:
+    def programmatic() -> None:
         raise RuntimeError("at once")
 
-    runs = {"late": Run(late), "early": Run(early), "good": Run(lambda: calls.append("good"), 2)}
+    runs = {"late": Run(late), "early": Run(programmatic), "good": Run(lambda: calls.append("good"), 2)}
     clock = Clock([torch.device("cpu")], 5)
     times = clock.times(runs, lambda key, error: told.__setitem__(key, str(error)))
     assert told == {"late": "enough", "early": "at once"}

@@ -68,13 +68,13 @@ def _allgather(scene: Scene) -> Trial:
 
 
 def _all_reduce(scene: Scene) -> Trial:
-    takers, columns = scene.context.all_devices, scene.dim
+    receivers, columns = scene.context.all_devices, scene.dim
     parts = scene.operands((device, columns) for device in scene.devices)
-    residual = scene.operands(((device, columns) for device in takers), same=True)
+    residual = scene.operands(((device, columns) for device in receivers), same=True)
     if scene.form.name == "dense":
         residual = ()
     over = residual if scene.form.out == "residual" else ()
-    if scene.form.out == "parts" and scene.devices == takers:
+    if scene.form.out == "parts" and scene.devices == receivers:
         over = parts
 
     def call(out: list[Tensor] | None) -> Sequence[Tensor]:
@@ -88,7 +88,7 @@ def _all_reduce(scene: Scene) -> Trial:
         total = total + scene.holding(operand, columns).float()
     right = total.to(scene.dtype)
     inputs = tuple(x for x in (*parts, *residual) if all(x is not y for y in over))
-    return Trial(call, inputs, tuple((device, right) for device in takers), over=over)
+    return Trial(call, inputs, tuple((device, right) for device in receivers), over=over)
 
 
 def _add_residual(scene: Scene) -> Trial:

@@ -99,6 +99,6 @@ def _measured(places: Sequence[torch.device], transports: Sequence[str], timings
 
         limits = {transport: timer.limits(transport) for transport in transports}
         slots = {transport: limit.slot_bytes for transport, limit in limits.items()}
-        straight = "peer" in limits and limits["peer"].straight
-        tuning = tune(time, slots, len(places), straight=straight)
+        direct = "peer" in limits and limits["peer"].direct
+        tuning = tune(time, slots, len(places), direct=direct)
     return Thresholds(devices=len(places), transports=tuple(transports), tuning=tuning)

@@ -2,7 +2,7 @@
 
 A model is a folder below the given one with a ``config.json``. What tpplan counts is compared with what is known
 otherwise: the data in safetensors files, the ``total_size`` of an index, and with ``--transformers`` the parameters of
-the model that transformers builds. Run it as ``python -m benchmarks.config_coverage FOLDER [--transformers]``; the exit
+the model that transformers builds. Run it as ``python scripts/config_coverage.py FOLDER [--transformers]``; the exit
 code is 1 if a model is counted wrongly.
 """
 

@@ -7,21 +7,22 @@ for each number of GPUs, under torch's profiler. Steps are replayed graphs.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from benchmarks.bench_decode import checkpoint_of
 from benchmarks.common import children
 from benchmarks.common.rows import ROOT
+from benchmarks.decode.checkpoint import checkpoint_of
 from benchmarks.decode.options import numbers_of, parser_of
 from benchmarks.decode.order import Order
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
 
-def main() -> None:
-    """Profile, and print tables as they come."""
-    wanted = _wanted()
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Profile as the arguments say, print tables as they come, and exit."""
+    wanted = _wanted(arguments)
     failed = False
     with checkpoint_of(wanted) as directory:
         for gpus in wanted.gpus:
@@ -42,15 +43,10 @@ def main() -> None:
     sys.exit(failed)
 
 
-def _wanted() -> argparse.Namespace:
+def _wanted(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--batch", type=numbers_of, default=(1,), help="sequences that decode together (default 1)")
     add("--steps", type=int, default=20, help="that are profiled (default 20)")
     add("--prefill", type=int, default=0, help="tokens of a prompt that is profiled too (default none)")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    children.end_when_asked()
-    main()
+    return parser.parse_args(arguments)

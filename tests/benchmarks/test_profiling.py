@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from benchmarks import bench_decode, profile_decode, random_checkpoint
-from benchmarks.decode import profile_run
+from benchmarks import bench_decode
+from benchmarks.common import random_checkpoint
+from benchmarks.decode import checkpoint, profile_run
 from benchmarks.decode.order import Order, prompts
 from benchmarks.decode.profile_run import KINDS, OWN, REST, Work, busy, tables, works_of
 from tests.bench_decode_cases import CONFIG, order, run_command
@@ -176,7 +177,7 @@ def test_kernels_of_a_layer(tmp_path: Path, fine_units: None, devices: int) -> N
 def _command(monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str) -> int:
     """Run the command for a tiny model, and return how it exits."""
     sizes = ["--batch", "1,3", "--steps", "2", "--prefill", "40", "--layers", "1", "--gpus", "1,2"]
-    return run_command(profile_decode.main, monkeypatch, folder, _WIDER, *sizes, *more)
+    return run_command(bench_decode.main, monkeypatch, folder, _WIDER, "--profile", *sizes, *more)
 
 
 def test_the_command_prints_tables(
@@ -196,7 +197,7 @@ def test_the_command_fails_if_a_run_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It says why of each, and leaves nothing behind."""
-    monkeypatch.setattr(bench_decode, "room_for", lambda _: tmp_path)
+    monkeypatch.setattr(checkpoint, "room_for", lambda _: tmp_path)
     assert _command(monkeypatch, tmp_path, "--watchdog", "0.1") == 1
     said = capsys.readouterr().err
     assert "1 GPUs: not done after 0 s" in said

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from attrs import Factory, define, evolve
 
 import tpplan
 from benchmarks.reliability.interruption import EVERYWHERE, AtOpcode, Blocks, noted_blocks
-from benchmarks.soak import plan_for
+from benchmarks.reliability.operations import plan_for
 from tpplan import exec as tpx
 from tpplan.core.axes import Axis
 from tpplan.core.plan import SplitPlan
@@ -233,14 +233,14 @@ def closed_by_handler(bench: Bench, count: int, random: Random) -> Counter[str]:
     return left
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Interrupt everything, and say how it went."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="soak interrupts", description=__doc__)
     parser.add_argument("--interrupts", type=int, default=4000, help="random ones")
     parser.add_argument("--step", type=int, default=1, help="opcodes from one interrupt to the next; 0: none of them")
     parser.add_argument("--only", default="", help="opcodes of a single target, such as save")
     parser.add_argument("--seed", type=int, default=0, help="of everything random")
-    wanted = parser.parse_args()
+    wanted = parser.parse_args(arguments)
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, signal.default_int_handler)  # what Ctrl-C calls
     gc.disable()
@@ -282,7 +282,3 @@ def _row(name: str, left: Counter[str]) -> list[str]:
     bad = count - sum(times for each, times in left.items() if not each.startswith(("WRONG", "swallowed")))
     print(f"| {name} | {count:,} | {fine}{f', {bad:,} WRONG' if bad else ''} |", flush=True)
     return wrong
-
-
-if __name__ == "__main__":
-    main()

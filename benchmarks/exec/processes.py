@@ -1,12 +1,7 @@
-"""What operations take between processes with a GPU each, and what NCCL takes, in turns.
-
-Run it as ``python -m benchmarks.bench_processes --gpus 2``; with ``--cpu``, processes have virtual devices, and gloo
-stands in for NCCL.
-"""
+"""What operations take between processes with a GPU each, and what NCCL takes, in turns."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -133,22 +128,19 @@ def _tell(pair: Pair, how: str, ours: Sequence[float], theirs: Sequence[float]) 
         print(f"{pair.name:10} {size:6} KiB {how}: {mine:7.1f} us ({spread}), theirs {other:7.1f}, {other / mine:.2f}x")
 
 
-def main() -> None:
-    """Start the processes, or be one of them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpus", type=int, default=2, help="processes, with a GPU each (default: 2)")
-    parser.add_argument("--cpu", action="store_true", help="virtual devices, and gloo")
-    asked = parser.parse_args()
+def main(processes: int, *, on_gpus: bool) -> None:
+    """Start the processes, or be one of them.
+
+    Args:
+        processes: how many.
+        on_gpus: whether each has a GPU; otherwise devices are virtual.
+    """
     if "RANK" not in os.environ:
-        command = [sys.executable, "-m", "benchmarks.bench_processes", *sys.argv[1:]]
-        failure = children.run(command, asked.gpus, _SECONDS, lambda line: print(line, flush=True), ROOT)
+        command = [sys.executable, "-m", "benchmarks.bench_exec", *sys.argv[1:]]
+        failure = children.run(command, processes, _SECONDS, lambda line: print(line, flush=True), ROOT)
         sys.exit(failure or 0)
-    if not asked.cpu:
+    if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("gloo" if asked.cpu else "nccl", timeout=timedelta(seconds=60))
-    run(on_gpus=not asked.cpu)
+    distributed.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(seconds=60))
+    run(on_gpus=on_gpus)
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Processes of which one is lost while they generate, each in a network namespace of its own: how all of them end.
 
-Run it as ``python -m benchmarks.lost_process``, on Linux, where unprivileged users may have network namespaces.
+Run it as ``python -m benchmarks.soak lost``, on Linux, where unprivileged users may have network namespaces.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from attrs import asdict, define, field, frozen
 
 import tpplan
-from benchmarks.random_checkpoint import write
+from benchmarks.common.random_checkpoint import write
+from benchmarks.common.rows import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/generate_together.py"
 RANKS, PROMPT, NEW_TOKENS = 3, "5,17,99", 100
 #: Tokens after which something happens.
@@ -195,7 +195,8 @@ def run(which: Sequence[Case], timeout_s: float, folder: Path) -> tuple[list[Out
         "--kill-child",
         sys.executable,
         "-m",
-        "benchmarks.lost_process",
+        "benchmarks.soak",
+        "lost",
         "--inside",
         str(folder),
     ]
@@ -395,15 +396,15 @@ def _inside(folder: Path, timeout_s: float) -> None:
     (folder / "outcomes.json").write_text(json.dumps(said))
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Let everything happen, and print a line for each case."""
-    parser = argparse.ArgumentParser(description="Lose one of three processes while they generate.")
+    parser = argparse.ArgumentParser(prog="soak lost", description="Lose one of three processes while they generate.")
     parser.add_argument("--timeout", type=float, default=60, help="of the processes, in seconds (default: 60)")
     parser.add_argument("--late", type=float, default=20, help="seconds by which a process is late (default: 20)")
     parser.add_argument("--cut", type=float, default=4, help="seconds without a network (default: 4)")
     parser.add_argument("--repeat", type=int, default=1, help="times that everything happens (default: 1)")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.inside:
         _inside(given.inside, given.timeout)
         return
@@ -422,7 +423,3 @@ def main() -> None:
                 print(f"{'':12} {cause}")
     if wrong:
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from benchmarks import config_coverage
+from scripts import config_coverage
 from tests.checkpoints import LLAMA, llama_layers, llama_outside, tensor_bytes, write_checkpoint
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A checkpoint of random weights, quantised if asked for, written as fast as the disk takes it.
 
-Run it as ``python -m benchmarks.random_checkpoint CONFIG DIRECTORY``.
+Run it as ``python -m benchmarks.common.random_checkpoint CONFIG DIRECTORY``.
 """
 
 from __future__ import annotations

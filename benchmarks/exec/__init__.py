@@ -1,0 +1,1 @@
+"""The part of ``bench_exec`` that runs in several processes."""

@@ -1,0 +1,328 @@
+"""Models in GGUF, beside the package that llama.cpp's authors write files with."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.command import command
+from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.model import NotPlanned
+from tpplan.core.plan import Cache
+from tpplan.errors import ModelError
+from tpplan.models.config import parse_config
+from tpplan.models.families import spec_from_config
+from tpplan.models.gguf.architectures import ARCHITECTURES, name_of
+from tpplan.models.gguf.header import TYPES, read_gguf
+from tpplan.models.reader import read_model
+from tpplan.planner.plan import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tpplan.core.model import ModelSpec
+
+Q = gguf.GGMLQuantizationType
+GIB = 2**30
+
+#: What all small models have in common, by the words of metadata.
+COMMON: dict[str, int] = {
+    "block_count": 2,
+    "context_length": 4096,
+    "embedding_length": 512,
+    "feed_forward_length": 1024,
+    "attention.head_count": 8,
+    "attention.head_count_kv": 4,
+    "attention.key_length": 64,
+}
+EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 256}
+MORE: dict[str, dict[str, int]] = {
+    "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length": 512},
+    "qwen3moe": EXPERTS,
+    "mixtral": {"expert_count": 4, "expert_used_count": 2},
+    "gemma2": {"attention.sliding_window": 1024},
+    "gemma3": {"attention.sliding_window": 1024},
+}
+VOCAB = 640
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """Return the config.json of a small model in transformers' words, written by hand."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    more: dict[str, dict[str, Any]] = {
+        "qwen2moe": experts | {"shared_expert_intermediate_size": 512},
+        "qwen3moe": experts,
+        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "gemma2": {"sliding_window": 1024},
+        "gemma3": {"sliding_window": 1024},
+    }
+    return {
+        "model_type": ARCHITECTURES[name].model_type,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 4096,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": VOCAB,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": name in {"gemma2", "gemma3"},
+        **more.get(name, {}),
+    }
+
+
+def spec_of(name: str) -> ModelSpec:
+    """Return the unquantised model of a config.json."""
+    return spec_from_config(parse_config(json.dumps(config_of(name)).encode(), "config.json"), name)
+
+
+def shapes_of(model: ModelSpec, name: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a GGUF file's tensors by name, by the map of the gguf package."""
+    arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}["llama" if name == "mixtral" else name]
+    names = gguf.get_tensor_name_map(arch, 2)
+    found: dict[str, tuple[int, ...]] = {}
+    for block in model.blocks:
+        for parameter in block.parameters:
+            for layer in block.layers:
+                stem, _, kind = parameter.name.replace("{layer}", str(layer)).rpartition(".")
+                stem = stem.replace(".experts.{expert}.", ".experts.")  # as llama.cpp's converter merges them
+                own = names.get_name(stem)
+                assert own, stem
+                shape = (*((parameter.copies,) if parameter.copies > 1 else ()), *parameter.shape)
+                found[f"{own}.{kind}"] = shape
+    for parameter in model.parameters:
+        stem, _, kind = parameter.name.rpartition(".")
+        found[f"{names.get_name(stem)}.{kind}"] = parameter.shape
+    return found
+
+
+def kind_of(name: str, shape: Sequence[int], kinds: Sequence[Any]) -> Any:
+    """Return a type for a tensor: norms in 32 bits, matrices by turns in those that their columns allow."""
+    if len(shape) == 1:
+        return Q.F32
+    fitting = [kind for kind in kinds if not shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]]
+    return fitting[len(name) % len(fitting)]
+
+
+def write(path: Path, name: str, kinds: Sequence[Any] = (Q.Q4_K, Q.Q6_K, Q.Q8_0), **changes: Any) -> dict[str, int]:
+    """Write a small model with the gguf package; return the bytes of its tensors by name."""
+    arch = "llama" if name == "mixtral" else name
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in {**COMMON, **MORE.get(name, {}), **changes}.items():
+        if value is not None:
+            (writer.add_array if isinstance(value, list) else writer.add_uint32)(f"{arch}.{key}", value)
+    writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(5000)])
+    sizes = {}
+    for tensor, shape in shapes_of(spec_of(name), name).items():
+        kind = kind_of(tensor, shape, kinds)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        data = np.zeros((*shape[:-1], shape[-1] // block * size), np.uint8)
+        if kind is Q.F32:
+            writer.add_tensor(tensor, np.zeros(shape, np.float32))
+        else:
+            writer.add_tensor(tensor, data, raw_dtype=kind)
+        sizes[tensor] = data.nbytes
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sizes
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_of_every_architecture(name: str, tmp_path: Path) -> None:
+    """It is the one of the same config.json, but for how weights are stored, which is as in the file, to the byte."""
+    sizes = write(tmp_path / "small.gguf", name)
+    found, logical = read_model(tmp_path / "small.gguf"), spec_of(name)
+    assert found.weight_bytes == sum(sizes.values())
+    assert found.not_planned == ()
+    assert found.parameter_count == logical.parameter_count
+    ours, theirs = ({evolve(b, layers=(), parameters=()) for b in spec.blocks} for spec in (found, logical))
+    assert ours == theirs
+    assert sorted(layer for block in found.blocks for layer in block.layers) == [0, 1]
+    assert (found.architecture, found.max_context, found.dtype) == (logical.architecture, 4096, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_names_are_those_of_the_package(name: str) -> None:
+    """Of every parameter of a family's small model."""
+    ours = set()
+    model = spec_of(name)
+    for parameter in [*model.parameters, *(p for block in model.blocks for p in block.parameters)]:
+        own = name_of(parameter.name, ARCHITECTURES[name])
+        assert own, parameter.name
+        ours |= {own.replace("{layer}", str(layer)) for layer in range(2)}
+    assert ours == set(shapes_of(model, name))
+
+
+def test_types_are_those_of_the_package() -> None:
+    """Numbers, names, elements and bytes of blocks."""
+    for number, (text, *sizes) in TYPES.items():
+        assert Q(number).name == text
+        assert gguf.GGML_QUANT_SIZES[Q(number)] == tuple(sizes)
+    assert {kind.name for kind in Q} - {text for text, *_ in TYPES.values()} <= {"Q8_1", "Q8_K", "Q1_0"}
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q5_1, Q.Q8_0, Q.IQ4_NL, Q.Q2_K, Q.Q3_K, Q.Q5_K, Q.IQ4_XS, Q.F16, Q.BF16])
+def test_headers_are_those_of_the_package(kind: Any, tmp_path: Path) -> None:
+    """Types, shapes, places and metadata, as the package's reader has them."""
+    write(tmp_path / "small.gguf", "qwen3", [kind])
+    ours, theirs = read_gguf(tmp_path / "small.gguf"), gguf.GGUFReader(tmp_path / "small.gguf")
+    assert {name: (t.kind, t.shape, t.nbytes, t.start) for name, t in ours.tensors.items()} == {
+        t.name: (t.tensor_type.name, tuple(map(int, reversed(t.shape))), t.n_bytes, t.data_offset)
+        for t in theirs.tensors
+    }
+    for key, value in ours.metadata.items():
+        assert theirs.fields[key].contents() == value
+    assert ours.lengths["tokenizer.ggml.tokens"] == 5000
+    assert "tokenizer.ggml.tokens" not in ours.metadata
+
+
+def test_cuts_are_between_blocks(tmp_path: Path) -> None:
+    """Rows of 256 columns in Q4_K and Q6_K: heads of 64 go by fours, and the MLP by 256."""
+    write(tmp_path / "small.gguf", "llama", [Q.Q4_K, Q.Q6_K])
+    devices = [Device(name="x", budget_bytes=4 * GIB, overhead_bytes=0)] * 2
+    made = plan(read_model(tmp_path / "small.gguf"), devices, cache=Cache(tokens=256), max_rows=64)
+    for axis, width in ((Axis.Q_HEADS, 64), (Axis.INTERMEDIATE, 1)):
+        split = made.split(axis)
+        assert split.unit * width % 256 == 0
+        assert all((end - start) * width % 256 == 0 for start, end in pairwise(split.bounds))
+    assert sum(entry.weights_bytes for entry in made.memory) >= read_model(tmp_path / "small.gguf").weight_bytes
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    """Written by the package in parts; any of the files stands for all, and a missing one is told."""
+    arch = "llama"
+    writer = gguf.GGUFWriter(tmp_path / "small.gguf", arch, split_max_tensors=5)
+    for key, value in COMMON.items():
+        writer.add_uint32(f"{arch}.{key}", value)
+    total = 0
+    for name, shape in shapes_of(spec_of("llama"), "llama").items():
+        data = np.zeros(shape, np.float32 if len(shape) == 1 else np.float16)
+        writer.add_tensor(name, data)
+        total += data.nbytes
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert len(files) > 2
+    assert files[0].name.startswith("small-00001-of-")
+    for path in (files[0], files[-1], tmp_path):
+        assert read_model(path).weight_bytes == total
+    files[1].unlink()
+    with pytest.raises(ModelError, match=rf"1 of {len(files)} files are not there, such as small-00002-of-"):
+        read_model(files[0])
+
+
+def test_what_is_beside(tmp_path: Path) -> None:
+    """Factors of RoPE, prediction layers and unknown tensors are told in bytes; safetensors files win."""
+    path = tmp_path / "small.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in COMMON.items():
+        writer.add_uint32(f"llama.{key}", value)
+    for name, shape in shapes_of(spec_of("llama"), "llama").items():
+        writer.add_tensor(name, np.zeros(shape, np.float32))
+    for name, count in (("rope_freqs.weight", 32), ("blk.2.nextn.eh_proj.weight", 64), ("extra.weight", 8)):
+        writer.add_tensor(name, np.zeros(count, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = (NotPlanned("buffers", 128), NotPlanned("other tensors", 32), NotPlanned("prediction layers", 256))
+    assert read_model(path).not_planned == parts
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block_count": 3}, "has no tensor blk.2."),
+        ({"embedding_length": 256}, "has the shape [512], by the metadata it is [256]"),
+        ({"attention.head_count": 0}, "num_attention_heads"),
+        ({"feed_forward_length": [1024, 512]}, "llama.feed_forward_length differs between layers"),
+        ({"block_count": None}, "num_hidden_layers"),
+    ],
+)
+def test_metadata_that_is_wrong(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """The error names the file and the tensor or the key."""
+    write(tmp_path / "small.gguf", "llama", **changes)
+    done = command("inspect", tmp_path / "small.gguf")
+    assert done.code == 2
+    assert words in " ".join(done.err.split())
+    assert "small.gguf" in done.err
+
+
+@pytest.mark.parametrize("arch", ["rwkv7", "clip", "mamba"])
+def test_other_architectures(arch: str, tmp_path: Path) -> None:
+    """They are refused by name."""
+    writer = gguf.GGUFWriter(tmp_path / "small.gguf", arch)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="mmproj" if arch == "clip" else arch):
+        read_model(tmp_path / "small.gguf")
+
+
+def test_no_bytes_raise_anything_but_model_errors(tmp_path: Path) -> None:
+    """Files that end anywhere in the header, and with any bytes replaced."""
+    write(tmp_path / "whole.gguf", "qwen3", [Q.Q8_0], block_count=2)
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    size, path = len(whole), tmp_path / "cut.gguf"
+    for end in (*range(0, 400, 7), *range(400, 80_000, 1999), size - 1):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ModelError):
+            read_model(path)
+
+    @given(st.lists(st.tuples(st.integers(4, 3000), st.binary(min_size=1, max_size=9)), min_size=1, max_size=4))
+    def changed(edits: list[tuple[int, bytes]]) -> None:
+        data = bytearray(whole)
+        for at, new in edits:
+            data[at : at + len(new)] = new
+        path.write_bytes(data)
+        try:
+            read_model(path)
+        except ModelError as error:
+            assert len(str(error)) < 1000  # noqa: PT017 (any of them)
+
+    changed()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"GGUF\x00\x00\x00\x03" + bytes(16), "big endian"),
+        (b"GGUF\x01\x00\x00\x00" + bytes(16), "version 1, expected 2 or 3"),
+        (b"GGUF\x03\x00\x00\x00" + b"\xff" * 8 + bytes(8), "tensors, the most is"),
+        (b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\xff" * 8, "keys, the most is"),
+        (b"GGML" + bytes(20), "does not begin with GGUF"),
+        (b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\x01" + bytes(7) + b"\xff" * 7 + b"\x00", "has a text of"),
+    ],
+)
+def test_headers_that_lie(data: bytes, words: str, tmp_path: Path) -> None:
+    """Numbers beyond the file are refused before anything is read by them."""
+    (tmp_path / "small.gguf").write_bytes(data)
+    with pytest.raises(ModelError, match=words):
+        read_model(tmp_path / "small.gguf")
+
+
+def test_computing_is_refused_with_what_can_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is made, and generating says which engine runs it."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "small.gguf", "llama")
+    assert command("plan", "small.gguf", "--gpus", "4GiB", "--context", 256, "--max-rows", 64, "-o", "p.json").code == 0
+    done = command("generate", "p.json", "--model", "small.gguf", "--token-ids", "1,2")
+    assert done.code == 2
+    assert "small.gguf is a model in GGUF, which can be planned, but not loaded" in done.err
+    assert "tpplan export PLAN --for llama.cpp" in done.err
+    assert command("check", "p.json", "--model", "small.gguf").code == 0

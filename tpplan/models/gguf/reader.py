@@ -1,0 +1,144 @@
+"""A GGUF file as a ModelSpec: the model that its metadata describes, and its weights to the byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import lcm
+from typing import TYPE_CHECKING, Final
+
+from attrs import evolve
+
+from tpplan.core.model import NotPlanned
+from tpplan.errors import ModelError
+from tpplan.models.families import spec_from_config
+from tpplan.models.formats.formula import rebuild
+from tpplan.models.formats.matching import BUFFERS
+from tpplan.models.gguf.architectures import architecture_of, config_of, name_of
+from tpplan.models.gguf.header import read_gguf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tpplan.core.model import ModelSpec, Parameter, Segment
+    from tpplan.models.gguf.architectures import Architecture
+    from tpplan.models.gguf.header import Gguf, GgufTensor
+
+SUFFIX: Final = ".gguf"
+#: Types of tensors that safetensors has too.
+_PLAIN: Final = frozenset({"F32", "F16", "BF16", "F64"})
+#: Tensors that follow from the metadata.
+_FACTORS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+_HINT: Final = "the file may be of a variant of the architecture that tpplan does not know"
+_SHOWN: Final = 3
+#: Weights that a directory has beside copies of them in GGUF.
+_OTHERS: Final = ("*.safetensors", "pytorch_model*.bin", "*.pt", "*.pth")
+
+
+def gguf_in(directory: Path) -> Path | None:
+    """Return the one model in GGUF that a directory without other weights has; None if it has none.
+
+    Of a model in several files, that is the first.
+
+    Raises:
+        ModelError: there are several.
+    """
+    files = sorted(path for path in directory.glob(f"*{SUFFIX}") if not path.name.startswith("mmproj"))
+    others = (path for pattern in _OTHERS for path in directory.glob(pattern))
+    if not files or next(others, None):
+        return None
+    first = [path for path in files if "-of-" not in path.name or "-00001-of-" in path.name]
+    if len(first) > 1:
+        names = ", ".join(path.name for path in first[:_SHOWN]) + (", …" if first[_SHOWN:] else "")
+        raise ModelError(f"{directory.name} has {len(first)} models in GGUF: {names}", "name one of the files")
+    return (first or files)[0]
+
+
+def read_gguf_model(path: Path) -> ModelSpec:
+    """Read a model from the header of its GGUF file, or of the first of its files.
+
+    Raises:
+        ModelError: a file is damaged, the architecture is not supported, or a tensor is missing, has another shape than
+            the metadata says, or blocks that no cut can respect.
+    """
+    file = read_gguf(path)
+    architecture = architecture_of(file, path.name)
+    logical = spec_from_config(config_of(file, architecture, path.name), path.stem)
+    match = _Match(file, architecture, path.name)
+    spec = rebuild(logical, match.stored)
+    return evolve(
+        spec,
+        weight_format=f"GGUF {max(match.sizes, key=lambda kind: (match.sizes[kind], kind))}",
+        not_planned=(*spec.not_planned, *match.aside(logical.layer_count)),
+        assumed="",
+    )
+
+
+class _Match:
+    """The tensors of a file as a model's parameters.
+
+    Attributes:
+        sizes: bytes by type.
+    """
+
+    def __init__(self, file: Gguf, architecture: Architecture, source: str) -> None:
+        self._file, self._architecture, self._source = file, architecture, source
+        self._used: set[str] = set()
+        self.sizes: Counter[str] = Counter()
+
+    def stored(self, parameter: Parameter, layer: int | None) -> tuple[Parameter, ...]:
+        """Return a parameter of a layer as the file stores it."""
+        pattern = name_of(parameter.name, self._architecture)
+        name = pattern.replace("{layer}", str(layer))
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
+            what = parameter.name.replace("{layer}", str(layer))
+            raise ModelError(f"{self._source} has no tensor {name or 'for ' + what}", _HINT)
+        wanted = (*((parameter.copies,) if parameter.copies > 1 else ()), *parameter.shape)
+        if tensor.shape != wanted:
+            message = f"{self._source}: {name} has the shape {list(tensor.shape)}, by the metadata it is {list(wanted)}"
+            raise ModelError(message, _HINT)
+        self._used.add(name)
+        self.sizes[tensor.kind] += tensor.nbytes
+        if tensor.kind in _PLAIN:
+            return (evolve(parameter, dtype=tensor.kind),)
+        return (_in_blocks(parameter, tensor, name, self._source),)
+
+    def aside(self, layers: int) -> list[NotPlanned]:
+        """Return what else the file holds."""
+        sizes: Counter[str] = Counter()
+        for name, tensor in self._file.tensors.items():
+            if name not in self._used:
+                sizes[_label(name, layers)] += tensor.nbytes
+        return [NotPlanned(what, size) for what, size in sorted(sizes.items())]
+
+
+def _label(name: str, layers: int) -> str:
+    """Return what a tensor that is not planned is part of."""
+    if name in _FACTORS:
+        return BUFFERS
+    number = name.removeprefix("blk.").partition(".")[0]
+    if number.isdecimal() and int(number) >= layers:
+        return "prediction layers"
+    return "other tensors"
+
+
+def _in_blocks(parameter: Parameter, tensor: GgufTensor, name: str, source: str) -> Parameter:
+    """Return a parameter whose last dimension is stored in blocks, in bytes."""
+    *outer, inner = parameter.dims
+    segments = []
+    for segment in inner:
+        if segment.length % tensor.block:
+            message = f"{source}: a part of {segment.length} columns of {name} is no whole number of blocks"
+            raise ModelError(f"{message} of {tensor.block} ({tensor.kind})", _HINT)
+        segments.append(_in_bytes(segment, tensor))
+    return evolve(parameter, dtype="U8", dims=(*outer, tuple(segments)))
+
+
+def _in_bytes(segment: Segment, tensor: GgufTensor) -> Segment:
+    """Return a segment of columns as the bytes of its blocks, which no cut may divide."""
+    block = lcm(segment.block, tensor.block)
+    return evolve(
+        segment,
+        length=segment.length // tensor.block * tensor.block_bytes,
+        block=block // tensor.block * tensor.block_bytes,
+    )
