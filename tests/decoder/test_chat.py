@@ -278,7 +278,8 @@ def _generate(directory: Path, *arguments: object, stdin: bytes = b"") -> Done:
 
 def _document(directory: Path, *arguments: object, stdin: bytes = b"") -> dict[str, Any]:
     done = _generate(directory, *arguments, "--json", stdin=stdin)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
+    assert done.err.startswith("time: ")
     document: dict[str, Any] = json.loads(done.out)
     return document
 
@@ -293,6 +294,20 @@ def test_the_model_is_given_a_chat(system: str, checkpoint: Path) -> None:
     assert _document(checkpoint, "--prompt", "-", *asked, stdin=b"Who keeps it?")["prompt_tokens"] == told
     plain = _document(checkpoint, "--prompt", "Who keeps it?", "--max-new-tokens", 1)["prompt_tokens"]
     assert plain == theirs("Who keeps it?")["input_ids"] != told
+
+
+def test_a_file_of_messages(checkpoint: Path, tmp_path: Path) -> None:
+    """Each line is put into the template alone, with the system message and the variables that are given."""
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    (tmp_path / "said").write_text("Who keeps it?\nWho?\n", encoding="utf-8")
+    asked = ("--max-new-tokens", 1, "--chat", "--system", SYSTEM, "--json")
+    for more in ({}, {"add_generation_prompt": False}):
+        variables = ("--chat-template-kwargs", json.dumps(more)) if more else ()
+        done = _generate(checkpoint, "--prompts", tmp_path / "said", *asked, *variables)
+        found = [json.loads(line)["prompt_tokens"] for line in done.out.splitlines()]
+        said = [_said(text, SYSTEM) for text in ("Who keeps it?", "Who?")]
+        options = {"add_generation_prompt": True} | more
+        assert found == [theirs.apply_chat_template(each, **options)["input_ids"] for each in said]
 
 
 def test_a_turn_ends(copied: Path) -> None:

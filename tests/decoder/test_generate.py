@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
-import tokenizers
 from jsonschema import Draft202012Validator
 
 import tpplan
-from tests.command import Done, command
+from tests.command import command
+from tests.decoder.generate_cases import PROMPT, TIME, bytes_of, generate, write_checkpoint
 from tests.decoder_cases import LENGTH, VOCAB, model_of, plan_of, request_of
 from tests.edited_plans import EDITS
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
@@ -32,42 +32,20 @@ if TYPE_CHECKING:
     from tpplan.weights import Weights
 
 ROOT = Path(__file__).parents[2]
-PROMPT = "The quick brown fox, señor Ω"
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small checkpoint, with a tokenizer whose tokens are the bytes of UTF-8 and some pairs of them."""
-    directory = tmp_path_factory.mktemp("checkpoints") / "tiny"
-    shutil.copytree(model_of("mistral").directory, directory)
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = sorted(set(bytes_of(PROMPT)))
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([PROMPT] * 3, trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    plan_of(directory, 3, request_of(batch=1), {}, seed=4).save(directory / "plan.json")
-    return directory
-
-
-def bytes_of(text: str) -> list[str]:
-    """Return the characters that stand for the bytes of a text in a tokenizer of bytes."""
-    found = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
-    return [char for word, _ in found for char in word]
-
-
-def generate(checkpoint: Path, *arguments: object, stdin: bytes = b"") -> Done:
-    """Run the command on the small checkpoint and its plan."""
-    plan = checkpoint / "plan.json"
-    return command("generate", plan, "--model", checkpoint, "--backend", "cpu", *arguments, stdin=stdin)
+    """Return a small checkpoint, with a tokenizer."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")
 
 
 def test_tokens(checkpoint: Path) -> None:
     """Tokens in, the tokens that follow them out, in the form in which they are read; nothing else."""
     prompt = ",".join(map(str, model_of("mistral").prompts[0]))
     done = generate(checkpoint, "--token-ids", prompt, "--max-new-tokens", 8)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
+    assert re.fullmatch(TIME.format(prompt=len(model_of("mistral").prompts[0]), new=8), done.err)
     tokens = done.out.removesuffix("\n").split(",")
     assert len(tokens) == 8
     again = generate(checkpoint, "--token-ids", ",".join([prompt, *tokens[:4]]), "--max-new-tokens", 4)
@@ -131,9 +109,8 @@ def test_an_edited_plan(edit: str, checkpoint: Path, monkeypatch: pytest.MonkeyP
 def test_a_text_of_standard_input(checkpoint: Path) -> None:
     """A prompt of - is read from standard input, to the byte."""
     asked = ("--max-new-tokens", 5)
-    assert generate(checkpoint, "--prompt", "-", *asked, stdin=PROMPT.encode()) == generate(
-        checkpoint, "--prompt", PROMPT, *asked
-    )
+    done = generate(checkpoint, "--prompt", "-", *asked, stdin=PROMPT.encode())
+    assert (done.code, done.out) == (0, generate(checkpoint, "--prompt", PROMPT, *asked).out)
 
 
 def test_a_text_ends(checkpoint: Path, tmp_path: Path) -> None:
@@ -172,7 +149,9 @@ def test_virtual_devices_are_told_of(checkpoint: Path) -> None:
     with patch("torch.cuda.is_available", return_value=False):
         done = command(*asked)
     assert done.code == 0
-    assert done.err == "note: on virtual devices, because the plan has 3 and this machine 0 CUDA devices\n"
+    first, last = done.err.splitlines(keepends=True)
+    assert first == "note: on virtual devices, because the plan has 3 and this machine 0 CUDA devices\n"
+    assert re.fullmatch(TIME.format(prompt=1, new=2).replace("prompt tokens", "prompt token"), last)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +159,22 @@ def test_virtual_devices_are_told_of(checkpoint: Path) -> None:
     [
         ((), "generate takes either a prompt or tokens"),
         (("--prompt", "a", "--token-ids", "1"), "generate takes either a prompt or tokens hint: leave out one of them"),
+        (
+            ("--prompts", "x", "--token-ids", "1"),
+            "generate takes either a prompt or tokens hint: leave out all but one",
+        ),
+        (("--chat",), "generate takes either a prompt or tokens hint: add --prompt"),
+        (("--token-ids", "1", "--stop", "a"), "--stop takes a prompt, not tokens"),
+        (("--prompt", "a", "--stop", "\udcff"), r"a stop string has '\udcff' at character 0"),
+        (("--token-ids", "1", "--top-k", 5), "--top-k takes effect with --temperature above 0"),
+        (("--token-ids", "1", "--repetition-penalty", 0), "the repetition penalty is 0.0"),
+        (("--prompt", "a", "--chat-template-kwargs", "{}"), "--chat-template-kwargs is a part of a chat"),
+        (
+            ("--prompt", "a", "--chat", "--chat-template-kwargs", "{"),
+            "--chat-template-kwargs ends before its JSON does",
+        ),
+        (("--prompt", "a", "--chat", "--chat-template-kwargs", "[]"), "is '[]', expected an object"),
+        (("--prompt", "a", "--chat", "--chat-template-kwargs", '{"messages": 1}'), "has messages, which the prompt is"),
         (("--token-ids", "1", "--top-p", 1), "--top-p takes effect with --temperature above 0"),
         (("--token-ids", "1", "--temperature", 0, "--seed", 0), "--seed takes effect with --temperature above 0"),
         (("--token-ids", "1,,2"), "--token-ids is '1,,2', expected numbers"),

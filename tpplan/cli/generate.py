@@ -1,16 +1,28 @@
-"""The command ``tpplan generate``: a plan and a checkpoint in, a text out."""
+"""The command ``tpplan generate``: a plan and a checkpoint in, texts out."""
 
 from __future__ import annotations
 
 import shlex
+import sys
+from itertools import count
+from typing import TYPE_CHECKING
 
 from tpplan.cli import console, plans
 from tpplan.cli.commands import OK, Whole
 from tpplan.core.missing import needing
 from tpplan.errors import PlanError, RequestError, UsageError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tpplan.core.plan import SplitPlan
+    from tpplan.decoder.generation.arguments import Order, Task
+    from tpplan.reports.generate import GenerateReport
+
 #: Characters of a number; no model has so many tokens.
 _LONGEST = 12
+#: Settings that only count where tokens are drawn.
+_DRAWING = ("top_p", "top_k", "min_p", "seed")
 
 
 def generate(
@@ -19,12 +31,20 @@ def generate(
     *,
     model: str,
     prompt: str = "",
+    prompts: str = "",
     token_ids: str = "",
     chat: bool = False,
     system: str = "",
+    chat_template_kwargs: str = "",
     max_new_tokens: Whole | None = None,
-    temperature: float = 0.0,
+    stop: tuple[str, ...] = (),
+    temperature: float | None = None,
     top_p: float | None = None,
+    top_k: Whole | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
     seed: Whole | None = None,
     backend: str = "auto",
     json: bool = False,
@@ -35,62 +55,187 @@ def generate(
         plan: a plan file; - is standard input.
         model: the checkpoint's directory, with safetensors files and, for --prompt, a tokenizer.json; or org/name.
         prompt: the text to continue; - is standard input.
+        prompts: a file of texts to continue, one a line, or JSON lines such as {"prompt": "…"}; - is standard input.
         token_ids: tokens to continue instead, such as 5,17,99; then tokens are printed, and no tokenizer is needed.
-        chat: put the prompt into the checkpoint's chat template, for the model to answer it.
+        chat: put the prompt into the checkpoint's chat template, for the model to answer it; on a terminal without a
+            prompt, a conversation.
         system: with --chat, what the system says before the prompt.
+        chat_template_kwargs: with --chat, variables of the template as JSON, such as {"enable_thinking": false}.
         max_new_tokens: at most; 128 by default, or as many as the plan's cache has room for.
-        temperature: 0 (by default) takes the likeliest token; above, one is drawn.
-        top_p: with a temperature, the probability of all the tokens that one is drawn from; 1 by default.
+        stop: end a text before this; repeatable.
+        temperature: 0 takes the likeliest token; above, one is drawn. This and what follows are by default as
+            generation_config.json says, else 0 and without effect.
+        top_p: with a temperature, the probability of all the tokens that one is drawn from.
+        top_k: with a temperature, how many of the likeliest tokens one is drawn from; 0 is all.
+        min_p: with a temperature, how probable tokens must be, as a part of the largest probability.
+        repetition_penalty: divides the logits of tokens that the text has; 1 changes nothing.
+        presence_penalty: is subtracted from the logits of tokens that were generated.
+        frequency_penalty: is subtracted for each time that they were.
         seed: with a temperature, of what is drawn; 0 by default.
         backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
-        json: print one JSON document.
+        json: print one JSON document; with --prompts one in each line.
     """
-    from tpplan.decoder.decoding.sampling import Sampling  # noqa: PLC0415
     from tpplan.decoder.generation.arguments import Order, checked  # noqa: PLC0415
-    from tpplan.files.codec import unstructure  # noqa: PLC0415 (not every command has a document)
-    from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
+    from tpplan.decoder.generation.defaults import Defaults  # noqa: PLC0415
     from tpplan.models.hub import local  # noqa: PLC0415
 
-    if bool(prompt) == bool(token_ids):
-        hint = "leave out one of them" if prompt else 'add --prompt "…" or --token-ids 5,17,99'
-        raise UsageError("generate takes either a prompt or tokens", hint)
-    if chat and token_ids:
-        raise UsageError("--chat takes a prompt, not tokens", "give the prompt as a text, or leave out --chat")
-    if system and not chat:
-        raise UsageError("--system is a part of a chat", "add --chat, or leave out --system")
-    for option, value in (("--top-p", top_p), ("--seed", seed)):
-        if value is not None and not temperature:
-            raise UsageError(
-                f"{option} takes effect with --temperature above 0", f"add --temperature 0.7, or leave out {option}"
-            )
+    talks = chat and not (prompt or prompts or token_ids) and sys.stdin.isatty()
+    _check_source(prompt, prompts, token_ids, talks=talks, json=json)
+    for option, value in (("--system", system), ("--chat-template-kwargs", chat_template_kwargs)):
+        if value and not chat:
+            raise UsageError(f"{option} is a part of a chat", f"add --chat, or leave out {option}")
+    if token_ids and (chat or stop):
+        option = "--chat" if chat else "--stop"
+        raise UsageError(f"{option} takes a prompt, not tokens", f"give the prompt as a text, or leave out {option}")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise RequestError(f"--max-new-tokens is {max_new_tokens}, expected 1 or more", "leave it out for 128")
-    tokens = token_ids.split(",") if token_ids else []
-    if not all(token.strip().isdecimal() and len(token) <= _LONGEST for token in tokens):
-        raise UsageError(f"--token-ids is {token_ids[:60]!r}, expected numbers", "write them as in 5,17,99")
-    plans.some((plan, prompt))
+    settings = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    tokens = _tokens(token_ids)
+    variables = _variables(chat_template_kwargs)
+    plans.some((plan, prompt, prompts))
     found = plans.read_plan(plan)
+    directory = str(local(model))
+    defaults = Defaults.read(directory).without(given)
+    sampling = defaults.sampling(given)
+    for name in _DRAWING:
+        if name in given and not sampling.temperature:
+            option = f"--{name.replace('_', '-')}"
+            hint = f"add --temperature 0.7, or leave out {option}"
+            raise UsageError(f"{option} takes effect with --temperature above 0", hint)
     order = Order(
-        directory=str(local(model)),
-        prompt=console.read(prompt) if prompt == console.STREAM else prompt,
-        tokens=tuple(map(int, tokens)),
+        directory=directory,
+        prompts=_texts(prompt, prompts),
+        tokens=tokens,
         chat=chat,
         system=system,
+        variables=variables,
         max_new_tokens=max_new_tokens or 0,
-        sampling=Sampling(temperature, 1.0 if top_p is None else top_p, seed or 0),
+        sampling=sampling,
+        stops=stop,
         backend=backend,
     )
+    task = _checked(checked, found, order, plan, model)
+    if text := str(defaults):
+        plans.note(text)
+    if talks:
+        _talk(task)
+    else:
+        _continue(task, json=json, lines=bool(prompts))
+    return OK
+
+
+def _check_source(prompt: str, prompts: str, token_ids: str, *, talks: bool, json: bool) -> None:
+    """Check that there is one thing to continue.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    given = [text for text in (prompt, prompts, token_ids) if text]
+    if len(given) != 1 and not talks:
+        hint = "leave out all but one" if prompts else "leave out one of them"
+        hint = hint if given else 'add --prompt "…", --prompts FILE or --token-ids 5,17,99'
+        raise UsageError("generate takes either a prompt or tokens", hint)
+    if talks and json:
+        raise UsageError("a conversation is no JSON document", 'add --prompt "…", or leave out --json')
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    """Return the tokens of ``--token-ids``."""
+    tokens = text.split(",") if text else []
+    if not all(token.strip().isdecimal() and len(token) <= _LONGEST for token in tokens):
+        raise UsageError(f"--token-ids is {text[:60]!r}, expected numbers", "write them as in 5,17,99")
+    return tuple(map(int, tokens))
+
+
+def _variables(text: str) -> Mapping[str, object]:
+    """Return the object of ``--chat-template-kwargs``."""
+    from tpplan.files.jsontext import NotJSONError, read_json  # noqa: PLC0415
+
+    hint = """write an object of JSON, such as '{"enable_thinking": false}'"""
+    if not text:
+        return {}
     try:
-        task = checked(found, order)
+        data = read_json(text)
+    except NotJSONError as error:
+        raise UsageError(f"--chat-template-kwargs {error}", hint) from error
+    if not isinstance(data, dict):
+        raise UsageError(f"--chat-template-kwargs is {text[:60]!r}, expected an object", hint)
+    if "messages" in data:
+        raise UsageError(
+            "--chat-template-kwargs has messages, which the prompt is", "give them by --prompt and --system"
+        )
+    return data
+
+
+def _texts(prompt: str, prompts: str) -> tuple[str, ...]:
+    """Return the texts to continue: one that is given, or those of a file."""
+    from tpplan.decoder.generation.prompt_file import prompts_of  # noqa: PLC0415
+
+    if prompts:
+        return prompts_of(console.read(prompts), console.shown(prompts))
+    text = console.read(prompt) if prompt == console.STREAM else prompt
+    return (text,) if text else ()
+
+
+def _checked(
+    checked: Callable[[SplitPlan, Order], Task], found: SplitPlan, order: Order, path: str, model: str
+) -> Task:
+    """Check an order, and say of a plan at a path that is not right for a model which commands help."""
+    try:
+        return checked(found, order)
     except PlanError as error:
-        if plan != console.STREAM:
-            again = plans.remake(found, plan, model, "") or "tpplan plan"
-            compares = shlex.join(["tpplan", "check", plan, "--model", model])
+        if path != console.STREAM:
+            again = plans.remake(found, path, model, "") or "tpplan plan"
+            compares = shlex.join(["tpplan", "check", path, "--model", model])
             error.hint = f"{compares} compares them, {again} makes the plan again"
         raise
+
+
+def _continue(task: Task, *, json: bool, lines: bool) -> None:
+    """Continue prompts, and write what follows them; ``lines`` says whether these are those of a file."""
+    from json import dumps  # noqa: PLC0415 (an option has this name)
+
+    from tpplan.files.codec import unstructure  # noqa: PLC0415 (not every command has a document)
+    from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
+
     with needing("running a plan", "generate"):
         from tpplan.decoder.generation.command import run  # noqa: PLC0415
+    numbers = count(1)
+
+    def done(report: GenerateReport) -> None:
+        number = next(numbers)
+        if json:
+            data = unstructure(report)
+            console.emit(dumps(data, ensure_ascii=False) + "\n" if lines else render(data))
+        elif lines:
+            console.emit(f"==> {number} <==\n{report.text}\n")
+        else:
+            console.emit("\n")
+
     console.show_log()
-    report = run(task, plans.note, (lambda _: None) if json else console.emit)
-    console.emit(render(unstructure(report)) if json else "\n")
-    return OK
+    console.say("time", str(run(task, plans.note, (lambda _: None) if json or lines else console.emit, done)))
+
+
+def _talk(task: Task) -> None:
+    """Hold a conversation on the terminal."""
+    with needing("--chat", "generate"):
+        from tpplan.cli.conversation import talk  # noqa: PLC0415
+        from tpplan.decoder.generation.command import loaded  # noqa: PLC0415
+        from tpplan.decoder.generation.conversation import Conversation  # noqa: PLC0415
+        from tpplan.decoder.text.chat import ChatTemplate  # noqa: PLC0415
+    console.show_log()
+    assert task.tokenizer  # noqa: S101 - there are no tokens
+    with loaded(task, plans.note) as decoder:
+        conversation = Conversation(decoder, task, task.tokenizer, ChatTemplate.read(task.order.directory))
+        talk(conversation)
+    console.say("time", str(conversation.timing))

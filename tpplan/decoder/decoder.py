@@ -60,6 +60,8 @@ class Decoder:
         graph: the latest graph captured of the decoder's work, or None; all of its graphs share their memory.
         prompt_graphs: runs passes of prompts as graphs, or None if they run without.
         generations: number of generations started; the cache belongs to the latest.
+        keeps_all: whether the caches of all layers keep all tokens of a sequence, which those of short windows do not.
+        cached: the tokens of the latest generation that the cache has, of each text; empty if others were read since.
     """
 
     @torch.inference_mode()
@@ -116,6 +118,7 @@ class Decoder:
         self._steps: dict[int, Steps] = {}
         self.graph: Graph | None = None
         self.generations = 0
+        self.cached: list[list[int]] = []
         agree(context, "preparing the decoder", lambda: self._prepare(context, model, weights, cache, kernels=kernels))
         if turns is None:
             is_joint = len(context.all_devices) > 1 and context.processes == 1
@@ -147,6 +150,7 @@ class Decoder:
             if rearranged and context.devices[device].device.type == "cuda":
                 torch.cuda.empty_cache()  # frees the memory that rearranging took
         windows = [block.attention.window if block.attention else 0 for block in layers]
+        self.keeps_all = all(not window or window >= self.length for window in windows)
         kind = cache or request.cache.kind
         heads = [heads_of(context, layer, window, kind) for layer, window in enumerate(windows)]
         head_dims = {each.cache.head_dim for layer in heads for each in layer.values()}
@@ -284,6 +288,7 @@ class Decoder:
             RequestError: see :func:`tpplan.decoder.prompts.check`.
         """
         agree(self.context, "the prompts", lambda: check(prompts, self.context.plan), lambda _: facts_of(prompts))
+        self.cached = []
         ends: list[list[Tensor]] = [[] for _ in self.context.devices]
         xs: tuple[Tensor, ...] = ()
         for tokens, prompt_slices in cut(prompts, self.context.max_rows):
@@ -319,4 +324,5 @@ class Decoder:
             RequestError: see :func:`tpplan.decoder.prompts.check_step`.
         """
         check_step(tokens, positions, len(self.context.devices), self.context.plan)
+        self.cached = []
         return self.forward.decode(tokens, positions, span or self.length)

@@ -15,8 +15,9 @@ class GenerateReport:
         backend: ``cuda``, or ``cpu`` for virtual devices.
         prompt_tokens: that were given.
         new_tokens: that follow them; the last one may be the one that ends a text.
-        text: that the new tokens stand for; empty where tokens were given.
-        ended: whether the model ended the text; else there were as many new tokens as asked for.
+        text: that the new tokens stand for, up to a stop string; empty where tokens were given.
+        ended: whether the model or a stop string ended the text; else there were as many new tokens as asked for.
+        stop: the stop string that ended it; empty if none did.
     """
 
     model: str
@@ -26,3 +27,4 @@ class GenerateReport:
     new_tokens: tuple[int, ...]
     text: str
     ended: bool
+    stop: str = ""

@@ -108,19 +108,24 @@ class Steps:
         self._captures = self._context.can_capture if graphs is None else graphs
         self._logits: tuple[Tensor, ...] = ()
         self._graphs: dict[tuple[int, bool], Graph | None] = {}
-        self._sampling = Sampling()
-        self._generator = torch.Generator()
-        self._longest = 0
+        self._choices: list[tuple[slice, Sampling, torch.Generator]] = []
+        self._is_greedy = True
+        self._texts: list[list[int]] = []
+        self._at: list[int] = []
         self._lengths: list[int] = []
         self._new = 0
 
     @torch.inference_mode()
-    def start(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
+    def start(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], cached: Sequence[int] = ()
+    ) -> list[int]:
         """Run prompts, filling the cache, and return the next token of each.
 
         Args:
             prompts: one prompt for each sequence.
-            sampling: how to choose tokens, here and in later steps.
+            sampling: how to choose tokens, here and in later steps; or one for each sequence, which then has a random
+                generator of its own.
+            cached: for each prompt, the number of its first tokens that the cache already has; none by default.
 
         Raises:
             RequestError: the number of prompts is not that of the sequences, or a prompt is invalid, see
@@ -129,31 +134,44 @@ class Steps:
         """
         if len(prompts) != (count := self._tokens[0].shape[1]):
             raise RequestError(f"{len(prompts)} prompts for the steps of {count} sequences", "give one for each")
-        self._sampling = sampling
-        self._generator.manual_seed(sampling.seed)
-        logits = self._read([Prompt(prompt, sequence) for sequence, prompt in enumerate(prompts)])
+        if not isinstance(sampling, Sampling) and len(sampling) != count:
+            raise RequestError(f"{len(sampling)} samplings for {count} prompts", "give one for all, or one for each")
+        self._sample(sampling)
+        starts = cached or [0] * count
+        self._texts = [[*map(int, prompt)] for prompt in prompts]
         self._lengths, self._new = [*map(len, prompts)], 0
+        rests = enumerate(zip(prompts, starts, strict=True))
+        logits = self._read(
+            [Prompt(prompt[start:] if start else prompt, sequence, start) for sequence, (prompt, start) in rests]
+        )
         first = self._checked(self._choose(logits).tolist())
         self._set(self._tokens, first)
         self._set(self._positions, self._lengths)
-        self._longest = max(self._lengths)
+        self._at = [*self._lengths]
         return first
 
     @torch.inference_mode()
-    def step(self) -> list[int]:
+    def step(self, over: Sequence[bool] = ()) -> list[int]:
         """Run the latest token of each sequence, and return the next ones.
+
+        Args:
+            over: for each sequence, whether its text has ended. If others need more steps than its cache has room for,
+                it starts again at the first position, and its tokens and its cache mean nothing from then on.
 
         Raises:
             RequestError: the cache has no room for them.
             ExecutionError: the model's logits are not finite.
         """
-        if self._longest == self._forward.length:
-            what = f"the longest text has {self._longest} tokens, as many as the plan caches of a sequence"
+        if any(over) and max(self._at) == self._forward.length:
+            self._at = [0 if ended else at for at, ended in zip(self._at, over, strict=True)]
+            self._set(self._positions, self._at)
+        if max(self._at) == self._forward.length:
+            what = f"the longest text has {max(self._at)} tokens, as many as the plan caches of a sequence"
             raise RequestError(what, "plan with a larger --context")
-        self._longest += 1
+        self._at = [at + 1 for at in self._at]
         self._new += 1
-        self._run(next(span for span in self._spans() if span >= self._longest))
-        if self._sampling.temperature:
+        self._run(next(span for span in self._spans() if span >= max(self._at)))
+        if not self._is_greedy:
             self._set(self._tokens, self._choose(self._logits).tolist())
         return self._checked(self._tokens[0][0].tolist())
 
@@ -184,7 +202,7 @@ class Steps:
 
     def _run(self, span: int) -> None:
         """Run a step of a span, by its graph if there is one."""
-        key = (span, self._sampling.temperature == 0)
+        key = (span, self._is_greedy)
         if not self._captures or key not in self._graphs:
             self._issue(span)
             self._graphs[key] = None
@@ -201,7 +219,7 @@ class Steps:
     def _issue(self, span: int) -> None:
         """Launch a step on the devices, without waiting."""
         logits = self._forward.decode([t[0] for t in self._tokens], [p[0] for p in self._positions], span)
-        if self._sampling.temperature:  # copied to one place for the host, as each graph has logits of its own
+        if not self._is_greedy:  # copied to one place for the host, as each graph has logits of its own
             self._logits = self._logits or tuple(map(torch.empty_like, logits))
             for to, new in zip(self._logits, logits, strict=True):
                 to.copy_(new)
@@ -213,7 +231,7 @@ class Steps:
 
     def _choose(self, logits: tuple[Tensor, ...]) -> Tensor:
         """Choose tokens from logits, and return them in host memory."""
-        if not self._sampling.temperature:
+        if self._is_greedy:
             return self._greedy(logits)[0].cpu()
         out = None
         if not logits:  # the vocabulary is on other processes' devices
@@ -221,13 +239,31 @@ class Steps:
             out = torch.empty(shape, dtype=self._context.dtype, device="cpu")
         whole = self._context.gather(logits, Axis.VOCAB, out=out).tensor
         if self._context.processes == 1:
-            return self._sampling.draw(whole, self._generator)
+            return self._drawn(whole)
         # One process draws for all: the host of another may round probabilities otherwise.
-        drawn = [] if self._context.process else self._sampling.draw(whole, self._generator).tolist()
+        drawn = [] if self._context.process else self._drawn(whole).tolist()
         return torch.tensor(self._context.tell(drawn)[0])
 
+    def _sample(self, sampling: Sampling | Sequence[Sampling]) -> None:
+        """Set how tokens are chosen from now on."""
+        each = [sampling] if isinstance(sampling, Sampling) else sampling
+        rows = [slice(None)] if isinstance(sampling, Sampling) else [slice(i, i + 1) for i in range(len(sampling))]
+        generators = [torch.Generator().manual_seed(one.seed) for one in each]
+        self._choices = list(zip(rows, each, generators, strict=True))
+        self._is_greedy = all(one.is_greedy for one in each)
+
+    def _drawn(self, logits_BV: Tensor) -> Tensor:
+        """Return tokens drawn from logits in host memory."""
+        new = [text[length:] for text, length in zip(self._texts, self._lengths, strict=True)]
+        return torch.cat(
+            [
+                one.draw(logits_BV[rows], generator, self._texts[rows], new[rows])
+                for rows, one, generator in self._choices
+            ]
+        )
+
     def _checked(self, tokens: Sequence[float]) -> list[int]:
-        """Return tokens as whole numbers.
+        """Add tokens to the texts, and return them as whole numbers.
 
         Raises:
             ExecutionError: logits are not finite.
@@ -238,7 +274,10 @@ class Steps:
             more = f", and of {len(texts) - 1} other texts" if len(texts) > 1 else ""
             when = f"behind the {self._lengths[texts[0]]} tokens of prompt {texts[0]}{new}{more}"
             raise not_finite(self._forward, when)
-        return [*map(int, tokens)]
+        whole = [*map(int, tokens)]
+        for text, token in zip(self._texts, whole, strict=True):
+            text.append(token)
+        return whole
 
     def _greedy(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return greedy(self._context, logits, self._forward.stack.steps, self._tokens[0].shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -13,8 +14,10 @@ from tpplan.core.plan import SplitPlan
 from tpplan.decoder.decoding.sampling import Sampling
 from tpplan.decoder.generation.generate import check_prompts
 from tpplan.decoder.prompts import length_of
+from tpplan.decoder.text.continuation import check_stops
 from tpplan.decoder.text.files import end_tokens
 from tpplan.decoder.text.tokenizer import Tokenizer
+from tpplan.errors import RequestError
 from tpplan.exec.options import BACKENDS, check_choice
 from tpplan.weights.source import Source
 
@@ -28,22 +31,26 @@ class Order:
 
     Attributes:
         directory: directory of the checkpoint.
-        prompt: text of the prompt; empty if tokens are given.
-        tokens: tokens of the prompt; empty if a text is given.
-        chat: whether the prompt is a user's message, to be put into the checkpoint's chat template.
+        prompts: texts of the prompts; empty if tokens are given.
+        tokens: tokens of the prompt; empty if texts are given.
+        chat: whether prompts are messages of a user, to be put into the checkpoint's chat template.
         system: system message of the chat; empty if there is none.
+        variables: further variables of the chat template.
         max_new_tokens: maximum new tokens; 0 for 128, or fewer if the plan's cache has no room for them.
-        sampling: how to choose tokens.
+        sampling: how to choose tokens; text number n has the seed plus n.
+        stops: strings that end a text, which has none of them.
         backend: ``cuda``, ``cpu`` or ``auto``.
     """
 
     directory: str
-    prompt: str
+    prompts: tuple[str, ...]
     tokens: tuple[int, ...]
     chat: bool
     system: str
+    variables: Mapping[str, object]
     max_new_tokens: int
     sampling: Sampling
+    stops: tuple[str, ...]
     backend: str
 
 
@@ -56,18 +63,20 @@ class Task:
         plan: the plan to load and run by.
         model: the model of the checkpoint.
         tokenizer: tokenizer of the checkpoint; None if tokens are given.
-        prompt: tokens of the prompt.
-        count: maximum new tokens.
-        end: tokens that end the text.
+        prompts: tokens of each prompt; none in a conversation, which has yet to begin.
+        end: tokens that end a text.
     """
 
     order: Order
     plan: SplitPlan
     model: ModelSpec
     tokenizer: Tokenizer | None
-    prompt: list[int]
-    count: int
+    prompts: list[list[int]]
     end: frozenset[int]
+
+    def count(self, prompt: Sequence[int]) -> int:
+        """Return the maximum new tokens of a prompt."""
+        return self.order.max_new_tokens or max(1, min(_USUAL, length_of(self.plan.request) - len(prompt)))
 
 
 def checked(plan: SplitPlan, order: Order) -> Task:
@@ -81,28 +90,35 @@ def checked(plan: SplitPlan, order: Order) -> Task:
         TpplanError: the plan, the checkpoint and the order do not fit together.
     """
     check_choice("backend", order.backend, BACKENDS)
+    check_stops(order.stops)
     source = Source.read(Path(order.directory))
     source.check(plan)
-    tokenizer = Tokenizer(order.directory) if order.prompt else None
-    prompt = _encode(order, tokenizer) if tokenizer else list(order.tokens)
-    count = order.max_new_tokens or max(1, min(_USUAL, length_of(plan.request) - len(prompt)))
-    check_prompts([prompt], count, plan)
-    return Task(
+    tokenizer = None if order.tokens else Tokenizer(order.directory)
+    prompts = _encoded(order, tokenizer) if tokenizer else [list(order.tokens)]
+    task = Task(
         order=order,
         plan=plan,
         model=source.model,
         tokenizer=tokenizer,
-        prompt=prompt,
-        count=count,
+        prompts=prompts,
         end=end_tokens(order.directory),
     )
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            check_prompts([prompt], task.count(prompt), plan)
+        except RequestError as error:
+            if len(prompts) == 1:
+                raise
+            raise RequestError(f"prompt {number}: {error.message}", error.hint) from error
+    return task
 
 
-def _encode(order: Order, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a prompt, in the chat template if asked for; the template adds special tokens itself."""
+def _encoded(order: Order, tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the tokens of the prompts, in the chat template if asked for; the template adds special tokens itself."""
     if not order.chat:
-        return tokenizer.encode(order.prompt)
+        return [tokenizer.encode(prompt) for prompt in order.prompts]
     with needing("--chat", "generate"):
-        from tpplan.decoder.text.chat import ChatTemplate  # noqa: PLC0415 - an extra
-    text = ChatTemplate.read(order.directory).render(order.prompt, order.system)
-    return tokenizer.encode(text, add_special_tokens=False)
+        from tpplan.decoder.text.chat import ChatTemplate, messages_of  # noqa: PLC0415 - an extra
+    template = ChatTemplate.read(order.directory)
+    texts = (template.converse(messages_of(prompt, order.system), order.variables) for prompt in order.prompts)
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]

@@ -1,56 +1,126 @@
-"""The implementation of ``tpplan generate``: it loads a checkpoint by a plan and generates a text."""
+"""The implementation of ``tpplan generate``: it loads a checkpoint by a plan and generates texts."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from attrs import evolve
 
 from tpplan.decoder.decoder import Decoder
 from tpplan.decoder.generation.generate import generate
+from tpplan.decoder.generation.timing import Timing
 from tpplan.decoder.model.settings import check_model
-from tpplan.decoder.text.tokenizer import Stream
+from tpplan.decoder.text.continuation import Continuation
 from tpplan.exec.compiler import compiler
 from tpplan.reports.generate import GenerateReport
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from tpplan.decoder.generation.arguments import Task
 
+#: Seeds are below this.
+_SEEDS = 2**63
 
-def run(task: Task, note: Callable[[str], None], tell: Callable[[str], None]) -> GenerateReport:
-    """Load a checkpoint by a plan, and continue a prompt. Whatever can be checked is checked before the weights load.
+
+@contextmanager
+def loaded(task: Task, note: Callable[[str], None]) -> Iterator[Decoder]:
+    """Load a checkpoint by a plan. Whatever can be checked is checked before the weights load.
 
     Args:
         task: what to generate.
         note: called with the reason if the devices are virtual.
-        tell: called with every piece of the text, or every token if tokens were given.
 
     Raises:
         TpplanError: the plan, the checkpoint and the machine do not fit together.
     """
-    plan, prompt, directory = task.plan, task.prompt, task.order.directory
+    plan, directory = task.plan, task.order.directory
     check_model(directory, task.model, plan)
-    stream = Stream(task.tokenizer, prompt) if task.tokenizer else None
-    new: list[int] = []
-    text = ""
     with compiler(plan, task.order.backend, note, scratch=False)("auto") as context:
-        decoder = Decoder(context, directory, load_weights(plan, directory, context))
-        for (token,) in generate(decoder, [prompt], task.count, sampling=task.order.sampling, end=task.end):
-            assert token is not None  # noqa: S101 - None is only for texts that end before others
-            piece = stream.add(token) if stream else f"{',' if new else ''}{token}"
-            new.append(token)
-            text += piece
-            tell(piece)
-        rest = stream.rest() if stream else ""
-        tell(rest)
-        devices = context.devices
-    return GenerateReport(
-        model=plan.model.name,
-        devices=len(devices),
-        backend=next(iter(devices.values())).device.type,
-        prompt_tokens=tuple(prompt),
-        new_tokens=tuple(new),
-        text=text + rest if stream else "",
-        ended=new[-1] in task.end,
-    )
+        yield Decoder(context, directory, load_weights(plan, directory, context))
+
+
+def run(
+    task: Task, note: Callable[[str], None], tell: Callable[[str], None], done: Callable[[GenerateReport], None]
+) -> Timing:
+    """Load a checkpoint by a plan, and continue its prompts, as many at a time as the plan has room for.
+
+    Args:
+        task: what to generate.
+        note: see :func:`loaded`.
+        tell: called with every piece of the text, or every token if tokens were given; only if there is one prompt.
+        done: called with each text when those that are generated together are complete, in the order of prompts.
+
+    Raises:
+        TpplanError: see :func:`loaded`.
+    """
+    timing, batch = Timing(), task.plan.request.batch
+    with loaded(task, note) as decoder:
+        for first in range(0, len(task.prompts), batch):
+            group = task.prompts[first : first + batch]
+            for report in _continued(decoder, task, group, first, timing, tell if len(task.prompts) == 1 else None):
+                done(report)
+    return timing
+
+
+def _continued(  # noqa: PLR0917 (what a group of prompts needs)
+    decoder: Decoder,
+    task: Task,
+    prompts: Sequence[list[int]],
+    first: int,
+    timing: Timing,
+    tell: Callable[[str], None] | None,
+) -> list[GenerateReport]:
+    """Return what follows prompts that are continued together; ``first`` is the number of the first one."""
+    texts = [_Text(task, prompt, tell or (lambda _: None)) for prompt in prompts]
+    asked = task.order.sampling
+    samplings = [evolve(asked, seed=(asked.seed + first + i) % _SEEDS) for i in range(len(prompts))]
+    tokens = generate(decoder, prompts, [*map(task.count, prompts)], sampling=samplings, end=task.end)
+    for step in timing.of(sum(map(len, prompts)), tokens):
+        for text, token in zip(texts, step, strict=True):
+            if token is not None:
+                text.add(token)
+        if all(text.ended for text in texts):
+            break
+    return [text.report(decoder) for text in texts]
+
+
+class _Text:
+    """A text that grows."""
+
+    def __init__(self, task: Task, prompt: list[int], tell: Callable[[str], None]) -> None:
+        self.ended = False
+        self._task, self._prompt, self._tell = task, prompt, tell
+        self._continuation = Continuation(task.tokenizer, prompt, task.order.stops) if task.tokenizer else None
+        self._new: list[int] = []
+        self._text = ""
+
+    def add(self, token: int) -> None:
+        """Add a token, unless the text has ended."""
+        if self.ended:
+            return
+        self._say(self._continuation.add(token) if self._continuation else f"{',' if self._new else ''}{token}")
+        self._new.append(token)
+        self.ended = token in self._task.end or bool(self._continuation and self._continuation.stop)
+
+    def _say(self, piece: str) -> None:
+        self._text += piece
+        self._tell(piece)
+
+    def report(self, decoder: Decoder) -> GenerateReport:
+        """Tell what is left of the text, and return all of it."""
+        if self._continuation:
+            self._say(self._continuation.rest())
+        devices = decoder.context.devices
+        return GenerateReport(
+            model=self._task.plan.model.name,
+            devices=len(devices),
+            backend=next(iter(devices.values())).device.type,
+            prompt_tokens=tuple(self._prompt),
+            new_tokens=tuple(self._new),
+            text=self._text if self._continuation else "",
+            ended=self.ended or bool(self._continuation and self._continuation.stop),
+            stop=self._continuation.stop if self._continuation else "",
+        )

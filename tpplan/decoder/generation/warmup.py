@@ -29,7 +29,7 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREED
     Raises:
         RequestError: the plan has no room for this many sequences.
     """
-    steps = {"sequences": str(sequences), "greedy": str(sampling.temperature == 0)}
+    steps = {"sequences": str(sequences), "greedy": str(sampling.is_greedy)}
     agree(decoder.context, "what to prepare", lambda: _check(sequences, decoder.batch), lambda _: steps)
     decoder.generations += 1  # a running generation has lost its cache
     graphs, most = decoder.prompt_graphs, decoder.context.max_rows

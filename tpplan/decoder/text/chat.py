@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,8 @@ _MOST_SHOWN: Final = 200
 _SECONDS: Final = 2.0
 #: Usual names of special tokens.
 _USUAL: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+#: What errors call the messages of a command line.
+_NAMES: Final = {"system": "--system", "user": "the prompt"}
 _FETCH: Final = "fetch it again, or leave out --chat"
 
 
@@ -64,38 +66,47 @@ class ChatTemplate:
         return cls(text, beside, tokens)
 
     def render(self, user: str, system: str = "") -> str:
+        """Return the prompt that the model answers, of a message and perhaps a system message; see :meth:`converse`."""
+        return self.converse(messages_of(user, system))
+
+    def converse(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, object] | None = None) -> str:
         """Return the prompt that the model answers.
 
         Args:
-            user: the user's message.
-            system: the system message; none if empty.
+            messages: what was said so far: ``role``, such as ``system``, ``user`` or ``assistant``, and ``content``.
+            variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
             RequestError: the template refuses the messages, or one is not valid text, see
                 :func:`tpplan.decoder.text.tokenizer.check_text`.
             ModelError: the template fails.
         """
-        check_text(system, "--system")
-        check_text(user, "the prompt")
-        messages = {"system": system, "user": user} if system else {"user": user}
-        variables = {
-            "messages": [{"role": role, "content": content} for role, content in messages.items()],
+        for message in messages:
+            check_text(message["content"], _NAMES.get(message["role"], f"the message of {message['role']}"))
+        usual = {
             "add_generation_prompt": True,
             "tools": None,  # templates compare these with None
             "documents": None,
         }
         request: dict[str, Any] = {
             "template": self.text,
-            "variables": {**self.tokens, **variables},
+            "variables": {**self.tokens, **usual, **(variables or {}), "messages": [*messages]},
             "now": datetime.now().isoformat(),  # noqa: DTZ005 - the user's local date
         }
         answer = _answered(request)
         if "text" in answer:
             return answer["text"]
         if "refused" in answer:
-            hint = "leave out --system" if system else "leave out --chat, and write the whole prompt"
+            has_system = any(message["role"] == "system" for message in messages)
+            hint = "leave out --system" if has_system else "leave out --chat, and write the whole prompt"
             raise RequestError(f"the chat template of {self.source} refuses this: {answer['refused']}", hint)
         raise ModelError(f"the chat template of {self.source} fails: {answer['failed']}", _FETCH)
+
+
+def messages_of(user: str, system: str = "") -> list[dict[str, str]]:
+    """Return the messages of a chat that begins: the system's, unless it is empty, and the user's."""
+    said = (("system", system), ("user", user)) if system else (("user", user),)
+    return [{"role": role, "content": content} for role, content in said]
 
 
 def _answered(request: dict[str, Any]) -> dict[str, str]:
