@@ -34,7 +34,7 @@ OWN: Final = "tpplan's data movement"
 REST: Final = "norms and pointwise"
 #: Names of kernels and of operators by kind, the first that fits: attention's kernels are made of CUTLASS's too.
 KINDS: Final = {
-    OWN: re.compile(r"(frame|landing|packet|slot|straight)_(move|sum_b?f\d+)|sum_b?f\d+|tpplan\..*"),
+    OWN: re.compile(r"(direct|frame|landing|packet|slot)_(move|sum_b?f\d+)|sum_b?f\d+|tpplan\..*"),
     "attention": re.compile(r".*(flash|fmha|cudnn|sdpa|attention).*"),
     "matrices": re.compile(
         r".*(gemm|gemv|skinny|cutlass|cublas|nvjet|splitk|aten\.(addmm|baddbmm|bmm|linear|mm)_?$).*"

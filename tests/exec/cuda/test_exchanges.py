@@ -31,7 +31,7 @@ def test_one_device_has_no_other_kernel_than_the_landing(operation: Operation, t
 
 
 @pytest.mark.parametrize(
-    ("transport", "ways"), [("peer", ("slot", "straight")), ("host", ("slot", "frame")), ("events", ())]
+    ("transport", "ways"), [("peer", ("slot", "direct")), ("host", ("slot", "frame")), ("events", ())]
 )
 def test_several_devices_have_the_kernels_of_their_transport(transport: str, ways: tuple[str, ...]) -> None:
     """Each way of exchanging moves, and adds up every dtype; by events only gathers have a kernel."""

@@ -108,7 +108,7 @@ def test_frames_are_told_behind_a_fence(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["direct_move", "direct_sum_bf16", "direct_sum_f16", "direct_sum_f32"])
-def test_straight_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
+def test_direct_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
     """Flags are polled with acquire and raised with release behind a fence; 16 bytes move at a time; nothing spills."""
     for capability, text in _compiled(name).items():
         label = text.rindex("\n$L", 0, text.rindex("ld.acquire.sys.global.u32"))

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from tpplan.exec.programs.program import Program
 
 #: Kinds of kernels of each transport.
-_WAYS = {"peer": ("slot", "straight"), "host": ("slot", "frame"), "events": ()}
+_WAYS = {"peer": ("slot", "direct"), "host": ("slot", "frame"), "events": ()}
 #: Threads per block.
-_THREADS = {"slot": slots.THREADS, "frame": frames.THREADS, "straight": direct.THREADS}
+_THREADS = {"slot": slots.THREADS, "frame": frames.THREADS, "direct": direct.THREADS}
 _INTERRUPTED = 4
 #: Messages for the codes of the status word.
 _FAILURES = {
@@ -90,7 +90,7 @@ class Exchanges:
         self._on_timeout = [on_timeout]
         self._cause = cause
         found = {place: torch.cuda.get_device_properties(place) for place in places.values()}
-        rooms = {"slot": SLOT_BLOCKS, "straight": DIRECT_BLOCKS, "frame": FRAME_BLOCKS}
+        rooms = {"slot": SLOT_BLOCKS, "direct": DIRECT_BLOCKS, "frame": FRAME_BLOCKS}
         self._most = {way: most_blocks([*places.values()], room, others.values()) for way, room in rooms.items()}
         self._most["frame"] = min(frames.MOST_BLOCKS, self._most["frame"])
         kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
@@ -167,7 +167,7 @@ class Exchanges:
         filled = {view.buffer.queue for step in steps for view in writes(step) if view.buffer.role == SLOT}
         if not filled:
             works = encode_direct.prepare(exchanges, dtype.itemsize, self._counters)
-            return tuple(self._launch(f"straight_{what}", w) for w in works if w.stream.device in self._places)
+            return tuple(self._launch(f"direct_{what}", w) for w in works if w.stream.device in self._places)
         if any(queue and queue.framed for queue in filled):
             works = encode_frames.prepare(exchanges, dtype.itemsize, self._memory, self._counters, self._most["frame"])
             return tuple(self._launch(f"frame_{what}", work) for work in works)
@@ -202,7 +202,7 @@ class Exchanges:
         names = name, _for_packets(name) if work.simple else name
         kernels = self._kernel(names[0], device), self._kernel(names[1], device)
         way = "slot" if name.startswith("packet") else name.partition("_")[0]
-        may_be_programmatic = way != "straight" and is_possible(self._capability(device))
+        may_be_programmatic = way != "direct" and is_possible(self._capability(device))
         blocks = min(self._most[way], work.blocks)
         return Launch(kernels, work, blocks, _THREADS[way], self.header(device), programmatic=may_be_programmatic)
 
