@@ -143,7 +143,7 @@ def table(
         address: returns the address of a flag.
 
     Raises:
-        InternalError: it has steps that straight kernels do not support, or too many.
+        InternalError: it has steps that direct kernels do not support, or too many.
     """
     entries = _Entries(item, operands, address)
     for step, others in _fused(exchange.steps):

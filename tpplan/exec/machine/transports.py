@@ -35,7 +35,7 @@ class Choice:
     Attributes:
         transport: ``peer``, ``events`` or ``host``.
         waits: whether the devices' kernels may wait for each other.
-        straight: whether kernels of ``peer`` may access tensors of other devices.
+        direct: whether kernels of ``peer`` may access tensors of other devices.
         notes: reasons why it is not a faster transport, or is used with restrictions.
     """
 

@@ -30,7 +30,7 @@ class ProcessTransport:
 
     Attributes:
         others: if by kernels, the multiprocessors of each device of another process.
-        straight: whether kernels may read and write mirrors, not only slots.
+        direct: whether kernels may read and write mirrors, not only slots.
         tuning: thresholds, if by kernels.
         notes: reasons, and where thresholds come from.
         problem: why it is impossible, if kernels were asked for.
@@ -48,7 +48,7 @@ class _Verdict(NamedTuple):
 
     Attributes:
         against: why there can be none; empty if there can.
-        straight: see :class:`ProcessTransport`.
+        direct: see :class:`ProcessTransport`.
     """
 
     against: str = ""
