@@ -16,6 +16,7 @@ from tpplan.decoder.prompts import length_of
 from tpplan.decoder.text.files import end_tokens
 from tpplan.decoder.text.tokenizer import Tokenizer
 from tpplan.exec.options import BACKENDS, check_choice
+from tpplan.models.gguf.reader import gguf_at
 from tpplan.weights.source import Source
 
 #: Default number of new tokens, if the plan's cache has room.
@@ -27,7 +28,7 @@ class Order:
     """What to generate.
 
     Attributes:
-        directory: directory of the checkpoint.
+        directory: directory of the checkpoint, or its GGUF file.
         prompt: text of the prompt; empty if tokens are given.
         tokens: tokens of the prompt; empty if a text is given.
         chat: whether the prompt is a user's message, to be put into the checkpoint's chat template.
@@ -104,5 +105,7 @@ def _encode(order: Order, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(order.prompt)
     with needing("--chat", "generate"):
         from tpplan.decoder.text.chat import ChatTemplate  # noqa: PLC0415 - an extra
-    text = ChatTemplate.read(order.directory).render(order.prompt, order.system)
+    file = gguf_at(Path(order.directory))
+    template = ChatTemplate.of_gguf(file, tokenizer) if file else ChatTemplate.read(order.directory)
+    text = template.render(order.prompt, order.system)
     return tokenizer.encode(text, add_special_tokens=False)
