@@ -56,7 +56,7 @@ def written(path: Path, name: str) -> None:
 
 def uneven(path: Path) -> SplitPlan:
     """Return a plan over two devices, of which the first has most of the model."""
-    sizes = 6 * MIB, 3 * MIB
+    sizes = 48 * MIB, 24 * MIB
     devices = [Device(name="x", budget_bytes=size, overhead_bytes=0) for size in sizes]
     made = plan(read_model(path), devices, cache=Cache(tokens=128), max_rows=32)
     assert all(entry.weights_bytes for entry in made.memory)
