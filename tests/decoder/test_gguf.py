@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.command import command
-from tests.models.gguf.test_gguf import COMMON, kind_of, shapes_of, spec_of
+from tests.models.gguf.test_gguf import COMMON, VOCAB, kind_of, shapes_of, spec_of
 from tests.weight_plans import loaded
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, SplitPlan
@@ -37,6 +37,7 @@ def written(path: Path, name: str) -> None:
         writer.add_uint32(f"{name}.{key}", value)
     writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{name}.rope.freq_base", 10000.0)
+    writer.add_uint32(f"{name}.vocab_size", VOCAB)
     writer.add_uint32(f"{name}.rope.dimension_count", HEAD_DIM)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
     random = np.random.default_rng(7)
@@ -56,7 +57,7 @@ def written(path: Path, name: str) -> None:
 
 def uneven(path: Path) -> SplitPlan:
     """Return a plan over two devices, of which the first has most of the model."""
-    sizes = 48 * MIB, 24 * MIB
+    sizes = 18 * MIB, 14 * MIB
     devices = [Device(name="x", budget_bytes=size, overhead_bytes=0) for size in sizes]
     made = plan(read_model(path), devices, cache=Cache(tokens=128), max_rows=32)
     assert all(entry.weights_bytes for entry in made.memory)
