@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.command import command
 from tests.models.gguf.test_gguf import COMMON, VOCAB, kind_of, shapes_of, spec_of
@@ -67,7 +67,9 @@ def uneven(path: Path) -> SplitPlan:
 
 def theirs(path: Path) -> Any:
     """Return the model as transformers reads it from the file."""
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    config.head_dim = HEAD_DIM  # which transformers does not take from the metadata of qwen3
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore")
