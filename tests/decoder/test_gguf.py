@@ -43,7 +43,7 @@ def written(path: Path, name: str) -> None:
     random = np.random.default_rng(7)
     for tensor, shape in shapes_of(spec_of(name), name).items():
         kind = kind_of(tensor, shape, [Q.Q4_1, Q.Q8_0, Q.Q5_0])
-        values = random.standard_normal(shape, np.float32)
+        values: Any = random.standard_normal(shape, np.float32)
         values = values / 2 if len(shape) > 1 and "embd" in tensor else values / np.sqrt(np.float32(shape[-1]))
         if kind is Q.F32:
             writer.add_tensor(tensor, values + 1 if tensor.endswith("norm.weight") else values)
