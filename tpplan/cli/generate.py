@@ -53,7 +53,8 @@ def generate(
 
     Args:
         plan: a plan file; - is standard input.
-        model: the checkpoint's directory, with safetensors files and, for --prompt, a tokenizer.json; or org/name.
+        model: the checkpoint's directory, with safetensors files and, for --prompt, a tokenizer.json; a GGUF file; or
+            org/name.
         prompt: the text to continue; - is standard input.
         prompts: a file of texts to continue, one a line, or JSON lines such as {"prompt": "…"}; - is standard input.
         token_ids: tokens to continue instead, such as 5,17,99; then tokens are printed, and no tokenizer is needed.

@@ -24,25 +24,28 @@ from tpplan.decoder.model.settings import settings_of
 from tpplan.decoder.prompts import Prompt, check, check_step, cut, facts_of, length_of, numbers_of
 from tpplan.decoder.weights.convert import matrices_of
 from tpplan.decoder.weights.fuse import check_weights, fuse_weights
+from tpplan.decoder.weights.gguf import dequantised
 from tpplan.decoder.weights.products import elements_at_once
 from tpplan.errors import ExecutionError
 from tpplan.exec.processes.agreement import agree
 from tpplan.exec.programs.program import HOST
+from tpplan.models.gguf.reader import gguf_at, read_gguf_model
 from tpplan.models.hub import local
 from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
-    from tpplan.core.model import ModelSpec
+    from tpplan.core.model import Block, ModelSpec
     from tpplan.decoder.decoding.prefill_graphs import Capture
     from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.prompts import PromptSlice
     from tpplan.exec.context import TPContext
     from tpplan.exec.cuda.graph import Graph
+    from tpplan.models.gguf.reader import GgufModel
     from tpplan.weights import Weights
 
 _LOG = logging.getLogger(__name__)
@@ -80,7 +83,7 @@ class Decoder:
 
         Args:
             context: a compiled plan for the model.
-            directory: the model's directory, with a config.json.
+            directory: the model's directory, with a config.json or a GGUF file, or that file.
             weights: weights of the model, from :func:`tpplan.weights.load_weights`.
             cache: kind of cache; the plan's if not given. ``fp32``, which no plan has, is lossless.
             graphs: whether to capture passes of prompts as graphs where possible, see
@@ -108,6 +111,8 @@ class Decoder:
         def read() -> tuple[ModelSpec, Settings]:
             where = local(directory)
             model = read_model(where)
+            file = gguf_at(where)
+            self._gguf = read_gguf_model(file) if file else None
             return model, settings_of(where, model)
 
         model, self._settings = agree(
@@ -144,8 +149,10 @@ class Decoder:
         layers = [blocks[layer] for layer in range(model.layer_count)]
         self.weights = {}
         for device in context.devices:  # before there is a cache: rearranging codes takes memory
-            matrices = matrices_of(weights[device], slices[device], self._settings.scheme)
-            self.weights[device] = fuse_weights(weights[device], matrices, layers, self._settings, context.dtype)
+            tensors, matrices = weights[device], matrices_of(weights[device], slices[device], self._settings.scheme)
+            if self._gguf:
+                tensors = self._from_gguf(self._gguf, tensors, layers, context.dtype)
+            self.weights[device] = fuse_weights(tensors, matrices, layers, self._settings, context.dtype)
             rearranged = matrices or self._settings.family.experts.fused
             if rearranged and context.devices[device].device.type == "cuda":
                 torch.cuda.empty_cache()  # frees the memory that rearranging took
@@ -177,6 +184,13 @@ class Decoder:
             self._check_ledger()
         holders = sorted({device for each in heads for device in each})
         self._tables = dict(zip(holders, context.rope_tables(self._settings.ropes.rope, self.length), strict=True))
+
+    def _from_gguf(
+        self, file: GgufModel, tensors: Mapping[str, Tensor], layers: Sequence[Block], dtype: torch.dtype
+    ) -> Mapping[str, Tensor]:
+        """Return a device's tensors of a GGUF file in the dtype and the order that the decoder computes with."""
+        head_dim = next(layer.attention.head_dim for layer in layers if layer.attention)
+        return dequantised(tensors, file, dtype, head_dim)
 
     @property
     def context(self) -> TPContext:

@@ -19,7 +19,7 @@ from tpplan.models.families.wrappers import text_part
 from tpplan.models.formats import read_scheme, stored_by_formula, stored_by_headers
 from tpplan.models.formats.storage import split_name
 from tpplan.models.formats.tools import DESCRIPTIONS
-from tpplan.models.gguf.reader import SUFFIX, gguf_in, read_gguf_model
+from tpplan.models.gguf.reader import gguf_at, read_gguf_model
 from tpplan.models.hub import local
 
 if TYPE_CHECKING:
@@ -185,8 +185,9 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
         ModelError: see :func:`read_model`.
     """
     refuse_adapter(path)
-    if file := _gguf(path):
-        return evolve(read_gguf_model(file), name=_name(path)), None
+    if file := gguf_at(path):
+        model = read_gguf_model(file)
+        return evolve(model.spec, name=_name(path)), model.headers
     config = read_config(path)
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
@@ -205,13 +206,6 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
         notes = (f"not needed beside the files' headers: {scheme.problem.message}", *notes)
     # Whatever the config says of dtypes and of other parts, the files have them or not.
     return evolve(spec, assumed="", not_planned=(*spec.not_planned, *parts), notes=(*spec.notes, *notes)), headers
-
-
-def _gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a path stands for: itself, or the one in a directory without other weights."""
-    if path.suffix == SUFFIX and path.is_file():
-        return path
-    return gguf_in(path) if path.is_dir() else None
 
 
 def _in_form(config: Config, headers: Headers, name: str) -> ModelSpec:

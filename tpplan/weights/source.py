@@ -31,7 +31,7 @@ class Source:
     """A checkpoint whose headers were read and checked against its config.
 
     Attributes:
-        directory: directory of the checkpoint.
+        directory: directory of the checkpoint's files.
         model: the model that config and headers describe.
         headers: headers of its files, with the names that tensors have in the model.
     """
@@ -48,13 +48,10 @@ class Source:
             ModelError: tensors are missing, unexpected, or of other shapes than in the config, or there are none.
         """
         model, headers = read_checkpoint(directory)
-        if headers is None and model.weight_format.startswith("GGUF"):
-            hint = "tpplan export PLAN --for llama.cpp says how llama.cpp runs it; tpplan loads safetensors files"
-            raise ModelError(f"{directory} is a model in GGUF, which can be planned, but not loaded", hint)
         if headers is None:
             hint = "name the directory that has the model's .safetensors files beside config.json"
             raise ModelError(f"{directory} has no weights in safetensors files", hint)
-        return cls(directory, model, headers)
+        return cls(directory if directory.is_dir() else directory.parent, model, headers)
 
     def find(self, name: str) -> Tensor:
         """Return the header of a tensor of the model, with or without the prefix that checkpoints may omit."""
@@ -104,6 +101,8 @@ class Source:
 
     def _unquantised(self, plan: SplitPlan) -> ModelSpec | None:
         """Return the model with unquantised weights of one dtype, if the plan was made for it."""
+        if self.model.weight_format.startswith("GGUF"):
+            return None  # the file is all that describes it
         config = read_config(self.directory).having("tie_word_embeddings", self.model.tied_embeddings)
         for key in ("torch_dtype", "dtype"):
             config = config.having(key, plan.model.dtype)

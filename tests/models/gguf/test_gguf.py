@@ -317,12 +317,12 @@ def test_headers_that_lie(data: bytes, words: str, tmp_path: Path) -> None:
 
 
 def test_computing_is_refused_with_what_can_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan is made, and generating says which engine runs it."""
+    """Of an architecture whose metadata does not say all, a plan is made, and generating says which engine runs it."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "small.gguf", "llama")
+    write(tmp_path / "small.gguf", "gemma2")
     assert command("plan", "small.gguf", "--gpus", "4GiB", "--context", 256, "--max-rows", 64, "-o", "p.json").code == 0
     done = command("generate", "p.json", "--model", "small.gguf", "--token-ids", "1,2")
     assert done.code == 2
-    assert "small.gguf is a model in GGUF, which can be planned, but not loaded" in done.err
+    assert "the decoder does not compute models of type gemma2 from GGUF, but llama, qwen2, qwen3" in done.err
     assert "tpplan export PLAN --for llama.cpp" in done.err
     assert command("check", "p.json", "--model", "small.gguf").code == 0

@@ -19,6 +19,7 @@ from tpplan.decoder.text.files import end_tokens
 from tpplan.decoder.text.tokenizer import Tokenizer
 from tpplan.errors import RequestError
 from tpplan.exec.options import BACKENDS, check_choice
+from tpplan.models.gguf.reader import gguf_at
 from tpplan.weights.source import Source
 
 #: Default number of new tokens, if the plan's cache has room.
@@ -30,7 +31,7 @@ class Order:
     """What to generate.
 
     Attributes:
-        directory: directory of the checkpoint.
+        directory: directory of the checkpoint, or its GGUF file.
         prompts: texts of the prompts; empty if tokens are given.
         tokens: tokens of the prompt; empty if texts are given.
         chat: whether prompts are messages of a user, to be put into the checkpoint's chat template.
@@ -119,6 +120,7 @@ def _encoded(order: Order, tokenizer: Tokenizer) -> list[list[int]]:
         return [tokenizer.encode(prompt) for prompt in order.prompts]
     with needing("--chat", "generate"):
         from tpplan.decoder.text.chat import ChatTemplate, messages_of  # noqa: PLC0415 - an extra
-    template = ChatTemplate.read(order.directory)
+    file = gguf_at(Path(order.directory))
+    template = ChatTemplate.of_gguf(file, tokenizer) if file else ChatTemplate.read(order.directory)
     texts = (template.converse(messages_of(prompt, order.system), order.variables) for prompt in order.prompts)
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]

@@ -22,6 +22,7 @@ from tpplan.models.config import read_config
 from tpplan.models.families.wrappers import WRAPPERS, text_part
 from tpplan.models.formats import Scheme, read_scheme
 from tpplan.models.formats.storage import split_name
+from tpplan.models.gguf.reader import gguf_at, read_gguf_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.models.config import Config
+    from tpplan.models.gguf.reader import GgufModel
 
 
 @frozen
@@ -182,6 +184,9 @@ FAMILIES: Final[dict[str, Family]] = {
 _LEAST: Final = 1e-12
 _MOST: Final = 1e9
 
+#: Types of models whose GGUF files say all that the decoder needs.
+_FROM_GGUF: Final = ("llama", "qwen2", "qwen3")
+
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = tuple(
     name for name, wrapper in sorted(WRAPPERS.items()) if wrapper.text in FAMILIES and name != "paligemma"
@@ -269,7 +274,7 @@ def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
     """Return the settings of a model, and check that the decoder supports it.
 
     Args:
-        directory: the model's directory, with a config.json.
+        directory: the model's directory, with a config.json or a GGUF file, or that file.
         model: the model, from :func:`tpplan.read_model`.
 
     Raises:
@@ -277,11 +282,35 @@ def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
             or weights have a format that the decoder does not support, see
             :func:`tpplan.decoder.model.stored.check_formats`.
     """
+    if file := gguf_at(Path(directory)):
+        found = read_gguf_model(file)
+        _check_gguf(found, file.name)
+        return Settings.read(found.config, model)
     config = read_config(directory)
     settings = Settings.read(config, model, Path(directory))
     check_formats(model, settings.scheme, str(directory), fused=settings.family.experts.fused)
     _check_experts(model, settings.family.experts, str(directory))
     return settings
+
+
+def _check_gguf(model: GgufModel, source: str) -> None:
+    """Check that a GGUF file's metadata says all that the decoder needs to know.
+
+    Raises:
+        ModelError: the architecture has settings that are not read from it, or RoPE is scaled or of a part of a head.
+    """
+    hint = "compute from the model's safetensors files; tpplan export PLAN --for llama.cpp says how llama.cpp runs it"
+    if model.spec.model_type not in _FROM_GGUF:
+        what = f"the decoder does not compute models of type {model.spec.model_type} from GGUF"
+        raise ModelError(f"{source}: {what}, but {', '.join(_FROM_GGUF)}", hint)
+    metadata, prefix = model.file.metadata, model.file.metadata["general.architecture"]
+    if "rope_freqs.weight" in model.file.tensors or model.config.raw("rope_scaling") is not None:
+        raise ModelError(f"{source}: the decoder does not compute a scaled RoPE from GGUF", hint)
+    turned = metadata.get(f"{prefix}.rope.dimension_count")
+    for block in model.spec.blocks:
+        if turned is not None and block.attention and turned != block.attention.head_dim:
+            what = f"RoPE turns {turned} of the {block.attention.head_dim} elements of a head"
+            raise ModelError(f"{source}: {what}, which the decoder does not compute from GGUF", hint)
 
 
 def _check_experts(model: ModelSpec, experts: Experts, source: str) -> None:

@@ -15,7 +15,8 @@ from typing import Any, Final, Self
 from attrs import frozen
 
 from tpplan.decoder.text.files import read_object, read_text
-from tpplan.decoder.text.tokenizer import check_text
+from tpplan.decoder.text.gguf import special_in, template_in
+from tpplan.decoder.text.tokenizer import Tokenizer, check_text
 from tpplan.errors import ExecutionError, ModelError, RequestError
 
 if find_spec("jinja2") is None:  # reported before anything is read; templates.py imports it
@@ -64,6 +65,26 @@ class ChatTemplate:
             hint = "fetch its chat_template.jinja or tokenizer_config.json; models that are not for chats have none"
             raise ModelError(f"{directory} has no chat template", hint)
         return cls(text, beside, tokens)
+
+    @classmethod
+    def of_gguf(cls, file: Path, tokenizer: Tokenizer) -> Self:
+        """Read the template in a GGUF file, or beside it.
+
+        Args:
+            file: the file.
+            tokenizer: its tokenizer.
+
+        Raises:
+            ModelError: there is no template, or it cannot be read.
+        """
+        tokens = tokenizer.texts(special_in(file))
+        alone = file.with_name("chat_template.jinja")
+        if alone.is_file():
+            return cls(read_text(alone, _FETCH), alone, tokens)
+        text = template_in(file)
+        if text is None:
+            raise ModelError(f"{file.name} has no chat template", "leave out --chat, and write the whole prompt")
+        return cls(text, file, tokens)
 
     def render(self, user: str, system: str = "") -> str:
         """Return the prompt that the model answers, of a message and perhaps a system message; see :meth:`converse`."""

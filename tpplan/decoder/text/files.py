@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tpplan.decoder.text.gguf import ends_in
 from tpplan.errors import ModelError
 from tpplan.files.content import ContentError, foreign, read
 from tpplan.files.jsontext import NotJSONError, read_json
 from tpplan.files.text import LARGEST_DOCUMENT
 from tpplan.models.config import read_config
 from tpplan.models.families.wrappers import text_part
+from tpplan.models.gguf.reader import gguf_at
 
 
 def read_text(path: Path, hint: str, most: int = LARGEST_DOCUMENT) -> str:
@@ -65,9 +67,13 @@ def read_object(path: Path, hint: str) -> dict[str, object]:
 def end_tokens(directory: str | Path) -> frozenset[int]:
     """Return the tokens that end a text, from generation_config.json or else config.json; empty if neither has any.
 
+    Of a model in GGUF they are those of its metadata.
+
     Raises:
         ModelError: a file cannot be read, or its ``eos_token_id`` is not a token or a list of tokens.
     """
+    if file := gguf_at(Path(directory)):
+        return ends_in(file)
     config = read_config(directory)
     generation = read_object(Path(directory) / "generation_config.json", "fetch it again, or remove it")
     places = generation, config.data, text_part(config)[1].data

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 from tpplan.core.missing import install_command
 from tpplan.decoder.text.files import read_bytes
+from tpplan.decoder.text.gguf import tokenizer_in
 from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.files.content import foreign
+from tpplan.models.gguf.reader import gguf_at
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 #: Replacement character, which tokenizers return for an incomplete character.
 _INCOMPLETE: Final = "\ufffd"
@@ -43,7 +45,7 @@ class Tokenizer:
     """Converts text to tokens, and back."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Read a checkpoint's tokenizer.json.
+        """Read a checkpoint's tokenizer.json; of a GGUF file without one beside it, its own tokenizer.
 
         Raises:
             ExecutionError: the library is not installed.
@@ -54,11 +56,15 @@ class Tokenizer:
         except ModuleNotFoundError as error:
             message = "turning text into tokens needs tokenizers, which is not installed"
             raise ExecutionError(message, f"{install_command('generate')}, or give --token-ids") from error
-        path = Path(directory) / "tokenizer.json"
-        if not path.exists():
-            raise ModelError(f"{path} does not exist", "fetch the model's tokenizer.json, or give --token-ids")
+        file = gguf_at(Path(directory))
+        path = (file.parent if file else Path(directory)) / "tokenizer.json"
         hint = "fetch it again, or give --token-ids"
-        data = read_bytes(path, hint, _MOST_BYTES)
+        if file and not path.exists():
+            path, data = file, tokenizer_in(file)
+        elif not path.exists():
+            raise ModelError(f"{path} does not exist", "fetch the model's tokenizer.json, or give --token-ids")
+        else:
+            data = read_bytes(path, hint, _MOST_BYTES)
         if data.count(b",") > _MOST_VALUES:
             raise ModelError(f"{path} has more than {_MOST_VALUES} values", hint)
         try:
@@ -75,6 +81,11 @@ class Tokenizer:
         """
         check_text(text, "the prompt")
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def texts(self, tokens: Mapping[str, int]) -> dict[str, str]:
+        """Return the texts of single tokens by name, without those that the vocabulary has not."""
+        found = {name: self._tokenizer.id_to_token(token) for name, token in tokens.items() if token >= 0}
+        return {name: str(text) for name, text in found.items() if text is not None}
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES: Final = 64 * 2**20
 MAX_KEYS, MAX_TENSORS, MAX_ELEMENTS = 10_000, 200_000, 4_000_000
 #: Longest list and text that are kept, and most dimensions of a tensor.
-_KEPT, _LONGEST_TEXT, _MOST_DIMS = 4096, 2**16, 8
+_KEPT, LONGEST_TEXT, _MOST_DIMS = 4096, 2**16, 8
 #: Most files that one model is split into.
 MAX_FILES: Final = 1000
 _PIECE: Final = 2**20
@@ -163,7 +163,7 @@ class _Reader:
         if length > min(self._size, MAX_HEADER_BYTES):
             raise self.fail(f"has a text of {length} bytes at {self.place}")
         data = self.take(length)
-        return data[:_LONGEST_TEXT].decode("utf-8", "replace") if keep else ""
+        return data[:LONGEST_TEXT].decode("utf-8", "replace") if keep else ""
 
 
 _FORMS: Final = {letter: Struct(f"<{letter}") for letter in {*_PLAIN.values()}}

@@ -1,27 +1,30 @@
-"""A GGUF file as a ModelSpec: the model that its metadata describes, and its weights to the byte."""
+"""A GGUF file as a model: what its metadata describes, and its weights to the byte."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from math import lcm
 from typing import TYPE_CHECKING, Final
 
-from attrs import evolve
+from attrs import evolve, frozen
 
-from tpplan.core.model import NotPlanned
+from tpplan.core.model import ModelSpec, NotPlanned
 from tpplan.errors import ModelError
+from tpplan.models.checkpoint import Headers, Tensor
+from tpplan.models.config import Config
 from tpplan.models.families import spec_from_config
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.matching import BUFFERS
 from tpplan.models.gguf.architectures import architecture_of, config_of, name_of
-from tpplan.models.gguf.header import read_gguf
+from tpplan.models.gguf.header import Gguf, read_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.core.model import ModelSpec, Parameter, Segment
+    from tpplan.core.model import Parameter, Segment
     from tpplan.models.gguf.architectures import Architecture
-    from tpplan.models.gguf.header import Gguf, GgufTensor
+    from tpplan.models.gguf.header import GgufTensor
 
 SUFFIX: Final = ".gguf"
 #: Types of tensors that safetensors has too.
@@ -32,6 +35,38 @@ _HINT: Final = "the file may be of a variant of the architecture that tpplan doe
 _SHOWN: Final = 3
 #: Weights that a directory has beside copies of them in GGUF.
 _OTHERS: Final = ("*.safetensors", "pytorch_model*.bin", "*.pt", "*.pth")
+
+
+@frozen
+class GgufModel:
+    """A model in GGUF.
+
+    Attributes:
+        spec: the model.
+        config: the config.json that the metadata stands for.
+        headers: the tensors of the model under transformers' names; those in blocks are ``U8``, and experts are apart.
+        kinds: type of each of these tensors, such as ``Q4_K``.
+        permuted: whether the rows of query and key matrices are in llama.cpp's order.
+        file: the whole header.
+    """
+
+    spec: ModelSpec
+    config: Config
+    headers: Headers
+    kinds: Mapping[str, str]
+    permuted: bool
+    file: Gguf
+
+
+def gguf_at(path: Path) -> Path | None:
+    """Return the GGUF file that a path stands for: itself, or the one in a directory without other weights.
+
+    Raises:
+        ModelError: a directory has several.
+    """
+    if path.suffix == SUFFIX and path.is_file():
+        return path
+    return gguf_in(path) if path.is_dir() else None
 
 
 def gguf_in(directory: Path) -> Path | None:
@@ -53,7 +88,7 @@ def gguf_in(directory: Path) -> Path | None:
     return (first or files)[0]
 
 
-def read_gguf_model(path: Path) -> ModelSpec:
+def read_gguf_model(path: Path) -> GgufModel:
     """Read a model from the header of its GGUF file, or of the first of its files.
 
     Raises:
@@ -62,15 +97,18 @@ def read_gguf_model(path: Path) -> ModelSpec:
     """
     file = read_gguf(path)
     architecture = architecture_of(file, path.name)
-    logical = spec_from_config(config_of(file, architecture, path.name), path.stem)
+    config = config_of(file, architecture, path.name)
+    logical = spec_from_config(config, path.stem)
     match = _Match(file, architecture, path.name)
     spec = rebuild(logical, match.stored)
-    return evolve(
+    spec = evolve(
         spec,
         weight_format=f"GGUF {max(match.sizes, key=lambda kind: (match.sizes[kind], kind))}",
         not_planned=(*spec.not_planned, *match.aside(logical.layer_count)),
         assumed="",
     )
+    headers = Headers(match.tensors, file.file_bytes)
+    return GgufModel(spec, config, headers, match.kinds, architecture.permuted, file)
 
 
 class _Match:
@@ -78,12 +116,16 @@ class _Match:
 
     Attributes:
         sizes: bytes by type.
+        tensors: tensors by transformers' names.
+        kinds: their types.
     """
 
     def __init__(self, file: Gguf, architecture: Architecture, source: str) -> None:
         self._file, self._architecture, self._source = file, architecture, source
         self._used: set[str] = set()
         self.sizes: Counter[str] = Counter()
+        self.tensors: dict[str, Tensor] = {}
+        self.kinds: dict[str, str] = {}
 
     def stored(self, parameter: Parameter, layer: int | None) -> tuple[Parameter, ...]:
         """Return a parameter of a layer as the file stores it."""
@@ -99,9 +141,15 @@ class _Match:
             raise ModelError(message, _HINT)
         self._used.add(name)
         self.sizes[tensor.kind] += tensor.nbytes
-        if tensor.kind in _PLAIN:
-            return (evolve(parameter, dtype=tensor.kind),)
-        return (_in_blocks(parameter, tensor, name, self._source),)
+        own = evolve(parameter, dtype=tensor.kind)
+        if tensor.kind not in _PLAIN:
+            own = _in_blocks(parameter, tensor, name, self._source)
+        size = tensor.nbytes // parameter.copies
+        for expert in range(parameter.copies):
+            each = parameter.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+            self.tensors[each] = Tensor(own.dtype, own.shape, size, tensor.file, tensor.start + expert * size)
+            self.kinds[each] = tensor.kind
+        return (own,)
 
     def aside(self, layers: int) -> list[NotPlanned]:
         """Return what else the file holds."""
