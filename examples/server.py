@@ -31,9 +31,9 @@ from starlette.routing import Route
 import tpplan
 from tpplan import exec as tpx
 from tpplan.decoder import Decoder, Sampling, generate, prepare
+from tpplan.decoder.generation.arguments import template_of
 from tpplan.decoder.generation.defaults import Defaults
 from tpplan.decoder.model.settings import check_model
-from tpplan.decoder.text.chat import ChatTemplate
 from tpplan.decoder.text.continuation import Continuation
 from tpplan.decoder.text.files import end_tokens
 from tpplan.decoder.text.tokenizer import Tokenizer
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
     from starlette.responses import Response
+
+    from tpplan.decoder.text.chat import ChatTemplate
 
 #: Seconds that a request waits for others that arrive together with it.
 TOGETHER = 0.01
@@ -338,7 +340,7 @@ class Server:
         """Return the tokens of a request's prompt."""
         tokenizer = self._engine.tokenizer
         if kind == "chat":
-            self._template = self._template or ChatTemplate.read(self._engine.directory)
+            self._template = self._template or template_of(self._engine.directory, tokenizer)
             text = self._template.converse(messages_of(data), data.get("chat_template_kwargs"))
             return tokenizer.encode(text, add_special_tokens=False)
         prompt = data.get("prompt")

@@ -231,12 +231,12 @@ def _talk(task: Task) -> None:
     """Hold a conversation on the terminal."""
     with needing("--chat", "generate"):
         from tpplan.cli.conversation import talk  # noqa: PLC0415
+        from tpplan.decoder.generation.arguments import template_of  # noqa: PLC0415
         from tpplan.decoder.generation.command import loaded  # noqa: PLC0415
         from tpplan.decoder.generation.conversation import Conversation  # noqa: PLC0415
-        from tpplan.decoder.text.chat import ChatTemplate  # noqa: PLC0415
     console.show_log()
     assert task.tokenizer  # noqa: S101 - there are no tokens
     with loaded(task, plans.note) as decoder:
-        conversation = Conversation(decoder, task, task.tokenizer, ChatTemplate.read(task.order.directory))
+        conversation = Conversation(decoder, task, task.tokenizer, template_of(task.order.directory, task.tokenizer))
         talk(conversation)
     console.say("time", str(conversation.timing))

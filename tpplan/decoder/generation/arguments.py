@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
@@ -21,6 +21,9 @@ from tpplan.errors import RequestError
 from tpplan.exec.options import BACKENDS, check_choice
 from tpplan.models.gguf.reader import gguf_at
 from tpplan.weights.source import Source
+
+if TYPE_CHECKING:
+    from tpplan.decoder.text.chat import ChatTemplate
 
 #: Default number of new tokens, if the plan's cache has room.
 _USUAL: Final = 128
@@ -114,13 +117,24 @@ def checked(plan: SplitPlan, order: Order) -> Task:
     return task
 
 
+def template_of(directory: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the chat template of a checkpoint, or of a GGUF file.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    from tpplan.decoder.text.chat import ChatTemplate  # noqa: PLC0415 - an extra
+
+    file = gguf_at(Path(directory))
+    return ChatTemplate.of_gguf(file, tokenizer) if file else ChatTemplate.read(directory)
+
+
 def _encoded(order: Order, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the tokens of the prompts, in the chat template if asked for; the template adds special tokens itself."""
     if not order.chat:
         return [tokenizer.encode(prompt) for prompt in order.prompts]
     with needing("--chat", "generate"):
-        from tpplan.decoder.text.chat import ChatTemplate, messages_of  # noqa: PLC0415 - an extra
-    file = gguf_at(Path(order.directory))
-    template = ChatTemplate.of_gguf(file, tokenizer) if file else ChatTemplate.read(order.directory)
+        from tpplan.decoder.text.chat import messages_of  # noqa: PLC0415 - an extra
+    template = template_of(order.directory, tokenizer)
     texts = (template.converse(messages_of(prompt, order.system), order.variables) for prompt in order.prompts)
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
