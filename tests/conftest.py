@@ -16,7 +16,7 @@ _SLOW_IS_FINE = (HealthCheck.too_slow,)  # one slow core must not turn a green r
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads on top of pytest's workers only get in each other's way
 
 settings.register_profile("dev", deadline=None, suppress_health_check=_SLOW_IS_FINE)
-settings.register_profile("ci", deadline=None, suppress_health_check=_SLOW_IS_FINE, derandomize=True)
+settings.register_profile("ci", deadline=None, suppress_health_check=_SLOW_IS_FINE, derandomize=True, max_examples=50)
 settings.register_profile("quick", deadline=None, suppress_health_check=_SLOW_IS_FINE, max_examples=10)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 

@@ -53,19 +53,16 @@ def generate(
 
     Args:
         plan: a plan file; - is standard input.
-        model: the checkpoint's directory, with safetensors files and, for --prompt, a tokenizer.json; a GGUF file; or
-            org/name.
+        model: the checkpoint's directory, with safetensors files and a tokenizer.json; a GGUF file; or org/name.
         prompt: the text to continue; - is standard input.
         prompts: a file of texts to continue, one a line, or JSON lines such as {"prompt": "…"}; - is standard input.
         token_ids: tokens to continue instead, such as 5,17,99; then tokens are printed, and no tokenizer is needed.
-        chat: put the prompt into the checkpoint's chat template, for the model to answer it; on a terminal without a
-            prompt, a conversation.
+        chat: put the prompt into the checkpoint's chat template; on a terminal without a prompt, a conversation.
         system: with --chat, what the system says before the prompt.
         chat_template_kwargs: with --chat, variables of the template as JSON, such as {"enable_thinking": false}.
         max_new_tokens: at most; 128 by default, or as many as the plan's cache has room for.
         stop: end a text before this; repeatable.
-        temperature: 0 takes the likeliest token; above, one is drawn. This and what follows are by default as
-            generation_config.json says, else 0 and without effect.
+        temperature: 0 takes the likeliest token; above, one is drawn; by default as generation_config.json says.
         top_p: with a temperature, the probability of all the tokens that one is drawn from.
         top_k: with a temperature, how many of the likeliest tokens one is drawn from; 0 is all.
         min_p: with a temperature, how probable tokens must be, as a part of the largest probability.
