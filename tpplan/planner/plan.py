@@ -93,6 +93,7 @@ def faster(
         found = attempt(model, balanced.devices, evolve(balanced.request, strategy="latency"), effort=each)
         by_bandwidth = predict(found.plan(), model, links) if found and not found.lacking else None
         if not found or not by_bandwidth or not _gains(speed, by_bandwidth):
+            best = None  # what little effort found would not be found again
             break
         best = with_speed(found.plan(), by_bandwidth)
     return best or with_speed(balanced, speed)

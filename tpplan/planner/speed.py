@@ -134,7 +134,7 @@ def predict(plan: SplitPlan, model: ModelSpec, links: Iterable[LinkSpeed] = ()) 
         links: links that were measured.
     """
     used = [i for i, entry in enumerate(plan.memory) if entry.used_bytes]
-    if not all(_bandwidth(plan.devices[i]) for i in used):
+    if not all(bandwidth_of(plan.devices[i]) for i in used):
         return None
     bounds = {(split.axis, split.layers): split.bounds for split in plan.splits}
     links = tuple(link for link in links if link.first in used and link.second in used)
@@ -148,7 +148,7 @@ def predict(plan: SplitPlan, model: ModelSpec, links: Iterable[LinkSpeed] = ()) 
     )
 
 
-def _bandwidth(device: Device) -> int:
+def bandwidth_of(device: Device) -> int:
     """Return the bytes per second that kernels read on a device, measured or guessed; 0 if unknown."""
     return device.read_bytes_per_second or device.bandwidth_bytes_per_second * _READ // _THOUSANDTHS
 
@@ -165,15 +165,16 @@ def _decode(  # noqa: PLR0917
     read = _reads(model, plan.request, bounds, len(plan.devices), rows)
     of_token = _reads(model, plan.request, bounds, len(plan.devices), 1) if rows > ROWS[-1] else None
     exchanges = _exchanges(model, plan.request, rows, len(used), links)
+    tokens = min(rows * plan.request.sequence_tokens, plan.request.cache.tokens)
     times = []
     for i in used:
         device, costs = plan.devices[i], read[i]
-        bandwidth = _bandwidth(device)
+        bandwidth = bandwidth_of(device)
         weights = 0
         for name, cost in costs.items():
             reading = (cost.reads - cost.cache) * _SECOND * _at(KINDS[name].slower, rows) // _THOUSANDTHS // bandwidth
             weights += max(reading, _multiplying(of_token[i][name], KINDS[name], rows, device) if of_token else 0)
-        cached = plan.memory[i].cache_bytes * rows // plan.request.batch * _SECOND // bandwidth
+        cached = plan.memory[i].cache_bytes * tokens // plan.request.cache.tokens * _SECOND // bandwidth
         rest = _STEP_NS + sum(len(b.layers) * _at(KINDS[_layer_kind(b, model)].layer_ns, rows) for b in model.blocks)
         rest = rest * (device.boundary_ns or _BOUNDARY_NS) // _BOUNDARY_NS
         times.append(DeviceTime(i, weights, cached, exchanges, rest))
@@ -201,7 +202,7 @@ def _prefill(  # noqa: PLR0917
         device, weights = plan.devices[i], 0
         for name, cost in held[i].items():
             kind, size = KINDS[name], cost.reads - cost.cache
-            rate = device.matrix_flops_per_second * kind.prefill // _THOUSANDTHS
+            rate = max(1, device.matrix_flops_per_second * kind.prefill // _THOUSANDTHS)
             weights += 2 * size * 8 // kind.bits * rows * _SECOND // rate
             weights += size * 8 // kind.bits * kind.dequantise_fs // _FEMTOSECONDS
         share = _share(bounds, i)

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from tpplan.core.plan import SplitPlan
 from tpplan.planner.attempt import attempt
 from tpplan.planner.place import Effort
-from tpplan.planner.speed import predict
+from tpplan.planner.speed import bandwidth_of, predict
 
 if TYPE_CHECKING:
     from tpplan.core.device import Device
@@ -247,7 +247,7 @@ def faster_with_fewer(plan: SplitPlan, model: ModelSpec) -> tuple[tuple[int, ...
     now = plan.speed.decode[-1].full_tokens_per_second
     best: tuple[tuple[int, ...], tuple[int, int]] | None = None
     for count in range(len(used) - 1, 0, -1):
-        kept = sorted(sorted(used, key=lambda i: -plan.devices[i].bandwidth_bytes_per_second)[:count])
+        kept = sorted(sorted(used, key=lambda i: -bandwidth_of(plan.devices[i]))[:count])
         places = {old: new for new, old in enumerate(kept)}
         links = tuple(
             evolve(link, first=places[link.first], second=places[link.second])

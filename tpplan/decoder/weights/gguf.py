@@ -12,6 +12,7 @@ import torch
 
 from tpplan.core.missing import needing
 from tpplan.errors import ExecutionError
+from tpplan.models.gguf.header import TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,6 +77,9 @@ def _whole(blocks: Tensor, name: str, kind: str, dtype: torch.dtype) -> Tensor:
     with needing(_NEEDED, "gguf"):
         from gguf import GGMLQuantizationType  # noqa: PLC0415 - an extra
         from gguf.quants import dequantize  # noqa: PLC0415
+    if not len(blocks):
+        _, elements, size = next(each for each in TYPES.values() if each[0] == kind)
+        return torch.empty(0, blocks.shape[1] // size * elements, dtype=dtype)
     try:
         parts = [
             torch.from_numpy(dequantize(some.numpy(), GGMLQuantizationType[kind])).to(dtype)

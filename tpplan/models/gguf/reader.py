@@ -33,6 +33,8 @@ _PLAIN: Final = frozenset({"F32", "F16", "BF16", "F64"})
 _FACTORS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _HINT: Final = "the file may be of a variant of the architecture that tpplan does not know"
 _SHOWN: Final = 3
+#: Digits of a number that no layer has.
+_LONGEST_NUMBER: Final = 10
 #: Weights that a directory has beside copies of them in GGUF.
 _OTHERS: Final = ("*.safetensors", "pytorch_model*.bin", "*.pt", "*.pth")
 
@@ -136,7 +138,7 @@ class _Match:
             what = parameter.name.replace("{layer}", str(layer))
             raise ModelError(f"{self._source} has no tensor {name or 'for ' + what}", _HINT)
         wanted = (*((parameter.copies,) if parameter.copies > 1 else ()), *parameter.shape)
-        if tensor.shape != wanted:
+        if tensor.shape != wanted and tensor.shape != tuple(size for size in wanted if size > 1):  # some are squeezed
             message = f"{self._source}: {name} has the shape {list(tensor.shape)}, by the metadata it is {list(wanted)}"
             raise ModelError(message, _HINT)
         self._used.add(name)
@@ -165,7 +167,7 @@ def _label(name: str, layers: int) -> str:
     if name in _FACTORS:
         return BUFFERS
     number = name.removeprefix("blk.").partition(".")[0]
-    if number.isdecimal() and int(number) >= layers:
+    if number.isdecimal() and len(number) < _LONGEST_NUMBER and int(number) >= layers:
         return "prediction layers"
     return "other tensors"
 
