@@ -35,6 +35,9 @@ class Device:
     matrix_flops_per_second: int = 0
 
 
+#: Keys of a device that are measured.
+MEASURED = ("read_bytes_per_second", "boundary_ns", "matrix_flops_per_second")
+
 #: Memory of the CUDA context and libraries on devices where it was not measured: as much as on an H200, the most that
 #: was (:mod:`tpplan.hardware.catalogue`).
 UNMEASURED_OVERHEAD_BYTES = 890 * 2**20

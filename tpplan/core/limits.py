@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpplan.core.device import Device
+from tpplan.core.device import MEASURED, Device
 from tpplan.core.model import NotPlanned
 from tpplan.core.plan import (
     Cache,
@@ -23,8 +23,7 @@ LEAST: dict[type, dict[str, int]] = {
     Reserve: {"bytes": 1, "device": -1},
     Device: {
         "budget_bytes": 1,
-        **dict.fromkeys(("overhead_bytes", "bandwidth_bytes_per_second", "read_bytes_per_second"), 0),
-        **dict.fromkeys(("boundary_ns", "matrix_flops_per_second"), 0),
+        **dict.fromkeys(("overhead_bytes", "bandwidth_bytes_per_second", *MEASURED), 0),
     },
     Split: {"size": 1, "unit": 1, "width": 1, "replicas": 1},
     DeviceMemory: dict.fromkeys(

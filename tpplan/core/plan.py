@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan.core.axes import Axis, Slice, parse_layers, slices_of
-from tpplan.core.device import Device
+from tpplan.core.device import MEASURED, Device
 from tpplan.core.model import NotPlanned
 from tpplan.core.sizes import exact_bytes
 from tpplan.core.speed import Speed
@@ -242,12 +242,7 @@ class SplitPlan:
 def least_version(plan: SplitPlan) -> str:
     """Return the oldest version of the format that has all keys of a plan."""
     model, request = plan.model, plan.request
-    measured = (
-        each
-        for device in plan.devices
-        for each in (device.read_bytes_per_second, device.boundary_ns, device.matrix_flops_per_second)
-    )
-    if plan.speed or any(measured):
+    if plan.speed or any(getattr(device, key) for device in plan.devices for key in MEASURED):
         return "1.2"
     newer = (
         *(model.not_planned, model.assumed),

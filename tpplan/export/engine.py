@@ -39,6 +39,12 @@ class CacheKind:
     sixteenths: int
 
 
+def with_fp8(name: str) -> dict[str, CacheKind]:
+    """Return the kinds of an engine that caches in 16 bits or in FP8, which stands for all smaller kinds."""
+    smaller = dict.fromkeys(CACHE_KINDS, CacheKind(name=name, sixteenths=16))
+    return smaller | {"fp16": CacheKind(name="auto", sixteenths=32)}
+
+
 @frozen(kw_only=True)
 class Engine:
     """An engine's table.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.core.sizes import format_bytes
-from tpplan.export.engine import MODEL, CacheKind, Engine
+from tpplan.export.engine import MODEL, Engine, with_fp8
 from tpplan.export.even import even_bytes, uneven_parts
 from tpplan.export.facts import share
 
@@ -14,14 +14,7 @@ if TYPE_CHECKING:
 
     from tpplan.export.facts import Facts
 
-_FP8 = CacheKind(name="fp8_e4m3", sixteenths=16)
-_CACHES = {
-    "fp16": CacheKind(name="auto", sixteenths=32),
-    "fp8": _FP8,
-    "q8": _FP8,
-    "q6": _FP8,
-    "q4": _FP8,
-}
+_CACHES = with_fp8("fp8_e4m3")
 
 
 def _static_share(plan: Facts) -> str:

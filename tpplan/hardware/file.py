@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from tpplan.core.device import DEFAULT_OVERHEAD_BYTES, MAX_DEVICES, Device
+from tpplan.core.device import DEFAULT_OVERHEAD_BYTES, MAX_DEVICES, MEASURED, Device
 from tpplan.core.limits import CAPABILITY, LONGEST_NAME, MOST
 from tpplan.core.speed import LinkSpeed
 from tpplan.errors import CORRECT, FORM, DeviceError, Problem, TpplanError, refusal
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 FORMAT_VERSION = "1.1"
 FIRST_VERSION = "1.0"
 
-
-#: Keys of a device that are measured.
-MEASURED = ("read_bytes_per_second", "copy_bytes_per_second", "boundary_ns", "matrix_flops_per_second")
+#: Keys of a device that are measured; the planner does not need all.
+MEASURED_IN_FILE = (*MEASURED, "copy_bytes_per_second")
 
 
 class LinkKind(StrEnum):
@@ -244,7 +243,7 @@ def _device_problems(device: FileDevice) -> Iterator[tuple[str, str]]:
         "budget_bytes": (device.budget_bytes, 1, device.memory_bytes),
         "overhead_bytes": (device.overhead_bytes, 0, MOST),
         "bandwidth_bytes_per_second": (device.bandwidth_bytes_per_second, 0, MOST),
-        **{name: (getattr(device, name), 0, MOST) for name in MEASURED},
+        **{name: (getattr(device, name), 0, MOST) for name in MEASURED_IN_FILE},
     }
     for key, (value, least, most) in ranges.items():
         if not least <= value <= most:

@@ -19,10 +19,11 @@ from tpplan.planner.place import Effort
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_CONTEXT_STEP = 256
+#: Contexts to suggest are multiples of so many tokens.
+CONTEXT_STEP = 256
 _MEMORY_STEP = 2**26
 #: Fewest tenths of a bit per weight to speak of.
-_FEWEST_BITS = 15
+FEWEST_TENTHS = 15
 #: Largest budget to suggest; no GPU has this much memory.
 _MOST_MEMORY = 2**39
 _MOST_JOINING = 64
@@ -107,12 +108,12 @@ class InfeasibleError(TpplanError):
 
 
 @frozen
-class _Trials:
-    """Attempts to plan with a single change.
+class Trials:
+    """Attempts to plan, with as little effort as tells whether there is a plan.
 
     Attributes:
-        model: the model that does not fit.
-        devices: the devices that it does not fit.
+        model: the model.
+        devices: the devices.
         request: what was asked.
         costs: the model's costs, by request and number of devices, as far as it matters.
     """
@@ -151,7 +152,7 @@ def explain(best: Attempt) -> InfeasibleError:
         best: the attempt that lacks least, or ExLlamaV2's.
     """
     model, devices, request = best.model, best.devices, best.request
-    trials = _Trials(model, devices, request)
+    trials = Trials(model, devices, request)
     shortfalls = tuple(_shortfall(best, i) for i in range(len(devices)))
     suggestions = tuple(_suggestions(trials))
     needed = sum(entry.used_bytes for entry in best.memory)
@@ -181,17 +182,17 @@ def explain(best: Attempt) -> InfeasibleError:
     return InfeasibleError(message, hint, shortfalls, suggestions)
 
 
-def _fewer_bits(trials: _Trials) -> str:
+def _fewer_bits(trials: Trials) -> str:
     """Return how many bits per weight would do, with as many of the tokens that were asked for as possible."""
     model, request = trials.model, trials.request
     now = model.weight_bytes * 80 // model.parameter_count
     tokens = request.cache.tokens // request.batch
-    while tokens >= _CONTEXT_STEP or tokens == request.cache.tokens // request.batch:
+    while tokens >= CONTEXT_STEP or tokens == request.cache.tokens // request.batch:
         cache = Cache(request.cache.kind, tokens * request.batch)
         context = min(request.context, cache.tokens)
         smaller = evolve(request, strategy="balanced", cache=cache, context=context)
-        bits = _most(lambda tenths, smaller=smaller: trials.fits_bits(smaller, tenths), now)  # type: ignore[misc]
-        if bits >= _FEWEST_BITS:
+        bits = most_that_fit(lambda tenths, smaller=smaller: trials.fits_bits(smaller, tenths), now)  # type: ignore[misc]
+        if bits >= FEWEST_TENTHS:
             each = f" for each of {request.batch} sequences" if request.batch > 1 else ""
             at = f"a pool of {cache.tokens} tokens" if request.context else f"{tokens} tokens{each}"
             return (
@@ -227,7 +228,7 @@ def _shortfall(best: Attempt, index: int) -> Shortfall:
     )
 
 
-def _suggestions(trials: _Trials) -> Iterator[Suggestion]:
+def _suggestions(trials: Trials) -> Iterator[Suggestion]:
     """Yield single changes that make the request fit, those that cost the user least first."""
     request, fits = trials.request, trials.fits
     kinds = [kind for kind, size in CACHE_KINDS.items() if size < CACHE_KINDS[request.cache.kind]]
@@ -259,21 +260,21 @@ def _suggestions(trials: _Trials) -> Iterator[Suggestion]:
 
 def _largest_context(request: Request, fits: Callable[[Request], bool]) -> int:
     """Return the most tokens per sequence that fit, a multiple of 256, or 0."""
-    each = _CONTEXT_STEP * request.batch
+    each = CONTEXT_STEP * request.batch
     most = -(-request.cache.tokens // each) - 1
-    steps = _most(lambda steps: fits(evolve(request, cache=Cache(request.cache.kind, steps * each))), most)
-    return steps * _CONTEXT_STEP
+    steps = most_that_fit(lambda steps: fits(evolve(request, cache=Cache(request.cache.kind, steps * each))), most)
+    return steps * CONTEXT_STEP
 
 
 def _largest_pool(request: Request, fits: Callable[[Request], bool]) -> Iterator[Suggestion]:
     """Yield the largest pool that fits, a multiple of 256 tokens, with a lower context if that has to fit into it."""
 
     def smaller(steps: int) -> Request:
-        tokens = steps * _CONTEXT_STEP
+        tokens = steps * CONTEXT_STEP
         return evolve(request, cache=Cache(request.cache.kind, tokens), context=min(request.context, tokens))
 
-    most = -(-request.cache.tokens // _CONTEXT_STEP) - 1
-    tokens = _most(lambda steps: fits(smaller(steps)), most) * _CONTEXT_STEP
+    most = -(-request.cache.tokens // CONTEXT_STEP) - 1
+    tokens = most_that_fit(lambda steps: fits(smaller(steps)), most) * CONTEXT_STEP
     if tokens >= request.batch:
         context = tokens if tokens < request.context else 0
         words = f"share a pool of {tokens} tokens" + f", with a context of {context}" * (context > 0)
@@ -285,14 +286,19 @@ def _largest_batch(request: Request, fits: Callable[[Request], bool]) -> int:
     each, rest = divmod(request.cache.tokens, request.batch)
     if rest or request.context:  # of a pool, another number of sequences does not change the tokens
         return 0
-    return _most(
+    return most_that_fit(
         lambda batch: fits(evolve(request, batch=batch, cache=Cache(request.cache.kind, batch * each))),
         request.batch - 1,
     )
 
 
-def _most(fits: Callable[[int], bool], most: int) -> int:
-    """Return the greatest number up to ``most`` that fits, or 0; ``fits`` must be monotonic."""
+def most_that_fit(fits: Callable[[int], bool], most: int) -> int:
+    """Return the greatest number up to ``most`` that fits, or 0.
+
+    Args:
+        fits: whether a number fits; it must be monotonic.
+        most: the greatest number to try.
+    """
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -310,7 +316,7 @@ def _different(devices: tuple[Device, ...]) -> list[tuple[int, Device]]:
     return largest[: _TRIED_DEVICES if len(devices) <= _MANY_DEVICES else 1]
 
 
-def _more_devices(trials: _Trials) -> Iterator[Suggestion]:
+def _more_devices(trials: Trials) -> Iterator[Suggestion]:
     """Yield the smallest number of devices to add, copies of one of the given devices."""
     devices = trials.devices
     best: tuple[int, int] | None = None
@@ -326,7 +332,7 @@ def _more_devices(trials: _Trials) -> Iterator[Suggestion]:
         yield Suggestion("devices", str(count), index, f"add {count} more {devices[index].name}")
 
 
-def _more_memory(trials: _Trials) -> Iterator[Suggestion]:
+def _more_memory(trials: Trials) -> Iterator[Suggestion]:
     """Yield the device that needs the smallest additional budget on its own, with its new budget."""
     devices = trials.devices
     best: tuple[int, int] | None = None

@@ -88,15 +88,16 @@ def faster(
     known = all(device.bandwidth_bytes_per_second for device in balanced.devices)
     if not known or not (speed := predict(balanced, model, links)):
         return balanced
-    best = None
+    latency, other = evolve(balanced.request, strategy="latency"), balanced
     for each in dict.fromkeys((Effort.QUICK, effort)):
-        found = attempt(model, balanced.devices, evolve(balanced.request, strategy="latency"), effort=each)
-        by_bandwidth = predict(found.plan(), model, links) if found and not found.lacking else None
-        if not found or not by_bandwidth or not _gains(speed, by_bandwidth):
-            best = None  # what little effort found would not be found again
-            break
-        best = with_speed(found.plan(), by_bandwidth)
-    return best or with_speed(balanced, speed)
+        found = attempt(model, balanced.devices, latency, effort=each)
+        if not found or found.lacking:
+            return with_speed(balanced, speed)
+        other = found.plan()
+        other_speed = predict(other, model, links)
+        if not other_speed or not _gains(speed, other_speed):
+            return with_speed(balanced, speed)
+    return with_speed(other, other_speed)
 
 
 def with_speed(plan: SplitPlan, speed: Speed | None) -> SplitPlan:

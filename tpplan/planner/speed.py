@@ -9,21 +9,23 @@ so that a plan predicts the same on every machine.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
 from tpplan.core.axes import Axis
+from tpplan.core.model import ModelSpec
+from tpplan.core.plan import SplitPlan
 from tpplan.core.speed import DeviceTime, LinkSpeed, Pass, Speed
 from tpplan.core.workspace import ITEM_BYTES
 from tpplan.planner.ledger import demands
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from tpplan.core.device import Device
-    from tpplan.core.model import Block, ModelSpec, Parameter
-    from tpplan.core.plan import Request, SplitPlan
+    from tpplan.core.model import Block, Parameter
     from tpplan.planner.costs import Cost
 
 _SECOND = 10**9
@@ -133,17 +135,16 @@ def predict(plan: SplitPlan, model: ModelSpec, links: Iterable[LinkSpeed] = ()) 
         model: the model.
         links: links that were measured.
     """
-    used = [i for i, entry in enumerate(plan.memory) if entry.used_bytes]
+    used = tuple(i for i, entry in enumerate(plan.memory) if entry.used_bytes)
     if not all(bandwidth_of(plan.devices[i]) for i in used):
         return None
-    bounds = {(split.axis, split.layers): split.bounds for split in plan.splits}
     links = tuple(link for link in links if link.first in used and link.second in used)
+    predictor = _Predictor(plan, model, used, links, _by_kind(model))
     prompt = min(PROMPT, plan.request.max_rows, plan.request.sequence_tokens)
-    batches = dict.fromkeys((1, plan.request.batch))
     known = all(plan.devices[i].matrix_flops_per_second for i in used)
     return Speed(
-        decode=tuple(_decode(batch, plan, model, bounds, used, links) for batch in batches),
-        prefill=(_prefill(prompt, plan, model, bounds, used, links),) if known else (),
+        decode=tuple(predictor.decode(batch) for batch in dict.fromkeys((1, plan.request.batch))),
+        prefill=(predictor.prefill(prompt),) if known else (),
         links=links,
     )
 
@@ -153,71 +154,132 @@ def bandwidth_of(device: Device) -> int:
     return device.read_bytes_per_second or device.bandwidth_bytes_per_second * _READ // _THOUSANDTHS
 
 
-def _decode(  # noqa: PLR0917
-    rows: int,
-    plan: SplitPlan,
-    model: ModelSpec,
-    bounds: Mapping[tuple[Axis, str], Sequence[int]],
-    used: Sequence[int],
-    links: Sequence[LinkSpeed],
-) -> Pass:
-    """Return the times of a step of ``rows`` sequences."""
-    read = _reads(model, plan.request, bounds, len(plan.devices), rows)
-    of_token = _reads(model, plan.request, bounds, len(plan.devices), 1) if rows > ROWS[-1] else None
-    exchanges = _exchanges(model, plan.request, rows, len(used), links)
-    tokens = min(rows * plan.request.sequence_tokens, plan.request.cache.tokens)
-    times = []
-    for i in used:
-        device, costs = plan.devices[i], read[i]
-        bandwidth = bandwidth_of(device)
-        weights = 0
-        for name, cost in costs.items():
-            reading = (cost.reads - cost.cache) * _SECOND * _at(KINDS[name].slower, rows) // _THOUSANDTHS // bandwidth
-            weights += max(reading, _multiplying(of_token[i][name], KINDS[name], rows, device) if of_token else 0)
-        cached = plan.memory[i].cache_bytes * tokens // plan.request.cache.tokens * _SECOND // bandwidth
-        rest = _STEP_NS + sum(len(b.layers) * _at(KINDS[_layer_kind(b, model)].layer_ns, rows) for b in model.blocks)
-        rest = rest * (device.boundary_ns or _BOUNDARY_NS) // _BOUNDARY_NS
-        times.append(DeviceTime(i, weights, cached, exchanges, rest))
-    return Pass(rows, tuple(times))
+@frozen
+class _Predictor:
+    """Predicts passes of a plan.
 
+    Attributes:
+        plan: the plan.
+        model: its model.
+        used: the devices in use.
+        links: measured links between them.
+        by_kind: for each kind of weights the model with no others.
+    """
 
-def _prefill(  # noqa: PLR0917
-    rows: int,
-    plan: SplitPlan,
-    model: ModelSpec,
-    bounds: Mapping[tuple[Axis, str], Sequence[int]],
-    used: Sequence[int],
-    links: Sequence[LinkSpeed],
-) -> Pass:
-    """Return the times of a prompt of ``rows`` tokens."""
-    held = _reads(model, plan.request, bounds, len(plan.devices), 1, heads=False)
-    exchanges = _exchanges(model, plan.request, rows, len(used), links)
-    pairs = sum(
-        len(block.layers) * block.attention.q_heads * (block.attention.head_dim + block.attention.v_head_dim)
-        for block in model.blocks
-        if block.attention
-    )
-    times = []
-    for i in used:
-        device, weights = plan.devices[i], 0
-        for name, cost in held[i].items():
-            kind, size = KINDS[name], cost.reads - cost.cache
-            rate = max(1, device.matrix_flops_per_second * kind.prefill // _THOUSANDTHS)
-            weights += 2 * size * 8 // kind.bits * rows * _SECOND // rate
-            weights += size * 8 // kind.bits * kind.dequantise_fs // _FEMTOSECONDS
-        share = _share(bounds, i)
-        attention = pairs * rows * rows * share * _ATTENTION // _THOUSANDTHS * _SECOND // device.matrix_flops_per_second
+    plan: SplitPlan
+    model: ModelSpec
+    used: tuple[int, ...]
+    links: tuple[LinkSpeed, ...]
+    by_kind: Mapping[str, ModelSpec]
+
+    def decode(self, rows: int) -> Pass:
+        """Return the times of a step of ``rows`` sequences."""
+        plan, blocks = self.plan, self.model.blocks
+        read = self._reads(self.by_kind, rows)
+        of_token = self._reads(self.by_kind, 1) if rows > ROWS[-1] else None
+        exchanges = self._exchanges(rows)
+        tokens = min(rows * plan.request.sequence_tokens, plan.request.cache.tokens)
+        between = _STEP_NS
+        between += sum(
+            len(block.layers) * _at(KINDS[_layer_kind(block, self.model)].layer_ns, rows) for block in blocks
+        )
+        times = []
+        for i in self.used:
+            device = plan.devices[i]
+            bandwidth = bandwidth_of(device)
+            weights = 0
+            for name, cost in read[i].items():
+                slower = _at(KINDS[name].slower, rows)
+                reading = (cost.reads - cost.cache) * _SECOND * slower // _THOUSANDTHS // bandwidth
+                weights += max(reading, _multiplying(of_token[i][name], KINDS[name], rows, device) if of_token else 0)
+            cached = plan.memory[i].cache_bytes * tokens // plan.request.cache.tokens * _SECOND // bandwidth
+            rest = between * (device.boundary_ns or _BOUNDARY_NS) // _BOUNDARY_NS
+            times.append(DeviceTime(i, weights, cached, exchanges, rest))
+        return Pass(rows, tuple(times))
+
+    def prefill(self, rows: int) -> Pass:
+        """Return the times of a prompt of ``rows`` tokens, of which only the last one's logits are computed."""
+        plan, model = self.plan, self.model
+        held = self._reads({name: evolve(some, parameters=()) for name, some in self.by_kind.items()}, 1)
+        exchanges = self._exchanges(rows)
+        pairs = sum(
+            len(block.layers) * block.attention.q_heads * (block.attention.head_dim + block.attention.v_head_dim)
+            for block in model.blocks
+            if block.attention
+        )
         rest = _PREFILL_LAYER_NS * model.layer_count * rows // PROMPT
-        times.append(DeviceTime(i, weights, attention, exchanges, rest))
-    if _are_slow(_between(len(used), links)):  # one half of the prompt computes while the other's sums are on their way
-        exposed = max(exchanges // _BESIDE, exchanges - max(each.total_ns - exchanges for each in times))
-        times = [evolve(each, exchanges_ns=exposed) for each in times]
-    return Pass(rows, tuple(times))
+        times = []
+        for i in self.used:
+            rate, weights = plan.devices[i].matrix_flops_per_second, 0
+            for name, cost in held[i].items():
+                kind, size = KINDS[name], cost.reads - cost.cache
+                reached = max(1, rate * kind.prefill // _THOUSANDTHS)
+                weights += 2 * size * 8 // kind.bits * rows * _SECOND // reached
+                weights += size * 8 // kind.bits * kind.dequantise_fs // _FEMTOSECONDS
+            share = _share(plan, i)
+            attention = pairs * rows * rows * share * _ATTENTION // _THOUSANDTHS * _SECOND // rate
+            times.append(DeviceTime(i, weights, attention, exchanges, rest))
+        if _are_slow(self._between()):  # one half of the prompt computes while the other's sums are on their way
+            exposed = max(exchanges // _BESIDE, exchanges - max(each.total_ns - exchanges for each in times))
+            times = [evolve(each, exchanges_ns=exposed) for each in times]
+        return Pass(rows, tuple(times))
+
+    def _reads(self, models: Mapping[str, ModelSpec], rows: int) -> list[dict[str, Cost]]:
+        """Return for each device what a pass of ``rows`` tokens reads of each kind of weights.
+
+        Experts are read if any of these tokens is routed to them.
+        """
+        plan = self.plan
+        bounds = {(split.axis, split.layers): split.bounds for split in plan.splits}
+        found: list[dict[str, Cost]] = [{} for _ in plan.devices]
+        for name, model in models.items():
+            wanted = demands(model, plan.request, len(plan.devices), rows=rows)
+            rows_of_cuts = [(demand, bounds[demand.axis, demand.layers]) for demand in wanted.axes]
+            for i, costs in enumerate(found):
+                costs[name] = sum((demand.cost(cuts[i], cuts[i + 1]) for demand, cuts in rows_of_cuts), wanted.common)
+        return found
+
+    def _exchanges(self, rows: int) -> int:
+        """Return the nanoseconds that a pass spends on sums between devices, or on gathers of as many bytes."""
+        devices, model = len(self.used), self.model
+        if devices == 1:
+            return 0
+        size = rows * model.hidden_size * ITEM_BYTES[model.dtype]
+        slowest = self._between()
+        latency = max(link.latency_ns for link in slowest) * (devices + 2) // 4 + _UNFUSED_NS * _are_slow(slowest)
+        rate = min(link.bytes_per_second for link in slowest)
+        moved = size * (devices - 1) if size < _TWO_SHOT else size * 2 * (devices - 1) // devices
+        count = sum(
+            len(block.layers) * (bool(block.attention or block.linear) + bool(block.intermediate or block.experts))
+            for block in model.blocks
+        )
+        count = count * (2 if self.plan.request.layout == "gather" else 1) + 1
+        return count * (latency + moved * _SECOND // rate)
+
+    def _between(self) -> list[LinkSpeed]:
+        """Return the links of the devices in use, with a guess for those that were not measured."""
+        pairs = len(self.used) * (len(self.used) - 1) // 2
+        return [*self.links, *([_GUESSED] if len(self.links) < pairs else [])]
 
 
-def _share(bounds: Mapping[tuple[Axis, str], Sequence[int]], device: int) -> int:
+def _by_kind(model: ModelSpec) -> dict[str, ModelSpec]:
+    """Return for each kind of weights of a model the model with no others."""
+    found = {}
+    for name in sorted(
+        {kind_of(p, model) for p in (*model.parameters, *(p for b in model.blocks for p in b.parameters))}
+    ):
+
+        def of_kind(parameters: Sequence[Parameter], name: str = name) -> tuple[Parameter, ...]:
+            return tuple(p for p in parameters if kind_of(p, model) == name)
+
+        blocks = tuple(evolve(block, parameters=of_kind(block.parameters)) for block in model.blocks)
+        found[name] = evolve(model, blocks=blocks, parameters=of_kind(model.parameters))
+    return found
+
+
+def _share(plan: SplitPlan, device: int) -> int:
     """Return a device's share of the query heads, in thousandths."""
-    heads = [cuts for (axis, _), cuts in bounds.items() if axis is Axis.Q_HEADS]
+    heads = [split.bounds for split in plan.splits if split.axis is Axis.Q_HEADS]
     total = sum(cuts[-1] for cuts in heads)
     return sum(cuts[device + 1] - cuts[device] for cuts in heads) * _THOUSANDTHS // total if total else 0
 
@@ -235,67 +297,6 @@ def _layer_kind(block: Block, model: ModelSpec) -> str:
         name = kind_of(parameter, model)
         sizes[name] = sizes.get(name, 0) + parameter.bytes
     return max(sizes, key=lambda name: (name.startswith("experts"), sizes[name]), default="dense")
-
-
-def _reads(
-    model: ModelSpec,
-    request: Request,
-    bounds: Mapping[tuple[Axis, str], Sequence[int]],
-    devices: int,
-    rows: int,
-    *,
-    heads: bool = True,
-) -> list[dict[str, Cost]]:
-    """Return for each device what a pass of ``rows`` tokens reads of each kind of weights.
-
-    Args:
-        model: the model.
-        request: the request that the bounds answer.
-        bounds: the cut points of every axis, by axis and layers.
-        devices: how many there are.
-        rows: tokens of the pass; experts are read if any of these is routed to them.
-        heads: whether to count what is outside the layers.
-    """
-    found: list[dict[str, Cost]] = [{} for _ in range(devices)]
-    kinds = {kind_of(p, model) for p in (*model.parameters, *(p for b in model.blocks for p in b.parameters))}
-    for name in sorted(kinds):
-
-        def of_kind(parameters: Sequence[Parameter], name: str = name) -> tuple[Parameter, ...]:
-            return tuple(p for p in parameters if kind_of(p, model) == name)
-
-        blocks = tuple(evolve(block, parameters=of_kind(block.parameters)) for block in model.blocks)
-        some = evolve(model, blocks=blocks, parameters=of_kind(model.parameters) if heads else ())
-        wanted = demands(some, request, devices, rows=rows)
-        for i in range(devices):
-            costs = [
-                demand.cost(cuts[i], cuts[i + 1])
-                for demand in wanted.axes
-                for cuts in (bounds[demand.axis, demand.layers],)
-            ]
-            found[i][name] = sum(costs, wanted.common)
-    return found
-
-
-def _exchanges(model: ModelSpec, request: Request, rows: int, devices: int, links: Sequence[LinkSpeed]) -> int:
-    """Return the nanoseconds that a pass spends on sums between devices, or on gathers of as many bytes."""
-    if devices == 1:
-        return 0
-    size = rows * model.hidden_size * ITEM_BYTES[model.dtype]
-    slowest = _between(devices, links)
-    latency = max(link.latency_ns for link in slowest) * (devices + 2) // 4 + _UNFUSED_NS * _are_slow(slowest)
-    rate = min(link.bytes_per_second for link in slowest)
-    moved = size * (devices - 1) if size < _TWO_SHOT else size * 2 * (devices - 1) // devices
-    count = sum(
-        len(block.layers) * (bool(block.attention or block.linear) + bool(block.intermediate or block.experts))
-        for block in model.blocks
-    )
-    count = count * (2 if request.layout == "gather" else 1) + 1
-    return count * (latency + moved * _SECOND // rate)
-
-
-def _between(devices: int, links: Sequence[LinkSpeed]) -> list[LinkSpeed]:
-    """Return the links of devices, with a guess for those that were not measured."""
-    return [*links, *([_GUESSED] if len(links) < devices * (devices - 1) // 2 else [])]
 
 
 def _are_slow(links: Sequence[LinkSpeed]) -> bool:

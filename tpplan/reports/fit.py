@@ -6,27 +6,26 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from tpplan.core.device import Device
-from tpplan.core.model import ModelSpec
 from tpplan.core.plan import CACHE_KINDS, Cache, Request
 from tpplan.core.speed import LinkSpeed
 from tpplan.planner.attempt import attempt
-from tpplan.planner.infeasible import InfeasibleError
-from tpplan.planner.ledger import demands
+from tpplan.planner.infeasible import CONTEXT_STEP, FEWEST_TENTHS, InfeasibleError, Trials, most_that_fit
 from tpplan.planner.place import Effort
 from tpplan.planner.plan import faster, plan
 from tpplan.planner.request import check_devices, resolve
 from tpplan.reports.error import Advice, error_report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
+
+    from tpplan.core.device import Device
+    from tpplan.core.model import ModelSpec
 
 
-_STEP = 256
 #: Shortest context of the table, and most of its contexts.
 _SHORTEST, _MOST_CONTEXTS = 4096, 8
-#: Fewest and most tenths of a bit per weight to look for.
-_FEWEST_TENTHS, _MOST_TENTHS = 15, 160
+#: Most tenths of a bit per weight to look for.
+_MOST_TENTHS = 160
 _TENTHS = 10
 
 #: Common quantisations: name, and hundredths of a bit that a weight of the layers' matrices takes with its scales.
@@ -169,9 +168,9 @@ def fit(
     request = resolve(model, asked)
     check_devices(devices, request)
     context = context or model.max_context
-    trials = _Trials(model, devices, request, links)
+    table = _Table(Trials(model, devices, request), links)
     suggestions: tuple[Advice, ...] = ()
-    if not (fits := trials.fits(cache, context)):
+    if not (fits := table.fits(cache, context)):
         try:
             plan(model, devices, cache=request.cache, layout=layout, batch=batch, max_rows=max_rows)
             fits = True
@@ -188,8 +187,8 @@ def fit(
         context=context,
         cache=cache,
         fits=fits,
-        rows=tuple(trials.row(each) for each in _contexts(model, context)),
-        longest=tuple(LongestContext(cache=kind, context=trials.longest(kind)) for kind in CACHE_KINDS),
+        rows=tuple(table.row(each) for each in _contexts(model, context)),
+        longest=tuple(LongestContext(cache=kind, context=table.longest(kind)) for kind in CACHE_KINDS),
         suggestions=suggestions,
     )
 
@@ -205,69 +204,57 @@ def _contexts(model: ModelSpec, wished: int) -> list[int]:
 
 
 @frozen
-class _Trials:
-    """Attempts to plan a model on devices.
+class _Table:
+    """What the table is made of.
 
     Attributes:
-        model: the model.
-        devices: the devices.
-        request: what was asked for, resolved.
+        trials: attempts to plan the model on the devices.
         links: measured links.
     """
 
-    model: ModelSpec
-    devices: tuple[Device, ...]
-    request: Request
+    trials: Trials
     links: tuple[LinkSpeed, ...]
 
     def asked(self, kind: str, context: int) -> Request:
         """Return the request with another cache."""
-        return evolve(self.request, cache=Cache(kind, context * self.request.batch))
+        request = self.trials.request
+        return evolve(request, cache=Cache(kind, context * request.batch))
 
     def fits(self, kind: str, context: int) -> bool:
         """Return whether there is a plan."""
-        found = attempt(self.model, self.devices, self.asked(kind, context), effort=Effort.ANY)
-        return found is not None and not found.lacking
+        return self.trials.fits(self.asked(kind, context))
 
     def cell(self, kind: str, context: int) -> FitCell:
         """Return whether there is a plan, and how fast the faster one is."""
-        request = self.asked(kind, context)
-        efforts = (attempt(self.model, self.devices, request, effort=each) for each in (Effort.QUICK, Effort.ANY))
+        model, devices, request = self.trials.model, self.trials.devices, self.asked(kind, context)
+        efforts = (attempt(model, devices, request, effort=each) for each in (Effort.QUICK, Effort.ANY))
         found = next((each for each in efforts if each and not each.lacking), None)
         if found is None:
             return FitCell(cache=kind, fits=False, tokens_per_second=0)
-        speed = faster(found.plan(), self.model, self.links, effort=Effort.QUICK).speed
+        speed = faster(found.plan(), model, self.links, effort=Effort.QUICK).speed
         return FitCell(cache=kind, fits=True, tokens_per_second=speed.decode[-1].full_tokens_per_second if speed else 0)
 
     def row(self, context: int) -> FitRow:
         """Return what fits at a context."""
-        bits = self._most_bits(context)
+        trials = self.trials
+        request = self.asked(trials.request.cache.kind, context)
+        bits = most_that_fit(lambda tenths: trials.fits_bits(request, tenths), _MOST_TENTHS)
+        bits = bits if bits >= FEWEST_TENTHS else 0
         return FitRow(
             context=context,
             cells=tuple(self.cell(kind, context) for kind in CACHE_KINDS),
             most_bits_tenths=bits,
-            quantisation=next((name for name, whole in _whole_bits(self.model) if whole <= bits), ""),
+            quantisation=next((name for name, whole in _whole_bits(trials.model) if whole <= bits), ""),
         )
 
     def longest(self, kind: str) -> int:
         """Return the longest context that fits in a cache kind."""
-        most = self.model.max_context
+        most = self.trials.model.max_context
         if self.fits(kind, most):
             return most
-        return _STEP * _greatest(lambda steps: self.fits(kind, steps * _STEP), (most - 1) // _STEP)
-
-    def _most_bits(self, context: int) -> int:
-        """Return the tenths of a bit per weight that fit at a context."""
-        request = self.asked(self.request.cache.kind, context)
-        wanted = demands(self.model, request, len(self.devices))
-
-        def fits(tenths: int) -> bool:
-            size = tenths * self.model.parameter_count, 8 * _TENTHS * self.model.weight_bytes
-            found = attempt(self.model, self.devices, request, effort=Effort.ANY, wanted=wanted.with_weights(*size))
-            return found is not None and not found.lacking
-
-        found = _greatest(fits, _MOST_TENTHS)
-        return found if found >= _FEWEST_TENTHS else 0
+        return CONTEXT_STEP * most_that_fit(
+            lambda steps: self.fits(kind, steps * CONTEXT_STEP), (most - 1) // CONTEXT_STEP
+        )
 
 
 def _whole_bits(model: ModelSpec) -> list[tuple[str, int]]:
@@ -281,12 +268,3 @@ def _whole_bits(model: ModelSpec) -> list[tuple[str, int]]:
         ((name, -(-(inside * bits + outside * 1600) // (10 * (inside + outside)))) for name, bits in QUANTISATIONS),
         key=lambda pair: -pair[1],
     )
-
-
-def _greatest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the greatest number up to ``most`` that fits, or 0; it must be monotonic."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

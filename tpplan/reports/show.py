@@ -1,7 +1,4 @@
-"""The report of ``tpplan show``: a plan, the requested and achieved shares of its devices, and how full they are.
-
-Memory bandwidths bound how many tokens a second a plan allows: bytes of a step ÷ bandwidth.
-"""
+"""The report of ``tpplan show``: a plan, the shares its devices should have and do have, how full and fast they are."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ if TYPE_CHECKING:
     from tpplan.core.device import Device
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import DeviceMemory
+    from tpplan.core.speed import Pass
 
 PPM = 1_000_000
 #: Speeds that differ by less than one part in so many are not told apart.
@@ -154,7 +152,7 @@ def show_report(plan: SplitPlan) -> ShowReport:
         together_ppm=_ppm(sum(map(_taken, plan.memory)), sum(s.budget_bytes for s in shares)),
         exact=tuple(bucket for bucket in EXACT if bucket not in assumed),
         estimated=(*assumed, *ESTIMATED),
-        speed=speed_report(plan) if plan.speed else None,
+        speed=speed_report(plan),
     )
 
 
@@ -166,25 +164,19 @@ def speed_report(plan: SplitPlan) -> SpeedReport | None:
     measured = ["bandwidth"] * all(plan.devices[i].read_bytes_per_second for i in used)
     measured += ["links"] * (len(plan.speed.links) == len(used) * (len(used) - 1) // 2 > 0)
     return SpeedReport(
-        decode=tuple(
-            PassSpeed(
-                rows=one.rows,
-                tokens_per_second=one.tokens_per_second,
-                full_tokens_per_second=one.full_tokens_per_second,
-                limiting_device=one.slowest.device,
-            )
-            for one in plan.speed.decode
-        ),
-        prefill=tuple(
-            PassSpeed(
-                rows=one.rows,
-                tokens_per_second=one.full_tokens_per_second,
-                full_tokens_per_second=one.full_tokens_per_second,
-                limiting_device=one.slowest.device,
-            )
-            for one in plan.speed.prefill
-        ),
+        decode=tuple(_pass_speed(one, one.tokens_per_second) for one in plan.speed.decode),
+        prefill=tuple(_pass_speed(one, one.full_tokens_per_second) for one in plan.speed.prefill),
         measured=tuple(measured),
+    )
+
+
+def _pass_speed(one: Pass, tokens_per_second: int) -> PassSpeed:
+    """Return the speed of a pass that computes so many tokens a second while next to nothing is cached."""
+    return PassSpeed(
+        rows=one.rows,
+        tokens_per_second=tokens_per_second,
+        full_tokens_per_second=one.full_tokens_per_second,
+        limiting_device=one.slowest.device,
     )
 
 

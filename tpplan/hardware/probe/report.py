@@ -10,7 +10,15 @@ from attrs import evolve, frozen
 from tpplan.errors import DeviceError
 from tpplan.files.jsontext import UNSEEN
 from tpplan.hardware import catalogue
-from tpplan.hardware.file import FIRST_VERSION, FORMAT_VERSION, MEASURED, DevicesFile, FileDevice, Link, LinkKind
+from tpplan.hardware.file import (
+    FIRST_VERSION,
+    FORMAT_VERSION,
+    MEASURED_IN_FILE,
+    DevicesFile,
+    FileDevice,
+    Link,
+    LinkKind,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -150,7 +158,7 @@ def devices_file(report: DeviceReport) -> DevicesFile:
                 overhead_source=gpu.overhead_source,
                 bandwidth_bytes_per_second=gpu.bandwidth_bytes_per_second,
                 capability=gpu.capability,
-                **{name: getattr(gpu, name) for name in MEASURED},
+                **{name: getattr(gpu, name) for name in MEASURED_IN_FILE},
             )
             for gpu in report.devices
         ),
@@ -173,7 +181,7 @@ def with_speeds(report: DeviceReport, measured: MeasuredSpeeds) -> DeviceReport:
         i = found.index(-1)
         raise DeviceError(f"torch does not see device {i} ({report.devices[i].name})", "leave out --measure")
     devices = tuple(
-        evolve(gpu, **{name: getattr(measured.gpus[place], name) for name in MEASURED})
+        evolve(gpu, **{name: getattr(measured.gpus[place], name) for name in MEASURED_IN_FILE})
         for gpu, place in zip(report.devices, found, strict=True)
     )
     speeds = {frozenset((link.first, link.second)): link for link in measured.links}
