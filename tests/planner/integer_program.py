@@ -11,12 +11,12 @@ from attrs import frozen
 from tests.later import optimize, sparse
 from tests.planning_cases import MIB
 from tpplan.core.axes import minimum_units
-from tpplan.planner.costs import Cost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.planning_cases import Case
+    from tpplan.planner.costs import Stage
 
 _SOLVED, _INFEASIBLE = 0, 2
 _PER_SECOND = 10**6
@@ -26,11 +26,11 @@ _TOLERANCE = 1e-6
 
 @frozen(eq=False)
 class Program:
-    """A task, with the strategy's measure: the largest share of a budget, or the longest time in microseconds.
+    """A task, with the strategy's measure: the largest share of a budget, or the sum of the stages' times, in µs.
 
     A device in use pays its overhead and the common cost, and the fixed cost of each axis of which it holds a unit.
-    Variables: units x and a flag y per axis and device, a flag z per device in use, and the largest measure t, in that
-    order.
+    Variables: units x and a flag y per axis and device, a flag z per device in use, the time of the slowest device per
+    stage, and the measure t, in that order.
 
     Attributes:
         constraints: coefficients of the variables, a row for each constraint.
@@ -39,6 +39,7 @@ class Program:
         budgets: whether a constraint is a device's budget, in MiB.
         upper: the largest value of each variable; the smallest is 0.
         units: elements of a unit of each axis.
+        whole: number of the variables that are whole.
     """
 
     constraints: Any
@@ -47,16 +48,19 @@ class Program:
     budgets: Any
     upper: Any
     units: tuple[int, ...]
+    whole: int
 
     @classmethod
     def of(cls, task: Case) -> Self:
         """Return a task's program."""
         wanted, devices = task.wanted, task.devices
         axes, count = wanted.axes, len(devices)
-        flags, uses, last = len(axes) * count, 2 * len(axes) * count, 2 * len(axes) * count + count
+        flags, uses, times = len(axes) * count, 2 * len(axes) * count, 2 * len(axes) * count + count
+        by_reads = task.request.strategy == "latency"
+        stages = stages_of(task)
+        last = times + len(stages)
         rows: list[tuple[dict[int, float], float, float]] = []
         budgets = []
-        by_reads = task.request.strategy == "latency"
         for i, axis in enumerate(axes):
             minimum = minimum_units(axis.axis, axis.size, axis.unit)
             rows.append(({i * count + d: 1 for d in range(count)}, axis.units, axis.units))
@@ -67,23 +71,26 @@ class Program:
                 rows.append(({y: 1, uses + d: -1}, -np.inf, 0))
         for d, device in enumerate(devices):
             used: dict[int, float] = {uses + d: wanted.common.bytes + device.overhead_bytes}
-            load: dict[int, float] = {uses + d: wanted.common.reads if by_reads else used[uses + d]}
+            loads: list[dict[int, float]] = [{} if by_reads else dict(used) for _ in stages]
             for i, axis in enumerate(axes):
                 unit, x, y = axis.unit_cost(), i * count + d, flags + i * count + d
                 fixed = axis.fixed_cost()
                 used |= {x: unit.bytes, y: fixed.bytes}
+                load = loads[stages.index(axis.stage) if by_reads else 0]
                 load |= {x: unit.reads if by_reads else unit.bytes, y: fixed.reads if by_reads else fixed.bytes}
             budgets.append(len(rows))
             rows.append(({k: v / MIB for k, v in used.items()}, -np.inf, device.budget_bytes / MIB))
             speed = device.bandwidth_bytes_per_second / _PER_SECOND if by_reads else device.budget_bytes
-            rows.append(({last: -1, **{k: v / speed for k, v in load.items()}}, -np.inf, 0))
+            for s, load in enumerate(loads):
+                rows.append(({times + s: -1, **{k: v / speed for k, v in load.items()}}, -np.inf, 0))
+        rows.append(({last: -1, **{times + s: 1 for s in range(len(stages))}}, -np.inf, 0))
         constraints = sparse.lil_array((len(rows), last + 1))
         for r, (entries, _, _) in enumerate(rows):
             for column, value in entries.items():
                 constraints[r, column] = value
         upper = np.ones(last + 1)
         upper[:flags] = np.repeat([axis.units for axis in axes], count)
-        upper[last] = np.inf
+        upper[times:] = np.inf
         least, most = (np.array(limits) for limits in list(zip(*rows, strict=True))[1:])
         return cls(
             constraints.tocsr(),
@@ -92,13 +99,16 @@ class Program:
             np.isin(np.arange(len(rows)), budgets),
             upper,
             tuple(axis.unit for axis in axes),
+            times,
         )
 
-    def allows(self, bounds: Sequence[Sequence[int]], measure: float) -> bool:
-        """Return whether cuts of every axis are a solution, with this measure."""
+    def allows(self, bounds: Sequence[Sequence[int]], times: Sequence[float]) -> bool:
+        """Return whether cuts of every axis are a solution, with these times of stages or this share."""
         units = [[-(-(b - a) // unit) for a, b in pairwise(row)] for row, unit in zip(bounds, self.units, strict=True)]
         flags = np.array(units) > 0
-        found = self.constraints @ np.concatenate([np.ravel(units), flags.ravel(), flags.any(axis=0), [measure]])
+        found = self.constraints @ np.concatenate(
+            [np.ravel(units), flags.ravel(), flags.any(axis=0), times, [sum(times)]]
+        )
         return bool(np.all(found >= self.least - _TOLERANCE) and np.all(found <= self.most + _TOLERANCE))
 
     def least_lacking(self) -> float:
@@ -112,7 +122,7 @@ class Program:
             np.append(np.zeros(size), np.ones(len(rooms))),
             constraints=optimize.LinearConstraint(sparse.hstack([self.constraints, lacking]), self.least, self.most),
             bounds=optimize.Bounds(np.zeros(size + len(rooms)), np.append(self.upper, [np.inf] * len(rooms))),
-            integrality=np.concatenate([np.ones(size - 1), np.zeros(len(rooms) + 1)]),
+            integrality=np.concatenate([np.ones(self.whole), np.zeros(len(rooms) + size - self.whole)]),
             options={"time_limit": 60},
         )
         assert answer.status == _SOLVED, answer.message
@@ -126,25 +136,33 @@ class Program:
             np.append(np.zeros(last), 1),  # with an aim it is faster
             constraints=optimize.LinearConstraint(self.constraints, self.least, self.most),
             bounds=optimize.Bounds(np.zeros(last + 1), upper),
-            integrality=np.append(np.ones(last), 0),
+            integrality=np.append(np.ones(self.whole), np.zeros(last + 1 - self.whole)),
             options={"time_limit": 60},
         )
         assert answer.status in {_SOLVED, _INFEASIBLE}, answer.message
         return bool(answer.status == _SOLVED)
 
 
-def measure(task: Case, bounds: Sequence[Sequence[int]]) -> float:
-    """Return the same measure of a plan, with a shorter last unit counted as a whole one."""
-    wanted, by_reads = task.wanted, task.request.strategy == "latency"
-    found = []
-    for d, device in enumerate(task.devices):
-        held = [(axis, -(-(row[d + 1] - row[d]) // axis.unit)) for axis, row in zip(wanted.axes, bounds, strict=True)]
-        load = sum((axis.unit_cost().part(n, 1) + axis.fixed_cost() for axis, n in held if n), Cost())
-        if not any(n for _, n in held):
-            continue
-        load += wanted.common
-        if by_reads:
-            found.append(load.reads / device.bandwidth_bytes_per_second * _PER_SECOND)
-        else:
-            found.append((load.bytes + device.overhead_bytes) / device.budget_bytes)
-    return max(found)
+def stages_of(task: Case) -> list[Stage]:
+    """Return the stages that the strategy's measure adds up; ``balanced`` has a single one."""
+    if task.request.strategy != "latency":
+        return [("", "")]
+    return [*dict.fromkeys(axis.stage for axis in task.wanted.axes)]
+
+
+def measures(task: Case, bounds: Sequence[Sequence[int]]) -> list[float]:
+    """Return of a plan what the measure adds up, with a shorter last unit counted as a whole one."""
+    wanted, found = task.wanted, []
+    for stage in stages_of(task):
+        of_devices = []
+        for d, device in enumerate(task.devices):
+            held = [(a, -(-(row[d + 1] - row[d]) // a.unit)) for a, row in zip(wanted.axes, bounds, strict=True)]
+            costs = [(a, a.unit_cost().part(n, 1) + a.fixed_cost()) for a, n in held if n]
+            if task.request.strategy == "latency":
+                reads = sum(cost.reads for axis, cost in costs if axis.stage == stage)
+                of_devices.append(reads / device.bandwidth_bytes_per_second * _PER_SECOND)
+            elif costs:
+                load = sum((cost for _, cost in costs), wanted.common)
+                of_devices.append((load.bytes + device.overhead_bytes) / device.budget_bytes)
+        found.append(max(of_devices))
+    return found

@@ -10,7 +10,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.planner.integer_program import Program, measure
+from tests.planner.integer_program import Program, measures
 from tests.planning_cases import Case, case, shape
 from tpplan.core.axes import Axis, slices_of
 from tpplan.core.device import Device
@@ -22,6 +22,8 @@ from tpplan.planner.plan import plan
 
 GIB, MIB = 2**30, 2**20
 _PAIRS = [("reduce", "balanced"), ("reduce", "latency"), ("gather", "latency"), ("gather", "balanced")]
+#: How much better a solution may be, as far as was promised.
+TOLERANCE = {"balanced": 0.001, "latency": 0.05}
 #: Each seed's models and devices have both layouts, and both strategies.
 TASKS = [(seed, *pair) for seed in range(62) for pair in _PAIRS[seed % 2 :: 2]]
 #: Models with a price for holding any of an axis: a latent cache, an indexer, routers, tables, a linear state.
@@ -51,14 +53,14 @@ def true_case(name: str, seed: int, strategy: str = "balanced") -> Case:
 
 
 def assert_near_the_optimum(task: Case) -> None:
-    """Where there is no plan, HiGHS has no solution; where there is one, none but within 0.1 % of its measure."""
+    """Where there is no plan, HiGHS has no solution; where there is one, none is better by more than the tolerance."""
     program, found = Program.of(task), attempt(task.model, task.devices, task.request)
     if found is None or found.lacking:
         assert not program.is_solvable()
     else:
-        reached = measure(task, found.bounds)
+        reached = measures(task, found.bounds)
         assert program.allows(found.bounds, reached)
-        assert not program.is_solvable(reached / 1.001)
+        assert not program.is_solvable(sum(reached) / (1 + TOLERANCE[task.request.strategy]))
 
 
 def usual(gpus: str) -> tuple[Device, ...]:
@@ -67,7 +69,7 @@ def usual(gpus: str) -> tuple[Device, ...]:
 
 
 @pytest.mark.parametrize(("seed", "layout", "strategy"), TASKS)
-def test_a_plan_exists_if_any_does_and_none_is_better_by_a_thousandth(seed: int, layout: str, strategy: str) -> None:
+def test_a_plan_exists_if_any_does_and_none_is_much_better(seed: int, layout: str, strategy: str) -> None:
     """On small models with coarse units and hardly any slack, for both strategies."""
     assert_near_the_optimum(case(seed, layout, strategy))
 
@@ -86,9 +88,9 @@ def test_the_solver_finds_what_the_planner_finds(layout: str, strategy: str) -> 
     program, found = Program.of(task), attempt(task.model, task.devices, task.request)
     assert found is not None
     assert not found.lacking
-    reached = measure(task, found.bounds)
-    assert program.is_solvable(reached * (1 + 1e-6))
-    assert not program.allows(found.bounds, reached * (1 - 1e-3))
+    reached = measures(task, found.bounds)
+    assert program.is_solvable(sum(reached) * (1 + 1e-6))
+    assert not program.allows(found.bounds, [each * (1 - 1e-3) for each in reached])
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ LEAST: dict[type, dict[str, int]] = {
         ),
         0,
     ),
-    LinkSpeed: {"first": 0, "second": 1, "latency_ns": 1, "bytes_per_second": 1},
-    Pass: {"rows": 1},
+    LinkSpeed: {"first": 0, "second": 1, "latency_ns": 1, "bytes_per_second": 1, "middle_ns": 0},
+    Pass: {"rows": 1, "without_cache_ns": 0, "total_ns": 0},
     DeviceTime: dict.fromkeys(("device", "weights_ns", "cache_ns", "exchanges_ns", "rest_ns"), 0),
 }
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from attrs import frozen
 
+#: Bytes of the sum that :attr:`LinkSpeed.middle_ns` is of.
+MIDDLE_BYTES = 512 * 2**10
+
 
 @frozen(kw_only=True)
 class LinkSpeed:
@@ -12,14 +15,16 @@ class LinkSpeed:
     Attributes:
         first: index of the first device.
         second: index of the second device, larger than ``first``.
-        latency_ns: nanoseconds of a sum of next to nothing.
+        latency_ns: nanoseconds of a sum of 8 KiB, next to nothing.
         bytes_per_second: rate of large sums: their bytes on one device, divided by the time.
+        middle_ns: nanoseconds of a sum of 512 KiB; 0 where only the other two were measured.
     """
 
     first: int
     second: int
     latency_ns: int
     bytes_per_second: int
+    middle_ns: int = 0
 
 
 @frozen
@@ -53,30 +58,39 @@ class DeviceTime:
 
 @frozen
 class Pass:
-    """The predicted times of a pass: devices wait for each other in every layer, so the slowest decides.
+    """The predicted times of a pass.
+
+    Devices wait for each other at every sum. So a pass takes, for each half of a layer (attention, and the MLP or the
+    experts) and for the logits, as long as the device that is slowest at that, which need not always be the same one.
 
     Attributes:
         rows: tokens of the pass: one of each sequence in a decode step, those of a prompt in prefill.
-        devices: times of the devices in use, in order.
+        devices: times of the devices in use, in order, without what they wait for each other.
+        without_cache_ns: nanoseconds of the pass while next to nothing is cached; 0 in plans by the first tpplan with
+            predictions, which took the slowest device's total.
+        total_ns: nanoseconds of the pass while the cache is full; 0 likewise.
     """
 
     rows: int
     devices: tuple[DeviceTime, ...]
+    without_cache_ns: int = 0
+    total_ns: int = 0
 
     @property
     def slowest(self) -> DeviceTime:
-        """The device that limits the pass while the cache is full."""
+        """The device that waits least for the others while the cache is full."""
         return max(self.devices, key=lambda each: each.total_ns)
 
     @property
     def tokens_per_second(self) -> int:
         """Tokens per second of all sequences together while next to nothing is cached, rounded down."""
-        return self.rows * 10**9 // max([1, *(each.without_cache_ns for each in self.devices)])
+        longest = self.without_cache_ns or max(each.without_cache_ns for each in self.devices)
+        return self.rows * 10**9 // max(1, longest)
 
     @property
     def full_tokens_per_second(self) -> int:
         """Tokens per second of all sequences together while the cache is full, rounded down."""
-        return self.rows * 10**9 // max(1, self.slowest.total_ns)
+        return self.rows * 10**9 // max(1, self.total_ns or self.slowest.total_ns)
 
 
 @frozen

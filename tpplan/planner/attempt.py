@@ -17,6 +17,7 @@ from tpplan.planner.exllamav2 import exllamav2_counts
 from tpplan.planner.items import Bin, Item, Placement
 from tpplan.planner.ledger import demands, ledger
 from tpplan.planner.place import Effort, nearest, solve
+from tpplan.planner.stages import solve_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,7 +88,8 @@ def attempt(
         counts = exllamav2_counts(model, whole, left)
         return None if counts is None else finish(model, devices, request, wanted, counts)
     bins = [bin_of(device, wanted, request.strategy, request.reserved(i)) for i, device in enumerate(devices)]
-    counts = place(wanted, bins, request.strategy, lambda items, hosts: solve(items, hosts, effort))
+    solver = solve_stages if request.strategy == "latency" else solve
+    counts = place(wanted, bins, request.strategy, lambda items, hosts: solver(items, hosts, effort))
     found = finish(model, devices, request, wanted, counts) if counts else None
     if found and not found.lacking:
         return found
@@ -163,7 +165,7 @@ def _item(demand: Demand, strategy: str) -> Item:
     minimum = minimum_units(demand.axis, demand.size, demand.unit)
     attention = demand.axis in {Axis.KV_HEADS, Axis.LINEAR_HEADS}
     if strategy == "latency":
-        return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.reads, kept.reads, attention)
+        return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.reads, kept.reads, attention, demand.stage)
     return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.bytes, kept.bytes, attention)
 
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from attrs import evolve, frozen
 
 from tpplan.core.axes import Axis, unit_count
+
+#: What devices compute between two sums, after which they go on together: the axis that stands for it, and its layers.
+Stage: TypeAlias = tuple[str, str]
+
+_STANDS_FOR = {
+    Axis.LINEAR_HEADS: Axis.KV_HEADS,
+    Axis.EXPERT_INTERMEDIATE: Axis.INTERMEDIATE,
+    Axis.SHARED_INTERMEDIATE: Axis.INTERMEDIATE,
+}
 
 
 @frozen
@@ -74,6 +85,11 @@ class Demand:
     def units(self) -> int:
         """Number of units; a ragged last unit counts as one."""
         return unit_count(self.size, self.unit)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of a pass that the axis belongs to: attention, or the MLP and the experts, of its layers."""
+        return _STANDS_FOR.get(self.axis, self.axis), self.layers
 
     def unit_cost(self) -> Cost:
         """Return the planner's cost of a whole unit, wherever it lies on the axis; see :meth:`fixed_cost`."""

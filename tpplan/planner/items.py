@@ -6,6 +6,8 @@ from typing import TypeAlias
 
 from attrs import frozen
 
+from tpplan.planner.costs import Stage
+
 #: Bits after the point of a fixed-point number.
 SHIFT = 64
 #: The load that nothing exceeds.
@@ -26,6 +28,7 @@ class Item:
         kept: fixed cost in bytes of a bin that holds any unit.
         load: load per unit.
         kept_load: fixed load of a bin that holds any unit.
+        stage: the stage of a pass that loads belong to; of balanced plans all belong to one.
         attention: whether units are attention heads, which more bins should hold where that costs next to nothing.
     """
 
@@ -36,6 +39,7 @@ class Item:
     load: int
     kept_load: int
     attention: bool = False
+    stage: Stage = ("", "")
 
     def upper(self, room: int, limit: int) -> int:
         """Return the most units that fit into ``room`` bytes and a load of ``limit``, 0 if below the minimum."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
@@ -17,8 +18,9 @@ from attrs import evolve, frozen
 from tpplan.core.axes import Axis
 from tpplan.core.model import ModelSpec
 from tpplan.core.plan import SplitPlan
-from tpplan.core.speed import DeviceTime, LinkSpeed, Pass, Speed
+from tpplan.core.speed import MIDDLE_BYTES, DeviceTime, LinkSpeed, Pass, Speed
 from tpplan.core.workspace import ITEM_BYTES
+from tpplan.planner.costs import Cost
 from tpplan.planner.ledger import demands
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.device import Device
     from tpplan.core.model import Block, Parameter
-    from tpplan.planner.costs import Cost
+    from tpplan.planner.costs import Stage
 
 _SECOND = 10**9
 _THOUSANDTHS = 1000
@@ -174,69 +176,102 @@ class _Predictor:
 
     def decode(self, rows: int) -> Pass:
         """Return the times of a step of ``rows`` sequences."""
-        plan, blocks = self.plan, self.model.blocks
-        read = self._reads(self.by_kind, rows)
-        of_token = self._reads(self.by_kind, 1) if rows > ROWS[-1] else None
-        exchanges = self._exchanges(rows)
-        tokens = min(rows * plan.request.sequence_tokens, plan.request.cache.tokens)
+        request, blocks = self.plan.request, self.model.blocks
+        stages = self._stages(rows)
+        of_token = self._stages(1) if rows > ROWS[-1] else {}
+        tokens = min(rows * request.sequence_tokens, request.cache.tokens)
         between = _STEP_NS
         between += sum(
             len(block.layers) * _at(KINDS[_layer_kind(block, self.model)].layer_ns, rows) for block in blocks
         )
-        times = []
-        for i in self.used:
-            device = plan.devices[i]
-            bandwidth = bandwidth_of(device)
-            weights = 0
-            for name, cost in read[i].items():
-                slower = _at(KINDS[name].slower, rows)
-                reading = (cost.reads - cost.cache) * _SECOND * slower // _THOUSANDTHS // bandwidth
-                weights += max(reading, _multiplying(of_token[i][name], KINDS[name], rows, device) if of_token else 0)
-            cached = plan.memory[i].cache_bytes * tokens // plan.request.cache.tokens * _SECOND // bandwidth
-            rest = between * (device.boundary_ns or _BOUNDARY_NS) // _BOUNDARY_NS
-            times.append(DeviceTime(i, weights, cached, exchanges, rest))
-        return Pass(rows, tuple(times))
+
+        def reading(i: int, stage: Stage) -> tuple[int, int]:
+            device = self.plan.devices[i]
+            bandwidth, weights, cached = bandwidth_of(device), 0, 0
+            for name, cost in stages[stage][i].items():
+                size = (cost.reads - cost.cache) * _at(KINDS[name].slower, rows)
+                one = size * _SECOND // _THOUSANDTHS // bandwidth
+                if of_token:
+                    one = max(one, _multiplying(of_token[stage][i][name], KINDS[name], rows, device))
+                weights += one
+                cached = cost.cache * tokens // request.cache.tokens * _SECOND // bandwidth
+            return weights, cached
+
+        rest = {i: between * (self.plan.devices[i].boundary_ns or _BOUNDARY_NS) // _BOUNDARY_NS for i in self.used}
+        return self._pass(rows, {stage: {i: reading(i, stage) for i in self.used} for stage in stages}, rest)
 
     def prefill(self, rows: int) -> Pass:
         """Return the times of a prompt of ``rows`` tokens, of which only the last one's logits are computed."""
         plan, model = self.plan, self.model
-        held = self._reads({name: evolve(some, parameters=()) for name, some in self.by_kind.items()}, 1)
-        exchanges = self._exchanges(rows)
         pairs = sum(
             len(block.layers) * block.attention.q_heads * (block.attention.head_dim + block.attention.v_head_dim)
             for block in model.blocks
             if block.attention
         )
-        rest = _PREFILL_LAYER_NS * model.layer_count * rows // PROMPT
-        times = []
-        for i in self.used:
+
+        def multiplying(i: int, costs: Mapping[str, Cost]) -> tuple[int, int]:
             rate, weights = plan.devices[i].matrix_flops_per_second, 0
-            for name, cost in held[i].items():
+            for name, cost in costs.items():
                 kind, size = KINDS[name], cost.reads - cost.cache
                 reached = max(1, rate * kind.prefill // _THOUSANDTHS)
                 weights += 2 * size * 8 // kind.bits * rows * _SECOND // reached
                 weights += size * 8 // kind.bits * kind.dequantise_fs // _FEMTOSECONDS
-            share = _share(plan, i)
-            attention = pairs * rows * rows * share * _ATTENTION // _THOUSANDTHS * _SECOND // rate
-            times.append(DeviceTime(i, weights, attention, exchanges, rest))
-        if _are_slow(self._between()):  # one half of the prompt computes while the other's sums are on their way
-            exposed = max(exchanges // _BESIDE, exchanges - max(each.total_ns - exchanges for each in times))
-            times = [evolve(each, exchanges_ns=exposed) for each in times]
-        return Pass(rows, tuple(times))
+            return weights, 0
 
-    def _reads(self, models: Mapping[str, ModelSpec], rows: int) -> list[dict[str, Cost]]:
-        """Return for each device what a pass of ``rows`` tokens reads of each kind of weights.
+        stages = {
+            stage: {i: multiplying(i, costs[i]) for i in self.used}
+            for stage, costs in self._stages(1).items()
+            if stage[0] != Axis.VOCAB
+        }
+        stages[Axis.Q_HEADS, ""] = {
+            i: (0, pairs * rows * rows * _share(plan, i) * _ATTENTION // _THOUSANDTHS * _SECOND // rate)
+            for i in self.used
+            for rate in (plan.devices[i].matrix_flops_per_second,)
+        }
+        rest = _PREFILL_LAYER_NS * model.layer_count * rows // PROMPT
+        return self._pass(rows, stages, dict.fromkeys(self.used, rest), hidden=_are_slow(self._between()))
 
-        Experts are read if any of these tokens is routed to them.
+    def _pass(
+        self,
+        rows: int,
+        stages: Mapping[Stage, Mapping[int, tuple[int, int]]],
+        rest: Mapping[int, int],
+        *,
+        hidden: bool = False,
+    ) -> Pass:
+        """Return the times of a pass.
+
+        Args:
+            rows: its tokens.
+            stages: nanoseconds of every device's weights and cache between two sums, after which all go on together.
+            rest: nanoseconds of every device's other kernels.
+            hidden: whether one half of the rows computes while the other's sums are on their way.
+        """
+        weights, cache = ({i: sum(times[i][k] for times in stages.values()) for i in self.used} for k in (0, 1))
+        without = sum(max(time for time, _ in times.values()) for times in stages.values()) + max(rest.values())
+        total = sum(max(map(sum, times.values())) for times in stages.values()) + max(rest.values())
+        exchanges = self._exchanges(rows)
+        if hidden:
+            exchanges = max(exchanges // _BESIDE, exchanges - total)
+        times = tuple(DeviceTime(i, weights[i], cache[i], exchanges, rest[i]) for i in self.used)
+        return Pass(rows, times, without + exchanges, total + exchanges)
+
+    def _stages(self, rows: int) -> dict[Stage, list[dict[str, Cost]]]:
+        """Return for each stage and device what a pass of ``rows`` tokens reads of each kind of weights.
+
+        Experts are read if any of these tokens is routed to them. What all devices hold is a stage of its own.
         """
         plan = self.plan
         bounds = {(split.axis, split.layers): split.bounds for split in plan.splits}
-        found: list[dict[str, Cost]] = [{} for _ in plan.devices]
-        for name, model in models.items():
+        found: dict[Stage, list[dict[str, Cost]]] = {}
+        for name, model in self.by_kind.items():
             wanted = demands(model, plan.request, len(plan.devices), rows=rows)
-            rows_of_cuts = [(demand, bounds[demand.axis, demand.layers]) for demand in wanted.axes]
-            for i, costs in enumerate(found):
-                costs[name] = sum((demand.cost(cuts[i], cuts[i + 1]) for demand, cuts in rows_of_cuts), wanted.common)
+            common = [wanted.common] * len(plan.devices)
+            parts = [(d.stage, [d.cost(*cut) for cut in pairwise(bounds[d.axis, d.layers])]) for d in wanted.axes]
+            for stage, costs in [(("", ""), common), *parts]:
+                own = found.setdefault(stage, [{} for _ in plan.devices])
+                for i, cost in enumerate(costs):
+                    own[i][name] = own[i].get(name, Cost()) + cost
         return found
 
     def _exchanges(self, rows: int) -> int:
@@ -246,15 +281,15 @@ class _Predictor:
             return 0
         size = rows * model.hidden_size * ITEM_BYTES[model.dtype]
         slowest = self._between()
-        latency = max(link.latency_ns for link in slowest) * (devices + 2) // 4 + _UNFUSED_NS * _are_slow(slowest)
-        rate = min(link.bytes_per_second for link in slowest)
         moved = size * (devices - 1) if size < _TWO_SHOT else size * 2 * (devices - 1) // devices
         count = sum(
             len(block.layers) * (bool(block.attention or block.linear) + bool(block.intermediate or block.experts))
             for block in model.blocks
         )
         count = count * (2 if self.plan.request.layout == "gather" else 1) + 1
-        return count * (latency + moved * _SECOND // rate)
+        latency = max(link.latency_ns for link in slowest)
+        longest = max(_moving(link, moved) for link in slowest)
+        return count * (latency * (devices + 2) // 4 + longest + _UNFUSED_NS * _are_slow(slowest))
 
     def _between(self) -> list[LinkSpeed]:
         """Return the links of the devices in use, with a guess for those that were not measured."""
@@ -297,6 +332,13 @@ def _layer_kind(block: Block, model: ModelSpec) -> str:
         name = kind_of(parameter, model)
         sizes[name] = sizes.get(name, 0) + parameter.bytes
     return max(sizes, key=lambda name: (name.startswith("experts"), sizes[name]), default="dense")
+
+
+def _moving(link: LinkSpeed, size: int) -> int:
+    """Return the nanoseconds by which a sum of so many bytes takes longer than one of next to nothing."""
+    beyond = max(0, size - MIDDLE_BYTES) if link.middle_ns else size
+    near = max(0, link.middle_ns - link.latency_ns) * (size - beyond) // MIDDLE_BYTES
+    return near + beyond * _SECOND // link.bytes_per_second
 
 
 def _are_slow(links: Sequence[LinkSpeed]) -> bool:

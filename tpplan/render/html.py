@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.core.model import NotPlanned
 from tpplan.core.plan import Reserve
-from tpplan.render.show import basis_of, count, exactness, shares_of, speed_lines, summary, uncounted_lines
+from tpplan.render.show import (
+    CAUSES,
+    basis_of,
+    count,
+    exactness,
+    shares_of,
+    speed_lines,
+    summary,
+    times_of,
+    uncounted_lines,
+)
 from tpplan.render.svg import picture
 from tpplan.render.text import buckets_of, percent
 
@@ -72,20 +82,19 @@ def _speed(report: dict[str, Any]) -> str:
     """Return as HTML how fast the plan is predicted to be, if it predicts anything."""
     if "speed" not in report:
         return ""
-    names, devices = ("weights", "cache", "exchanges", "rest"), report["devices"]
+    devices = report["devices"]
     steps = report["plan"]["speed"]["decode"]
     rows = [
         (
             f"{one['device']} {devices[one['device']]['name']}",
             f"{step['rows']}",
-            *(f"{one[f'{name}_ns'] / 10**6:.3f}" for name in names),
-            f"{sum(one[f'{name}_ns'] for name in names) / 10**6:.3f}",
+            *(f"{each / 10**6:.3f}" for each in times_of(step, one)),
         )
         for step in steps
         for one in step["devices"]
     ]
     texts = "; ".join((*speed_lines(report), basis_of(report["speed"], len(steps[0]["devices"]))))
-    table = _table(("device", "batch", *names, "together"), rows)
+    table = _table(("device", "batch", *CAUSES, "together"), rows)
     return f"<h2>Speed, milliseconds of a decode step</h2>\n<p>{escape(texts[0].upper() + texts[1:])}.</p>\n{table}\n"
 
 

@@ -42,6 +42,8 @@ _GAP = 2
 _PERCENT = len(" 100.0 %")
 #: Columns for a bar with its gap and percentage beside the numbers; where there are fewer, bars get lines of their own.
 _LEAST_BAR = 8 + _GAP + _PERCENT
+#: What the time of a step is spent on; a device waits while others are slower between two sums.
+CAUSES = ("weights", "cache", "exchanges", "rest", "waits")
 _BASIS = {
     "budget": "all budgets and of all bytes used",
     "bandwidth": "all bandwidth and of all bytes that a token reads",
@@ -121,11 +123,19 @@ def speed_lines(report: dict[str, Any]) -> list[str]:
         place = one["limiting_device"]
         limits = f"; device {place} ({shorten_name(devices[place]['name'], _LONGEST_NAME)}) limits"
         full = f", {one['full_tokens_per_second']:,} with a full cache"
-        totals = [sum(time for key, time in each.items() if key != "device") for each in step["devices"]]
+        totals = [sum(times_of(step, each)[:-2]) for each in step["devices"]]
         differ = max(totals) * _ALIKE > min(totals) * (_ALIKE + 1)
         texts.append(f"batch {one['rows']}: {one['tokens_per_second']:,} tokens/s{full}{limits * differ}")
     prompts = (f"a prompt of {one['rows']} tokens: {one['tokens_per_second']:,} tokens/s" for one in speed["prefill"])
     return [*texts, *prompts]
+
+
+def times_of(step: dict[str, Any], device: dict[str, Any]) -> list[int]:
+    """Return the nanoseconds that a device spends on each of :data:`CAUSES` of a step, and those of the step."""
+    own = {each["device"]: [each[f"{name}_ns"] for name in CAUSES[:-1]] for each in step["devices"]}
+    times = own[device["device"]]
+    whole = step.get("total_ns") or max(map(sum, own.values()))
+    return [*times, whole - sum(times), whole]
 
 
 def basis_of(speed: dict[str, Any], devices: int) -> str:
@@ -140,17 +150,15 @@ def _speed(report: dict[str, Any], columns: int) -> list[Line]:
     if "speed" not in report:
         return []
     step = report["plan"]["speed"]["decode"][-1]
-    names = ("weights", "cache", "exchanges", "rest")
-    rows: list[list[Span]] = [[("", ""), ("", ""), *((name, "dim") for name in (*names, "together"))]]
+    rows: list[list[Span]] = [[("", ""), ("", ""), *((name, "dim") for name in (*CAUSES, "together"))]]
     first, last = elided(len(step["devices"]), MOST_DEVICES)
     for place in (*first, *last):
         one = step["devices"][place]
-        times = [one[f"{name}_ns"] for name in names]
-        cells = [f"{each / 10**6:.2f}" for each in (*times, sum(times))]
+        cells = [f"{each / 10**6:.2f}" for each in times_of(step, one)]
         rows.append([*_device(report["devices"][one["device"]]), *((cell, "") for cell in cells)])
     batch = f"a step of {step['rows']} sequences" if step["rows"] > 1 else "a step"
     head: Line = (("Speed", "head"), (f", ms of {batch} with a full cache", "dim"))
-    lines = _with_gap(table(rows, "><" + ">" * (len(names) + 1)), 1 + len(first), len(step["devices"]) - len(rows) + 1)
+    lines = _with_gap(table(rows, "><" + ">" * (len(CAUSES) + 1)), 1 + len(first), len(step["devices"]) - len(rows) + 1)
     texts = [part for text in speed_lines(report) for part in wrapped(text, columns - _GAP)]
     basis = basis_of(report["speed"], len(step["devices"]))
     return [head, *lines, *(line(" " * _GAP + text, "good") for text in texts),

@@ -192,7 +192,12 @@ def with_speeds(report: DeviceReport, measured: MeasuredSpeeds) -> DeviceReport:
         speed = speeds.get(frozenset((found[first], found[second])))
         if speed:
             link = link or Link(first=first, second=second, kind=LinkKind.PCIE)
-            link = evolve(link, latency_ns=speed.latency_ns, bytes_per_second=speed.bytes_per_second)
+            link = evolve(
+                link,
+                latency_ns=speed.latency_ns,
+                bytes_per_second=speed.bytes_per_second,
+                middle_ns=speed.middle_ns,
+            )
         links += [link] if link else []
     return evolve(report, devices=devices, links=tuple(links))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.core.speed import GpuSpeed, LinkSpeed, MeasuredSpeeds
+from tpplan.core.speed import MIDDLE_BYTES, GpuSpeed, LinkSpeed, MeasuredSpeeds
 from tpplan.errors import DeviceError, ExecutionError
 from tpplan.exec.compiler import compile as compile_plan
 from tpplan.exec.tools.bench.clock import Clock, Run
@@ -26,8 +26,8 @@ _SIDE, _SMALL_SIDE = 8192, 2048
 _PLENTY = 4 * 2**30
 #: Kernels of a graph that do next to nothing.
 _TINY = 200
-#: Bytes of a small and of a large sum, and how many of them are in a graph.
-_SUMS = ((8 * 2**10, 50), (16 * 2**20, 8))
+#: Bytes of a small, a middle and a large sum, and how many of them are in a graph.
+_SUMS = ((8 * 2**10, 50), (MIDDLE_BYTES, 20), (16 * 2**20, 8))
 
 
 def measure(busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> MeasuredSpeeds:
@@ -118,10 +118,14 @@ def _link(first: int, second: int) -> LinkSpeed:
                 run = Run(lambda parts=parts: context.all_reduce(parts, out=parts))  # type: ignore[misc]
             run.call()
             times.append(clock.times({"sum": run}, _raise)["sum"].median_ns)
-    (small, _), (large, _) = _SUMS
-    longer = max(1, times[1] - times[0])
+    small, middle, large = times
+    further = _SUMS[-1][0] - MIDDLE_BYTES
     return LinkSpeed(
-        first=first, second=second, latency_ns=max(1, times[0]), bytes_per_second=(large - small) * _SECOND // longer
+        first=first,
+        second=second,
+        latency_ns=max(1, small),
+        bytes_per_second=max(1, further * _SECOND // max(1, large - middle)),
+        middle_ns=max(1, middle),
     )
 
 

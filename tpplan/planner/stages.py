@@ -1,0 +1,264 @@
+"""Placing units so that a pass takes the least time, where devices wait for each other after every stage.
+
+A stage is what devices compute between two sums: attention, the MLP or the experts, the logits. A pass takes the sum of
+the stages' times, and a stage takes as long as its slowest bin. Where memory is plentiful, each stage is cut on its
+own, and no placement is faster. Where it is not, a local search moves units, and exchanges them for those of other
+items, until no move helps: first to keep within every room, then to take less time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from attrs import evolve, frozen
+
+from tpplan.planner.improve import numbers
+from tpplan.planner.items import SHIFT
+from tpplan.planner.place import Effort, solve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from tpplan.planner.items import Bin, Item, Placement
+
+#: Room that no item fills.
+_PLENTY = 1 << 200
+#: Moves that are considered, by effort; they are counted, because time differs between machines.
+_STEPS = {Effort.ANY: 5_000, Effort.QUICK: 20_000, Effort.BEST: 60_000}
+#: A placement within 1/1024 of the bound is good enough.
+_TOLERANCE_BITS = 10
+_SHAKES, _PATIENCE = 4, 40
+
+#: Bytes that bins lack, the time of the pass, and a measure of how uneven stages are, which decides between others.
+_Score: TypeAlias = tuple[int, int, int]
+
+
+def solve_stages(items: Sequence[Item], bins: Sequence[Bin], effort: Effort = Effort.BEST) -> Placement | None:
+    """Return a placement of which the sum of the stages' times is small, the least where there is room for it.
+
+    Args:
+        items: the items, with their stages.
+        bins: the bins; what they bear without any items counts for no stage.
+        effort: how long to look.
+
+    Returns:
+        None if no placement was found that fits.
+    """
+    apart = _apart(items, bins, effort)
+    if apart is None:
+        return None
+    best = _Search(items, bins, apart, _STEPS[effort])
+    bound = best.score[1]
+    if best.score[0] == 0:
+        return apart
+    best.run()
+    start = solve(items, bins, effort if best.score[0] else Effort.QUICK)
+    if start is None and best.score[0]:
+        return None
+    if start is not None:
+        other = _Search(items, bins, start, _STEPS[effort])
+        other.run()
+        best = min(best, other, key=lambda each: each.score)
+    if effort is Effort.BEST:
+        best = best.shaken(bound + (bound >> _TOLERANCE_BITS))
+    return best.placement
+
+
+def _apart(items: Sequence[Item], bins: Sequence[Bin], effort: Effort) -> Placement | None:
+    """Return the fastest placement of every stage, whatever room the bins have, if any has some."""
+    roomy = [evolve(host, room=_PLENTY if host.room >= 0 else -1, load=0) for host in bins]
+    rows: dict[int, tuple[int, ...]] = {}
+    for stage in dict.fromkeys(item.stage for item in items):
+        own = [i for i, item in enumerate(items) if item.stage == stage]
+        found = solve([items[i] for i in own], roomy, effort)
+        if found is None:
+            return None
+        rows.update(zip(own, found, strict=True))
+    return tuple(rows[i] for i in range(len(items)))
+
+
+@frozen
+class _Move:
+    """Units of an item from one bin to another, and perhaps units of a second item back."""
+
+    giver: int
+    taker: int
+    item: int
+    units: int
+    back: int = 0
+    back_units: int = 0
+
+
+class _Search:
+    """A placement under improvement.
+
+    Attributes:
+        score: how good it is; less is better.
+    """
+
+    def __init__(self, items: Sequence[Item], bins: Sequence[Bin], placement: Placement, steps: int) -> None:
+        self.items, self.bins, self.steps = items, bins, steps
+        stages = [*dict.fromkeys(item.stage for item in items)]
+        self.stage_of = [stages.index(item.stage) for item in items]
+        self.usable = [b for b, host in enumerate(bins) if host.room >= 0]
+        self.units = [list(row) for row in placement]
+        self.rooms = [host.room for host in bins]
+        self.loads = [[0] * len(bins) for _ in stages]
+        for i, item in enumerate(items):
+            for b in self.usable:
+                room, load = _held(item, self.units[i][b])
+                self.rooms[b] -= room
+                self.loads[self.stage_of[i]][b] += load
+        self.score: _Score = (0, 0, 0)
+        self._settle()
+
+    @property
+    def placement(self) -> Placement:
+        """The units of every item in every bin."""
+        return tuple(map(tuple, self.units))
+
+    def run(self) -> None:
+        """Take the best move until none helps, or no steps are left."""
+        while self.steps > 0 and (move := self._best_move()):
+            self._apply(move)
+
+    def shaken(self, goal: int) -> _Search:
+        """Search from placements near the best one, until its time is ``goal`` or no steps are left."""
+        best, scatter, stale = self, numbers(), 0
+        while stale < _PATIENCE and best.steps > 0 and (best.score[0] or best.score[1] > goal):
+            other = _Search(self.items, self.bins, best.placement, best.steps)
+            other._scatter(scatter)
+            other.run()
+            best.steps = other.steps
+            stale += 1
+            if other.score < best.score:
+                best, stale = other, 0
+        return best
+
+    def _scatter(self, numbers: Iterator[int]) -> None:
+        """Move units at random, to leave a local optimum."""
+        for _ in range(1 + next(numbers) % _SHAKES):
+            i, giver, taker, n = (next(numbers) for _ in range(4))
+            item, row = self.items[i % len(self.items)], self.units[i % len(self.items)]
+            full = [b for b, have in enumerate(row) if have]
+            source, target = full[giver % len(full)], self.usable[taker % len(self.usable)]
+            amounts = self._allowed(item, (row[source], row[target]), (1, item.minimum, row[source] // 2, row[source]))
+            if source != target and amounts:
+                self._apply(_Move(source, target, i % len(self.items), amounts[n % len(amounts)]))
+
+    def _apply(self, move: _Move) -> None:
+        for item, source, target, n in (
+            (move.item, move.giver, move.taker, move.units),
+            (move.back, move.taker, move.giver, move.back_units),
+        ):
+            for b, more in ((source, -n), (target, n)):
+                room, load = self._change(item, b, more)
+                self.rooms[b] -= room
+                self.loads[self.stage_of[item]][b] += load
+                self.units[item][b] += more
+        self._settle()
+
+    def _settle(self) -> None:
+        """Compute the score, and of every stage which bins are slowest."""
+        times = [
+            [(load << SHIFT) // host.speed for load, host in zip(row, self.bins, strict=True)] for row in self.loads
+        ]
+        self.times = times
+        self.slowest = [sorted(range(len(row)), key=lambda b: -row[b])[:3] for row in times]
+        lack = sum(max(0, -room) for room in (self.rooms[b] for b in self.usable))
+        total = sum(row[slow[0]] for row, slow in zip(times, self.slowest, strict=True))
+        self.score = lack, total, sum(time * time for row in times for time in row) >> SHIFT
+
+    def _change(self, item: int, b: int, more: int) -> tuple[int, int]:
+        """Return the bytes and the load that more units of an item add to a bin."""
+        have, one = self.units[item][b], self.items[item]
+        starts = (not have) - (have + more == 0) if more else 0
+        return one.cost * more + one.kept * starts, one.load * more + one.kept_load * starts
+
+    def _best_move(self) -> _Move | None:
+        best, score = None, self.score
+        for move in self._moves():
+            self.steps -= 1
+            after = self._after(move)
+            if after < score:
+                best, score = move, after
+        return best
+
+    def _after(self, move: _Move) -> _Score:
+        """Return the score after a move."""
+        giver, taker = pair = move.giver, move.taker
+        lack, total, uneven = self.score
+        before = giver_room, taker_room = self.rooms[giver], self.rooms[taker]
+        stage, back_stage = self.stage_of[move.item], self.stage_of[move.back]
+        gained, lost = self._change(move.item, taker, move.units), self._change(move.item, giver, -move.units)
+        loads = [(stage, lost[1], gained[1])]
+        giver_room, taker_room = giver_room - lost[0], taker_room - gained[0]
+        if move.back_units:
+            gained = self._change(move.back, giver, move.back_units)
+            lost = self._change(move.back, taker, -move.back_units)
+            giver_room, taker_room = giver_room - gained[0], taker_room - lost[0]
+            if back_stage == stage:
+                loads = [(stage, loads[0][1] + gained[1], loads[0][2] + lost[1])]
+            else:
+                loads.append((back_stage, gained[1], lost[1]))
+        lack += sum(max(0, -room) for room in (giver_room, taker_room)) - sum(max(0, -room) for room in before)
+        if lack > self.score[0]:
+            return lack, total, uneven
+        for s, more, other in loads:
+            times, own = self.times[s], self.loads[s]
+            one = ((own[giver] + more) << SHIFT) // self.bins[giver].speed
+            two = ((own[taker] + other) << SHIFT) // self.bins[taker].speed
+            others = next((times[b] for b in self.slowest[s] if b not in pair), 0)
+            total += max(others, one, two) - times[self.slowest[s][0]]
+            uneven += (one * one + two * two - times[giver] * times[giver] - times[taker] * times[taker]) >> SHIFT
+        return lack, total, uneven
+
+    def _moves(self) -> Iterator[_Move]:
+        """Yield moves out of the bin that lacks most, or else out of the slowest of each stage."""
+        lacking = min(self.usable, key=lambda b: self.rooms[b])
+        if self.rooms[lacking] < 0:
+            givers = [(lacking, i) for i, item in enumerate(self.items) if item.cost or item.kept]
+        else:
+            givers = [(self.slowest[s][0], i) for i, s in enumerate(self.stage_of)]
+        for giver, i in givers:
+            if self.units[i][giver]:
+                for taker in self.usable:
+                    if taker != giver:
+                        yield from self._between(giver, taker, i)
+
+    def _between(self, giver: int, taker: int, i: int) -> Iterator[_Move]:
+        """Yield moves of an item from one bin to another, alone and in exchange for units of other items."""
+        for n in self._amounts(i, giver, taker, self.rooms[giver], self.rooms[taker]):
+            yield _Move(giver, taker, i, n)
+            left = self.rooms[giver] - self._change(i, giver, -n)[0], self.rooms[taker] - self._change(i, taker, n)[0]
+            if left[1] < 0:
+                for j in range(len(self.items)):
+                    if j != i and self.units[j][taker]:
+                        for m in self._amounts(j, taker, giver, left[1], left[0]):
+                            yield _Move(giver, taker, i, n, j, m)
+
+    def _amounts(self, i: int, giver: int, taker: int, room: int, other_room: int) -> list[int]:
+        """Return numbers of units to move: few, all, such that both take as long, or as the rooms ask for."""
+        item, stage = self.items[i], self.stage_of[i]
+        have, there = self.units[i][giver], self.units[i][taker]
+        wanted = {1, 2, item.minimum, have}
+        if item.cost:
+            wanted |= {-(room // item.cost), other_room // item.cost}
+        if item.load:
+            loads, speeds = self.loads[stage], (self.bins[giver].speed, self.bins[taker].speed)
+            even = (loads[giver] * speeds[1] - loads[taker] * speeds[0]) // (item.load * sum(speeds))
+            wanted |= {even, even + 1}
+        return self._allowed(item, (have, there), wanted)
+
+    @staticmethod
+    def _allowed(item: Item, held: tuple[int, int], wanted: Iterable[int]) -> list[int]:
+        """Return those numbers of units that leave and give a bin at least the minimum."""
+        have, there = held
+        return sorted(
+            {n for n in wanted if 0 < n <= have and not 0 < have - n < item.minimum and there + n >= item.minimum}
+        )
+
+
+def _held(item: Item, units: int) -> tuple[int, int]:
+    """Return the bytes and the load of units of an item in a bin."""
+    return (item.kept + item.cost * units, item.kept_load + item.load * units) if units else (0, 0)
