@@ -66,10 +66,12 @@ def reserved(*reserve: Reserve, bytes: int) -> dict[str, Any]:  # noqa: A002 (as
     return {"format_version": "1.1", "request.reserve": reserve, **moves}
 
 
-def timed(*devices: int, rows: tuple[int, ...] = (1, 2), prefills: int = 0, links: Any = ()) -> dict[str, Any]:
-    """Return edits that predict times of these devices."""
+def timed(
+    *devices: int, rows: tuple[int, ...] = (1, 2), prefills: int = 0, links: Any = (), total_ns: int = 0
+) -> dict[str, Any]:
+    """Return edits that predict times of these devices, and of their passes."""
     one = tuple(DeviceTime(i, 5, 5, 5, 5) for i in devices)
-    decode, prefill = tuple(Pass(count, one) for count in rows), (Pass(9, one),) * prefills
+    decode, prefill = tuple(Pass(count, one, 0, total_ns) for count in rows), (Pass(9, one),) * prefills
     return {"format_version": "1.2", "speed": Speed(decode=decode, prefill=prefill, links=links)}
 
 
@@ -101,6 +103,7 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP032", timed(0, 1, 2, prefills=2), "speed.prefill: has 2 entries, expected 1 at most"),
     ("TP032", timed(0, 1, 2, links=(link(0, 4),)), "speed.links[0]: joins 0 and 4, expected two of 4 devices"),
     ("TP032", timed(0, 1, 2, links=(link(0, 1),) * 2), "speed.links[1]: joins 0 and 1, a second time"),
+    ("TP032", timed(0, 1, 2, total_ns=19), "speed.decode[0].total_ns: is 19, less than the 20 of a device alone"),
     ("TP008", timed(0, 1, 2, links=(link(0, 1, 0),)), "speed.links[0].latency_ns: is 0, expected 1 or more"),
     ("TP001", {"format_version": "one"}, "is 'one'"),
     ("TP002", {f"splits[{RS}].bounds": (0, 1024, 1536, 2048)}, "residual has 4 numbers, expected 5 for 4 devices"),

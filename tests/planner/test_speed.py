@@ -11,6 +11,7 @@ from attrs import evolve
 
 import tpplan
 from tests.planning_cases import spec
+from tpplan.core.axes import Axis
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, SplitPlan
 from tpplan.core.speed import LinkSpeed
@@ -28,38 +29,47 @@ if TYPE_CHECKING:
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 GIB = 2**30
 
-#: What ``tpplan devices --measure`` said of two H100 with NVLink, and of the same without peer access.
+#: What ``tpplan devices --measure`` said of two H100, of their sums over NVLink, and of sums without peer access.
 H100 = Device(
     name="H100",
     budget_bytes=79 * GIB,
     bandwidth_bytes_per_second=3350 * 10**9,
-    read_bytes_per_second=3_006_416_978_860,
-    boundary_ns=999,
-    matrix_flops_per_second=769_281_960_564_483,
+    read_bytes_per_second=3_087_878_525_744,
+    boundary_ns=1000,
+    matrix_flops_per_second=784_000_000_000_000,
 )
-NVLINK = LinkSpeed(first=0, second=1, latency_ns=2920, bytes_per_second=284_259_289_395)
-HOST = LinkSpeed(first=0, second=1, latency_ns=3900, bytes_per_second=36 * 10**9)
+NVLINK = LinkSpeed(first=0, second=1, latency_ns=2814, bytes_per_second=305_972_025_075, middle_ns=7630)
+HOST = LinkSpeed(first=0, second=1, latency_ns=3903, bytes_per_second=36_387_369_476, middle_ns=29_429)
 
 AWQ: dict[str, object] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FP8: dict[str, object] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
-#: Tokens a second that ``python -m benchmarks.bench_decode --tokens 40`` measured on these in the same hour with next
-#: to nothing cached, by batch, and of a prompt of 4,096: model, quantisation, GPUs, other arguments, links.
+#: Tokens a second that ``python -m benchmarks.bench_decode --tokens 40 --max-rows 4096`` measured on these in the same
+#: hour with next to nothing cached, by batch, and of a prompt of 4,096: model, quantisation, GPUs, cut, links.
 MEASURED: list[tuple[str, dict[str, object], int, str, LinkSpeed, dict[int, int], int]] = [
-    ("Llama-3.1-8B", {}, 1, "", NVLINK, {1: 183, 8: 1302, 64: 9613}, 37322),
-    ("Llama-3.1-8B", {}, 2, "", NVLINK, {1: 315, 8: 2288, 64: 14920}, 62354),
-    ("Llama-3.1-8B", {}, 2, "", HOST, {1: 287, 8: 1998, 64: 10898}, 48002),
-    ("Llama-3.1-8B", {}, 2, "gather", NVLINK, {1: 280, 8: 2003, 64: 13104}, 57408),
-    ("Llama-3.1-8B", AWQ, 1, "", NVLINK, {1: 419, 8: 2895, 64: 11582}, 32063),
-    ("Llama-3.1-8B", AWQ, 2, "", NVLINK, {1: 586, 8: 3604, 64: 15398}, 54748),
-    ("Llama-3.1-8B", FP8, 1, "", NVLINK, {1: 300, 8: 2263, 64: 10679}, 31617),
-    ("Llama-3.1-8B", FP8, 2, "", NVLINK, {1: 475, 8: 3340, 64: 14537}, 54320),
-    ("Qwen2.5-7B", {}, 1, "", NVLINK, {1: 179, 8: 1368, 64: 10186}, 40788),
-    ("Qwen2.5-7B", {}, 2, "", NVLINK, {1: 321, 8: 2298, 64: 16039}, 68804),
-    ("Qwen2.5-7B", AWQ, 1, "", NVLINK, {1: 405, 8: 2713, 64: 12399}, 33635),
-    ("Qwen2.5-7B", AWQ, 2, "", NVLINK, {1: 600, 8: 3734, 64: 16878}, 60879),
-    ("gpt-oss-20b", {}, 1, "", NVLINK, {1: 437, 8: 1478, 64: 8163}, 33383),
-    ("gpt-oss-20b", {}, 2, "", NVLINK, {1: 636, 8: 2182, 64: 12371}, 51586),
+    ("Llama-3.1-8B", {}, 1, "even", NVLINK, {1: 181, 8: 1307, 64: 9419}, 40163),
+    ("Llama-3.1-8B", {}, 2, "even", NVLINK, {1: 323, 8: 2307, 64: 14867}, 61824),
+    ("Llama-3.1-8B", {}, 2, "uneven", NVLINK, {1: 294, 8: 2060, 64: 13643}, 56535),
+    ("Llama-3.1-8B", {}, 2, "gather", NVLINK, {1: 283, 8: 2077, 64: 13008}, 58090),
+    ("Llama-3.1-8B", {}, 2, "even", HOST, {1: 296, 8: 2031, 64: 10923}, 52760),
+    ("Llama-3.1-8B", {}, 2, "uneven", HOST, {1: 264, 8: 1833, 64: 10257}, 52289),
+    ("Llama-3.1-8B", AWQ, 1, "even", NVLINK, {1: 417, 8: 2900, 64: 11678}, 35150),
+    ("Llama-3.1-8B", AWQ, 2, "even", NVLINK, {1: 594, 8: 3891, 64: 15613}, 59989),
+    ("Llama-3.1-8B", AWQ, 2, "uneven", NVLINK, {1: 523, 8: 3172, 64: 13804}, 49370),
+    ("Llama-3.1-8B", AWQ, 2, "even", HOST, {1: 457, 8: 2978, 64: 10643}, 48417),
+    ("Llama-3.1-8B", AWQ, 2, "uneven", HOST, {1: 434, 8: 2908, 64: 9901}, 43582),
+    ("Llama-3.1-8B", FP8, 1, "even", NVLINK, {1: 300, 8: 2256, 64: 10344}, 34432),
+    ("Llama-3.1-8B", FP8, 2, "even", NVLINK, {1: 471, 8: 3381, 64: 14402}, 58657),
+    ("Llama-3.1-8B", FP8, 2, "uneven", NVLINK, {1: 445, 8: 3145, 64: 13992}, 55725),
+    ("Llama-3.1-8B", FP8, 2, "even", HOST, {1: 405, 8: 2830, 64: 10129}, 48204),
+    ("Llama-3.1-8B", FP8, 2, "uneven", HOST, {1: 370, 8: 2657, 64: 9742}, 46172),
+    ("Qwen2.5-7B", {}, 1, "even", NVLINK, {1: 178, 8: 1336, 64: 9890}, 42055),
+    ("Qwen2.5-7B", {}, 2, "even", NVLINK, {1: 311, 8: 2166, 64: 15923}, 68204),
+    ("Qwen2.5-7B", AWQ, 1, "even", NVLINK, {1: 406, 8: 2737, 64: 12186}, 36654),
+    ("Qwen2.5-7B", AWQ, 2, "even", NVLINK, {1: 570, 8: 3799, 64: 16832}, 65609),
+    ("gpt-oss-20b", {}, 1, "even", NVLINK, {1: 452, 8: 1473, 64: 8107}, 36470),
+    ("gpt-oss-20b", {}, 2, "even", NVLINK, {1: 614, 8: 2153, 64: 12231}, 56683),
+    ("gpt-oss-20b", {}, 2, "uneven", NVLINK, {1: 567, 8: 1930, 64: 11184}, 50229),
 ]
 
 
@@ -71,24 +81,78 @@ def model_of(name: str, quantisation: dict[str, object], folder: Path) -> ModelS
     return tpplan.read_model(folder)
 
 
+def predicted(case: tuple[str, dict[str, object], int, str, LinkSpeed], folder: Path) -> dict[int, int]:
+    """Return the tokens a second of each batch, and of the prompt at 0, by the plan that the benchmark makes."""
+    name, quantisation, gpus, cut, link = case
+    model, second = model_of(name, quantisation, folder), evolve(H100, budget_bytes=79 * GIB * 2 // 3)
+    devices = [H100, second if cut == "uneven" else H100][:gpus]
+    layout, cache = "gather" if cut == "gather" else "", Cache(tokens=64 * 4096)
+    made = plan(model, devices, cache=cache, batch=64, max_rows=4096, layout=layout)
+    found = {}
+    for batch in (1, 8, 64):
+        speed = predict(evolve(made, request=evolve(made.request, batch=batch)), model, [link][: gpus - 1])
+        assert speed
+        found |= {batch: speed.decode[-1].tokens_per_second, 0: speed.prefill[0].full_tokens_per_second}
+    return found
+
+
 def test_nine_of_ten_predictions_are_within_a_tenth(tmp_path: Path) -> None:
-    """Of what was measured; all are within a third. Qwen2.5 was left out when the constants were made."""
+    """Of what was measured, and all of Llama-3.1; others are within a sixth. Their constants are of an earlier hour.
+
+    Qwen2.5, uneven cuts and ``gather`` were left out when the constants were made.
+    """
     errors = {}
-    for name, quantisation, gpus, layout, link, rates, prompt in MEASURED:
-        model = model_of(name, quantisation, tmp_path)
-        for batch, measured in rates.items():
-            made = plan(
-                model, [H100] * gpus, cache=Cache(tokens=4096 * batch), batch=batch, max_rows=4096, layout=layout
-            )
-            speed = predict(made, model, [link][: gpus - 1])
-            assert speed
-            case = name, *quantisation, gpus, layout, link.latency_ns, batch
-            errors[case] = speed.decode[-1].tokens_per_second / measured - 1
-            errors[*case[:-1], "prompt"] = speed.prefill[0].full_tokens_per_second / prompt - 1
+    for *case, rates, prompt in MEASURED:
+        found = predicted((case[0], case[1], case[2], case[3], case[4]), tmp_path)
+        for batch, measured in {**rates, 0: prompt}.items():
+            errors[case[0], *case[1], case[2], case[3], case[4].latency_ns, batch] = found[batch] / measured - 1
     assert len(errors) == 4 * len(MEASURED)
     wrong = {case: f"{error:+.0%}" for case, error in errors.items() if abs(error) > 0.1}
     assert 10 * len(wrong) <= len(errors), wrong
-    assert max(map(abs, errors.values())) < 1 / 3, wrong
+    assert not any(case[0].startswith("Llama") for case in wrong), wrong
+    assert max(map(abs, errors.values())) < 1 / 6, wrong
+
+
+def test_devices_wait_for_each_other_after_every_stage() -> None:
+    """Attention, the MLP and the logits each take as long as their slowest device, counted by hand from the shapes."""
+    model = tpplan.read_model(MODELS / "Llama-3.1-8B")
+    rates = (1_500_000_000_000, 1_000_000_000_000)
+    devices = [
+        evolve(H100, name=str(rate), budget_bytes=budget * GIB, read_bytes_per_second=rate)
+        for budget, rate in zip((24, 16), rates, strict=True)
+    ]
+    made = plan(model, devices, cache=Cache(tokens=4096))
+    shares = {}
+    for axis in (Axis.KV_HEADS, Axis.INTERMEDIATE, Axis.VOCAB):
+        _, cut, size = made.bounds(axis)
+        shares[axis] = [part / size / rate for part, rate in zip((cut, size - cut), rates, strict=True)]
+    assert shares[Axis.KV_HEADS][0] > shares[Axis.KV_HEADS][1]  # 5 of 8 heads, so the first is slower at attention
+    assert shares[Axis.INTERMEDIATE][0] < shares[Axis.INTERMEDIATE][1]  # and the second at the MLPs
+    attention, cache = 32 * 2 * 4096 * (2 * 4096 + 2 * 1024), 4096 * 131072
+    read = attention * 1.01 * max(shares[Axis.KV_HEADS])
+    read += 32 * 2 * 3 * 4096 * 14336 * 1.01 * max(shares[Axis.INTERMEDIATE])
+    read += 2 * 4096 * 128256 * 1.01 * max(shares[Axis.VOCAB])
+    read += 65 * 2 * 4096 * 1.01 / min(rates)  # norms, which both have
+    speed = predict(made, model, [NVLINK])
+    assert speed
+    (step,) = speed.decode
+    rest = step.devices[0].exchanges_ns + step.devices[0].rest_ns
+    assert step.without_cache_ns == pytest.approx(read * 1e9 + rest, rel=1e-6)
+    full = (read + cache * max(shares[Axis.KV_HEADS])) * 1e9 + rest
+    assert step.total_ns == pytest.approx(full, rel=1e-6)
+    assert step.total_ns > max(one.total_ns for one in step.devices)
+
+
+def test_latency_cuts_every_stage_by_bandwidth() -> None:
+    """Where memory is plentiful, nothing makes up for coarse heads, since a device that is done early only waits."""
+    model = tpplan.read_model(MODELS / "Llama-3.1-8B")
+    devices = [
+        Device(name=str(speed), budget_bytes=80 * GIB, bandwidth_bytes_per_second=speed * 10**9) for speed in (900, 500)
+    ]
+    made = plan(model, devices, cache=Cache(tokens=4096), strategy="latency")
+    assert made.bounds(Axis.KV_HEADS) == (0, 5, 8)
+    assert made.bounds(Axis.INTERMEDIATE) == (0, 72 * 128, 14336)  # 112 units: 72 of 900, 40 of 500
+    assert abs(made.bounds(Axis.VOCAB)[1] - 128256 * 9 / 14) <= 0.001 * 128256
 
 
 def test_weights_and_cache_by_hand() -> None:

@@ -182,17 +182,13 @@ def reads_where_optimised(plan: SplitPlan) -> Iterator[Finding]:
 
 
 def times_of_devices_in_use(plan: SplitPlan) -> Iterator[Finding]:
-    """A prediction has times of each device in use, in order, for one sequence and for the batch if that is larger."""
+    """A prediction has times of each device in use, in order, of one sequence and the batch; none exceeds its pass."""
     if plan.speed is None:
         return
     used = sorted(_used_devices(plan))
     for name, passes in _passes(plan.speed):
         for i, one in enumerate(passes):
-            if [each.device for each in one.devices] != used:
-                yield (
-                    f"speed.{name}[{i}].devices",
-                    f"is not of devices {_listed(used)}, which hold slices",
-                )
+            yield from ((f"speed.{name}[{i}].{key}", text) for key, text in _of_pass(one, used))
     rows, wanted = [one.rows for one in plan.speed.decode], [*dict.fromkeys((1, plan.request.batch))]
     if rows != wanted:
         yield "speed.decode", f"is for batches of {_listed(rows)}, expected {_listed(wanted)}"
@@ -203,6 +199,15 @@ def times_of_devices_in_use(plan: SplitPlan) -> Iterator[Finding]:
         if not 0 <= first < second < len(plan.devices) or (first, second) in pairs[:i]:
             again = "a second time" if (first, second) in pairs[:i] else f"expected two of {len(plan.devices)} devices"
             yield f"speed.links[{i}]", f"joins {first} and {second}, {again}"
+
+
+def _of_pass(one: Pass, used: list[int]) -> Iterator[Finding]:
+    if [each.device for each in one.devices] != used:
+        yield "devices", f"is not of devices {_listed(used)}, which hold slices"
+    for key in ("without_cache_ns", "total_ns"):
+        longest, whole = max((getattr(each, key) for each in one.devices), default=0), getattr(one, key)
+        if 0 < whole < longest:
+            yield key, f"is {whole}, less than the {longest} of a device alone"
 
 
 def _passes(speed: Speed) -> tuple[tuple[str, tuple[Pass, ...]], ...]:

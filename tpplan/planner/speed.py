@@ -76,14 +76,14 @@ KINDS = {
         slower=(1160, 1190, 1100, 1050, 2050, 1700, 2470),
         layer_ns=(17_500, 17_500, 22_500, 32_500, 29_000, 56_000, 66_000),
         prefill=820,
-        dequantise_fs=2600,
+        dequantise_fs=1300,
     ),
     "codes8": Kind(
         bits=8,
         slower=(1080, 1050, 1030, 990, 1550, 1220, 1480),
         layer_ns=(13_500, 16_000, 17_500, 25_000, 27_000, 51_000, 66_500),
         prefill=820,
-        dequantise_fs=2850,
+        dequantise_fs=1425,
     ),
     "experts16": Kind(
         bits=16,
