@@ -87,7 +87,7 @@ def predicted(model: ModelSpec, gpus: int, cut: str, link: LinkSpeed) -> dict[in
     devices = [H100, second if cut == "uneven" else H100][:gpus]
     layout, cache = "gather" if cut == "gather" else "", Cache(tokens=64 * 4096)
     made = plan(model, devices, cache=cache, batch=64, max_rows=4096, layout=layout)
-    found = {}
+    found: dict[int, int] = {}
     for batch in (1, 8, 64):
         speed = predict(evolve(made, request=evolve(made.request, batch=batch)), model, [link][: gpus - 1])
         assert speed
@@ -100,7 +100,7 @@ def test_nine_of_ten_predictions_are_within_a_tenth(tmp_path: Path) -> None:
 
     Qwen2.5, uneven cuts and ``gather`` were left out when the constants were made.
     """
-    errors = {}
+    errors: dict[tuple[object, ...], float] = {}
     for name, quantisation, gpus, cut, link, rates, prompt in MEASURED:
         found = predicted(model_of(name, quantisation, tmp_path), gpus, cut, link)
         for batch, measured in {**rates, 0: prompt}.items():
