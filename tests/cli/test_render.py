@@ -91,7 +91,7 @@ NEWER_MEMORY = """\
 
 def test_show_what_is_not_planned_and_what_is_reserved() -> None:
     """The model's name is never without what the plan leaves out of it, and only what it counts is called exact."""
-    text = plain(show(data(NEWER), 104))
+    text = plain(show(data(NEWER)), columns=104)
     assert text.startswith(NEWER_SHOWN)
     assert NEWER_MEMORY in text
     assert ": reserved" in text
@@ -106,7 +106,7 @@ def test_show_what_is_not_planned_and_what_is_reserved() -> None:
 
 def test_show_on_a_narrow_terminal() -> None:
     """Where bars find no room beside the numbers they have lines of their own; nothing is wider than the screen."""
-    text = plain(show(data(PLAN), 72))
+    text = plain(show(data(PLAN)), columns=72)
     assert NARROW in text
     assert max(map(width, text.splitlines())) <= 72
 
