@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from cyclopts import (
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
     from cyclopts import Token
 
+#: The command that is written as an option, as in other programs.
+COMPLETION = "--install-completion"
+
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _LONGEST_NUMBER = 100
 #: With one point, a number may as well be a fraction.
@@ -38,6 +42,8 @@ _SCALES = {"k": 2**10, "m": 2**20}
 _QUOTES = "\"'"
 #: How much of two choices must agree, of 1, for one to be a slip of the other.
 _NEAR = 0.5
+#: What people say for a choice that is spelled otherwise.
+_SAID = {"gpu": "cuda"}
 
 #: What the options that a command cannot do without may be.
 _EXAMPLES = {
@@ -76,6 +82,7 @@ def engine(_: object, tokens: Sequence[Any]) -> str:
 
 
 if TYPE_CHECKING:
+    File: TypeAlias = str
     CacheKind: TypeAlias = str
     Layout: TypeAlias = str
     Strategy: TypeAlias = str
@@ -86,7 +93,10 @@ if TYPE_CHECKING:
     Engine: TypeAlias = str
     View: TypeAlias = str
     Verdict: TypeAlias = str
-else:  # which help and completion list
+    Shell: TypeAlias = str
+else:  # types by which help and completion know what there is
+    File = Annotated[Path, Parameter(converter=lambda _, tokens: tokens[0].value)]
+    Shell = Literal["bash", "zsh", "fish"]
     CacheKind = Literal[tuple(CACHE_KINDS)]
     Layout = Literal[LAYOUTS]
     Strategy = Literal[(*STRATEGIES, AUTO)]
@@ -130,7 +140,7 @@ def explained(error: CycloptsError, tokens: Sequence[str], commands: Sequence[st
         tokens: all arguments.
         commands: there are.
     """
-    if not tokens or tokens[0] not in commands:
+    if not tokens or tokens[0] not in {*commands, COMPLETION}:
         return _no_command(error, tokens, commands)
     name = f"tpplan {tokens[0]}"
     message, hint = _problem(error, name, tokens)
@@ -193,7 +203,8 @@ def _value_problem(error: CoercionError, token: Token, option: str) -> tuple[str
         return f"{name} is empty", ""
     if get_origin(wanted) is Literal:
         choices = list(map(str, get_args(wanted)))
-        near = get_close_matches(value.casefold(), choices, 1, _NEAR)
+        said = value.casefold()
+        near = get_close_matches(_SAID.get(said, said), choices, 1, _NEAR)
         meant = f"did you mean {near[0]}?" if near else ""
         return f"{name} is {value[:40]!r}, expected {', '.join(choices[:-1])} or {choices[-1]}", meant
     if wanted is float:

@@ -13,11 +13,14 @@ from tpplan import __version__
 from tpplan.cli import console
 from tpplan.cli import plans as on_plans
 from tpplan.cli.arguments import (
+    COMPLETION,
     Backend,
     CacheKind,
     Engine,
+    File,
     KvMode,
     Layout,
+    Shell,
     Strategy,
     Transport,
     TransportOrAuto,
@@ -27,7 +30,7 @@ from tpplan.cli.arguments import (
     whole,
 )
 from tpplan.core.missing import needing
-from tpplan.errors import RequestError, UsageError
+from tpplan.errors import RequestError, TpplanError, UsageError
 
 OK, NO, FAILED = 0, 1, 2
 
@@ -39,13 +42,13 @@ app = App(
     default_parameter=Parameter(negative=(), show_default=False),
 )
 
-_Output = Annotated[str, Parameter(name=["--output", "-o"])]
+_Output = Annotated[File, Parameter(name=["--output", "-o"])]
 Whole = Annotated[int, Parameter(converter=whole)]
 _MODEL = (
     "a model's directory or its config.json, a GGUF file, or a name on the Hugging Face Hub such as org/name@revision,"
     " if the hub's cache has it."
 )
-_Model = Annotated[str, Parameter(help=_MODEL)]
+_Model = Annotated[File, Parameter(help=_MODEL)]
 
 
 def _survey(*, json: bool) -> int:
@@ -250,7 +253,7 @@ def fit(
 
 @app.command(sort_key=5)
 def show(
-    plan: str, /, *, svg: str = "", html: str = "", plain: bool = False, form: View = "", json: bool = False
+    plan: File, /, *, svg: File = "", html: File = "", plain: bool = False, form: View = "", json: bool = False
 ) -> int:
     """Show a plan on one screen: memory per device, splits, shares.
 
@@ -275,7 +278,7 @@ def show(
 
 
 @app.command(sort_key=6)
-def diff(before: str, after: str, /, *, form: Verdict = "", json: bool = False) -> int:
+def diff(before: File, after: File, /, *, form: Verdict = "", json: bool = False) -> int:
     """Show what moves between devices from one plan to another; exit 1 if they differ.
 
     Args:
@@ -295,7 +298,7 @@ def diff(before: str, after: str, /, *, form: Verdict = "", json: bool = False) 
 
 
 @app.command(sort_key=7, usage="Usage: tpplan validate [OPTIONS] PLANS...")
-def validate(*plans: str, form: Verdict = "", json: bool = False) -> int:
+def validate(*plans: File, form: Verdict = "", json: bool = False) -> int:
     """Check plan files against every rule and list every problem; exit 1 if one is invalid, 2 if one cannot be read.
 
     Args:
@@ -314,8 +317,8 @@ def validate(*plans: str, form: Verdict = "", json: bool = False) -> int:
     return FAILED if any(file.error for file in found.files) else OK if found.ok else NO
 
 
-@app.command(sort_key=8, usage="Usage: tpplan check --model STR [OPTIONS] PLANS...")
-def check(*plans: str, model: _Model, gpus: str | None = None, form: Verdict = "", json: bool = False) -> int:
+@app.command(sort_key=8, usage="Usage: tpplan check --model PATH [OPTIONS] PLANS...")
+def check(*plans: File, model: _Model, gpus: str | None = None, form: Verdict = "", json: bool = False) -> int:
     """Plan again from what each plan was asked, and compare; exit 1 if one is stale, 2 if one is no valid plan.
 
     Args:
@@ -343,7 +346,7 @@ def check(*plans: str, model: _Model, gpus: str | None = None, form: Verdict = "
 
 
 @app.command(sort_key=9)
-def selftest(plan: str, /, *, backend: Backend = "auto", transport: Transport = "", json: bool = False) -> int:
+def selftest(plan: File, /, *, backend: Backend = "auto", transport: Transport = "", json: bool = False) -> int:
     """Compile a plan, run every operation on every axis, and compare every byte; exit 1 if one is wrong.
 
     Args:
@@ -368,7 +371,7 @@ def selftest(plan: str, /, *, backend: Backend = "auto", transport: Transport = 
 
 @app.command(sort_key=11)
 def bench(
-    plan: str,
+    plan: File,
     /,
     *,
     backend: Backend = "auto",
@@ -405,7 +408,7 @@ def bench(
 
 @app.command(sort_key=12)
 def export(
-    plan: str,
+    plan: File,
     /,
     *,
     for_: Engine,
@@ -430,13 +433,39 @@ def export(
 
 
 @app.command(sort_key=13)
-def schema(name: str = "", /) -> int:
+def schema(name: str = "", /, *, settings: bool = False) -> int:
     """Print the JSON Schema of a document, for editors and checkers.
 
     Args:
-        name: which, such as split-plan; without it, all names are listed.
+        name: which, such as split-plan or urn:tpplan:split-plan:1; without it, all names are listed.
+        settings: print what VS Code needs in its settings.json to know the document, or all of them.
     """
-    from tpplan.reports.schemas import names, text  # noqa: PLC0415
+    from tpplan.reports import schemas  # noqa: PLC0415
 
-    console.emit(text(name) if name else "".join(f"{each}\n" for each in names()))
+    if settings:
+        console.emit(schemas.settings(name))
+    else:
+        console.emit(schemas.text(name) if name else "".join(f"{each}\n" for each in schemas.names()))
+    return OK
+
+
+@app.command(name=COMPLETION, sort_key=14)
+def install_completion(*, shell: Shell = "") -> int:
+    """Let a shell complete commands, options, choices and files: write a script, and source it as the shell starts.
+
+    Args:
+        shell: the one that runs this command by default.
+    """
+    from cyclopts.completion.detect import ShellDetectionError  # noqa: PLC0415
+
+    try:
+        path = app.install_completion(shell=shell or None)
+    except ShellDetectionError as error:
+        raise UsageError("it cannot be told which shell this is", "name it, as in --shell bash") from error
+    except OSError as error:
+        raise TpplanError(
+            f"cannot write {error.filename!r}: {error.strerror}", "check HOME and its permissions"
+        ) from error
+    console.say("wrote", str(path))
+    console.say("hint", "it takes effect in new shells", "hint")
     return OK

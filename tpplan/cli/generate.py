@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from tpplan.cli import console, plans
-from tpplan.cli.arguments import Backend  # noqa: TC001 (cyclopts reads it)
+from tpplan.cli.arguments import Backend, File  # noqa: TC001 (cyclopts reads it)
 from tpplan.cli.commands import OK, Whole
 from tpplan.core.missing import needing
 from tpplan.errors import PlanError, RequestError, UsageError
@@ -27,12 +27,12 @@ _DRAWING = ("top_p", "top_k", "min_p", "seed")
 
 
 def generate(
-    plan: str,
+    plan: File,
     /,
     *,
-    model: str,
+    model: File,
     prompt: str = "",
-    prompts: str = "",
+    prompts: File = "",
     token_ids: str = "",
     chat: bool = False,
     system: str = "",

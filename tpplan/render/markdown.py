@@ -42,7 +42,7 @@ def fenced(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Return a text so that nothing in it is markup."""
-    return _MARKUP.sub(lambda match: f"\\{match[0]}", visible(text).strip())
+    return _MARKUP.sub(lambda match: f"\\{match[0]}", visible(text.strip(" ")))
 
 
 def _written(block: Block) -> str:
@@ -63,10 +63,10 @@ def _joined(spans: Iterable[Span]) -> str:
     """Return spans as one text, strong where they are."""
     parts: list[str] = []
     for text, style in spans:
-        before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+        before, after = text[: len(text) - len(text.lstrip(" "))], text[len(text.rstrip(" ")) :]
         found = escaped(text)
         parts += [before, f"**{found}**" if found and style in _STRONG else found, after]
-    return re.sub(" +", " ", "".join(parts)).strip()
+    return re.sub(" +", " ", "".join(parts)).strip(" ")
 
 
 def _table(block: Table) -> str:
