@@ -38,7 +38,9 @@ def shown(token: Token) -> str:
 
 def parsed(text: str) -> tuple[list[str], list[list[list[str]]], list[list[str]]]:
     """Return the headings, the tables by rows, and for each table how its columns are aligned."""
-    headings, tables, sides = [], [], []
+    headings: list[str] = []
+    tables: list[list[list[str]]] = []
+    sides: list[list[str]] = []
     tokens = READER.parse(text)
     for before, token in pairwise([*tokens[:1], *tokens]):
         if before.type == "heading_open" and token.type == "inline":
@@ -135,7 +137,7 @@ def test_escapes(text: str) -> None:
     assert (block.type, block.content, more) == ("fence", f"{visible(text)}\n", [])
 
 
-def annotations(text: str) -> list[tuple[str, dict[str, str], str]]:
+def commands_in(text: str) -> list[tuple[str, dict[str, str], str]]:
     """Read workflow commands as GitHub's runner does (ActionCommand.TryParseV2): kind, properties and message."""
     found = []
     for line in text.splitlines():
@@ -162,7 +164,7 @@ def test_annotations_of_problems() -> None:
     Path("spaced.json").write_text(dumps(PLAN).replace('"layers": 6', '"layers":  6'), encoding="utf-8")
     done = command("validate", path, "cut.json", "spaced.json", "none.json", "--format", "github")
     assert done.code == 2
-    batch, cut, spaced, none = annotations(done.out)
+    batch, cut, spaced, none = commands_in(done.out)
     line = next(i for i, one in enumerate(text.splitlines(), 1) if '"batch": 0' in one)
     assert batch[:2] == ("error", {"file": path, "line": str(line), "title": "the plan breaks TP008"})
     assert batch[2].startswith("at request.batch: ")
@@ -170,7 +172,7 @@ def test_annotations_of_problems() -> None:
     assert (spaced[0], spaced[1]["title"]) == ("warning", "non-canonical formatting")
     assert dumps(PLAN).splitlines()[int(spaced[1]["line"]) - 1].strip().startswith('"layers": 6')
     assert none[1] == {"file": "none.json", "title": "the plan cannot be read"}
-    problems = annotations(command("check", path, "--model", LLAMA_8B, "--format", "github").out)
+    problems = commands_in(command("check", path, "--model", LLAMA_8B, "--format", "github").out)
     assert problems == [batch]
 
 
@@ -180,15 +182,15 @@ def test_annotations_of_plans() -> None:
     asked = ("check", a, "--model", LLAMA_8B, "--format", "github")
     assert command(*asked).out == ""
     done = command(*asked, "--gpus", "24GiB,16GiB")
-    ((kind, properties, message),) = annotations(done.out)
+    ((kind, properties, message),) = commands_in(done.out)
     assert (done.code, kind) == (1, "error")
     assert properties == {"file": a, "title": "the plan is stale (devices)"}
     assert message.startswith("the plan is for other devices than those that were named\n3 of 5 splits change; ")
-    ((kind, properties, message),) = annotations(command("diff", a, b, "--format", "github").out)
+    ((kind, properties, message),) = commands_in(command("diff", a, b, "--format", "github").out)
     assert (kind, properties["file"]) == ("notice", b)
     assert message == json.loads(command("diff", a, b, "--json").out)["summary"]
     piped = command("diff", a, "-", "--format", "github", stdin=Path(b).read_bytes())
-    assert "file" not in annotations(piped.out)[0][1]
+    assert "file" not in commands_in(piped.out)[0][1]
     assert command("diff", a, a, "--format", "github").out == ""
 
 
@@ -198,7 +200,7 @@ def test_errors_in_every_form() -> None:
         told = command(*asked).err
         assert command(*asked, "--format", "text").out == ""
         assert command(*asked, "--format", "markdown").out == fenced(told)
-        ((kind, properties, message),) = annotations(command(*asked, "--format=github").out)
+        ((kind, properties, message),) = commands_in(command(*asked, "--format=github").out)
         assert (kind, properties) == ("error", {"title": "tpplan"})
         assert f"error: {message}".replace("\n", "\nhint: ") == told.rstrip()
         assert command(*asked, "--format", "json").out == command(*asked, "--json").out

@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     Engine: TypeAlias = str
     View: TypeAlias = str
     Verdict: TypeAlias = str
-    Shell: TypeAlias = str
+    Shell: TypeAlias = Literal["bash", "zsh", "fish"]
 else:  # types by which help and completion know what there is
     File = Annotated[Path, Parameter(converter=lambda _, tokens: tokens[0].value)]
     Shell = Literal["bash", "zsh", "fish"]

@@ -224,7 +224,7 @@ def fit(
         batch: sequences that decode together; 1 by default.
         max_rows: tokens in the largest forward pass; 2048 by default.
         layout: reduce by default, gather where the weights' rows cannot be cut.
-        form: of what is printed; text by default.
+        form: markdown prints tables for a pull request; text by default.
         json: print one JSON document.
     """
     from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
@@ -262,7 +262,7 @@ def show(
         svg: draw it into this file instead; - is standard output.
         html: write it as a page into this file instead; - is standard output.
         plain: no colour and 100 columns, also on a terminal.
-        form: of what is printed; text by default.
+        form: markdown prints tables for a pull request; text by default.
         json: print one JSON document.
     """
     chosen, to_stream = form_of(form, json=json), bool(form or json) or not (svg or html)
@@ -284,7 +284,7 @@ def diff(before: File, after: File, /, *, form: Verdict = "", json: bool = False
     Args:
         before: a plan file; - is standard input.
         after: a plan file; - is standard input.
-        form: of what is printed, github as annotations in a workflow; text by default.
+        form: markdown prints tables for a pull request, github annotations in a workflow; text by default.
         json: print one JSON document.
     """
     from tpplan.render import github  # noqa: PLC0415
@@ -303,7 +303,7 @@ def validate(*plans: File, form: Verdict = "", json: bool = False) -> int:
 
     Args:
         plans: plan files; - is standard input.
-        form: of what is printed, github as annotations in a workflow; text by default.
+        form: markdown prints tables for a pull request, github annotations in a workflow; text by default.
         json: print one JSON document.
     """
     from tpplan.render import github  # noqa: PLC0415
@@ -325,7 +325,7 @@ def check(*plans: File, model: _Model, gpus: str | None = None, form: Verdict = 
         plans: plan files; - is standard input.
         model: its path or name.
         gpus: a devices file or a list, which may have changed since; the devices of each plan by default.
-        form: of what is printed, github as annotations in a workflow; text by default.
+        form: markdown prints tables for a pull request, github annotations in a workflow; text by default.
         json: print one JSON document.
     """
     from tpplan.hardware.spec import parse_devices  # noqa: PLC0415
@@ -450,7 +450,7 @@ def schema(name: str = "", /, *, settings: bool = False) -> int:
 
 
 @app.command(name=COMPLETION, sort_key=14)
-def install_completion(*, shell: Shell = "") -> int:
+def install_completion(*, shell: Shell | None = None) -> int:
     """Let a shell complete commands, options, choices and files: write a script, and source it as the shell starts.
 
     Args:
@@ -459,7 +459,7 @@ def install_completion(*, shell: Shell = "") -> int:
     from cyclopts.completion.detect import ShellDetectionError  # noqa: PLC0415
 
     try:
-        path = app.install_completion(shell=shell or None)
+        path = app.install_completion(shell=shell)
     except ShellDetectionError as error:
         raise UsageError("it cannot be told which shell this is", "name it, as in --shell bash") from error
     except OSError as error:
@@ -467,5 +467,6 @@ def install_completion(*, shell: Shell = "") -> int:
             f"cannot write {error.filename!r}: {error.strerror}", "check HOME and its permissions"
         ) from error
     console.say("wrote", str(path))
-    console.say("hint", "it takes effect in new shells", "hint")
+    where = ", if .zshrc calls compinit below the line that was added" if path.name.startswith("_") else ""
+    console.say("hint", f"it takes effect in new shells{where}", "hint")
     return OK

@@ -106,13 +106,16 @@ def present(
     from tpplan.files.codec import unstructure  # noqa: PLC0415 (not every command has a document)
     from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
     from tpplan.render.blocks import lines_of  # noqa: PLC0415
-    from tpplan.render.markdown import markdown  # noqa: PLC0415
 
     data = unstructure(document)
     if form == "text":
         write(lines_of(view(data), columns_of(sys.stdout, plain=plain)), sys.stdout, plain=plain)
+    elif form == "markdown":
+        from tpplan.render.markdown import markdown  # noqa: PLC0415
+
+        emit(markdown(view(data)))
     else:
-        emit(render(data) if form == "json" else annotate(data) if form == "github" else markdown(view(data)))
+        emit(render(data) if form == "json" else annotate(data))
 
 
 def growing(view: Callable[[dict[str, Any], int], list[Line]]) -> Callable[[object], None]:

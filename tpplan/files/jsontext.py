@@ -127,9 +127,9 @@ def lines_of(text: str, paths: Sequence[str]) -> list[int]:
     return [int(match[1]) if (match := _WHERE.match(path)) else n for path, n in zip(paths, lines, strict=True)]
 
 
-def _starts(text: str, wanted: set[tuple[str | int, ...]]) -> dict[tuple[str | int, ...], int]:
+def _starts(text: str, wanted: set[tuple[str | int, ...]]) -> dict[tuple[str | int | None, ...], int]:
     """Return the lines in which values begin, or the keys in front of them."""
-    found: dict[tuple[str | int, ...], int] = {}
+    found: dict[tuple[str | int | None, ...], int] = {}
     inside: list[str | int | None] = []  # the key or index in each object and array around; None before a key
     line, end = 1, 0
     for match in _TOKEN.finditer(text):
