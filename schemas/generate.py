@@ -11,9 +11,9 @@ import attrs
 import msgspec
 
 from tpplan.core.limits import CAPABILITY, DTYPES, FINGERPRINT, LEAST, LONGEST_NAME, MOST
-from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, SCHEMA_URN, STRATEGIES, SplitPlan
+from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES, SplitPlan
 from tpplan.exec.cuda.tuning_cache import SurveyReport
-from tpplan.files.codec import STATED
+from tpplan.files.codec import SCHEMAS, STATED
 from tpplan.files.jsontext import render
 from tpplan.files.text import save_text
 from tpplan.hardware.file import DevicesFile
@@ -32,21 +32,24 @@ from tpplan.reports.validate import ValidationReport
 
 #: Every document that tpplan writes, by the name of its schema.
 DOCUMENTS: dict[str, type] = {
-    "split-plan": SplitPlan,
-    "plan-diff": PlanDiff,
-    "devices-file": DevicesFile,
-    "device-report": DeviceReport,
-    "survey-report": SurveyReport,
-    "inspection": Inspection,
-    "fit-report": FitReport,
-    "show-report": ShowReport,
-    "validation-report": ValidationReport,
-    "check-report": CheckReport,
-    "selftest-report": SelftestReport,
-    "bench-report": BenchReport,
-    "generate-report": GenerateReport,
-    "export-report": ExportReport,
-    "error-report": ErrorReport,
+    SCHEMAS[cls].split(":")[2]: cls
+    for cls in (
+        SplitPlan,
+        PlanDiff,
+        DevicesFile,
+        DeviceReport,
+        SurveyReport,
+        Inspection,
+        FitReport,
+        ShowReport,
+        ValidationReport,
+        CheckReport,
+        SelftestReport,
+        BenchReport,
+        GenerateReport,
+        ExportReport,
+        ErrorReport,
+    )
 }
 
 FOLDER = Path(__file__).parent
@@ -84,7 +87,7 @@ def schema(name: str) -> dict[str, Any]:
     raw = msgspec.json.schema(cls)
     parts = {part: _part(body, classes.get(part)) for part, body in sorted(raw["$defs"].items())}
     head = parts.pop(cls.__name__)
-    document = {"$schema": _DRAFT, "$id": f"urn:tpplan:{name}:1", **head}
+    document = {"$schema": _DRAFT, "$id": SCHEMAS[cls], **head}
     return {**document, "$defs": parts} if parts else document
 
 
@@ -96,7 +99,7 @@ def _part(body: dict[str, Any], cls: type | None) -> dict[str, Any]:
     texts = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", cleandoc(cls.__doc__ or ""), re.MULTILINE))
     fields = attrs.fields(cls)
     always = [f.name for f in fields if f.default is attrs.NOTHING or f.name in STATED]
-    first = {"$schema": {"const": SCHEMA_URN}} if cls is SplitPlan else {}
+    first = {"$schema": {"const": SCHEMAS[cls]}} if cls in SCHEMAS else {}
     return {
         "title": body["title"],
         "description": summary,
@@ -106,7 +109,7 @@ def _part(body: dict[str, Any], cls: type | None) -> dict[str, Any]:
             f.name: {**_property(cls, f.name, body["properties"][f.name]), "description": _plain(texts[f.name])}
             for f in fields
         },
-        "required": [*first, *always],
+        "required": [*(first if cls is not DevicesFile else ()), *always],  # people write these
         "additionalProperties": False,
     }
 

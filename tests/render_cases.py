@@ -6,10 +6,14 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from tpplan.files.codec import unstructure
+from tpplan.render.blocks import lines_of
 from tpplan.render.screen import write
+from tpplan.render.text import PLAIN_COLUMNS
 from tpplan.reports.show import show_report
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tpplan.core.plan import SplitPlan
 
 
@@ -18,8 +22,8 @@ def data(plan: SplitPlan) -> dict[str, Any]:
     return unstructure(show_report(plan))
 
 
-def plain(lines: list[Any], encoding: str = "utf-8") -> str:
-    """Return lines as they are written off a terminal."""
+def plain(blocks: Sequence[Any], encoding: str = "utf-8", columns: int = PLAIN_COLUMNS) -> str:
+    """Return a view as it is written off a terminal, or on a screen of some columns without colours."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="", write_through=True)
-    write(lines, stream)
+    write(lines_of(blocks, columns), stream)
     return stream.buffer.getvalue().decode(encoding)

@@ -84,11 +84,13 @@ class Problem:
         rule: its number, ``TP001`` and so on; ``TP000`` is the form of the document itself: JSON, keys and types.
         path: of the offending value, such as ``splits[1].bounds``; empty for the whole document.
         message: what is wrong, with the numbers.
+        line: of the document's text, from 1; 0 if it is not known.
     """
 
     rule: str
     path: str
     message: str
+    line: int = 0
 
     def __str__(self) -> str:
         return f"{self.rule} at {self.path or 'top level'}: {self.message}"

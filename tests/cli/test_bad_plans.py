@@ -203,7 +203,7 @@ def test_json_errors_are_documents() -> None:
     for asked, kind in (
         (("inspect", "nowhere"), "model"),
         (("plan", LLAMA_8B, "--gpus", "20"), "device"),
-        (("plan", LLAMA_8B, "--gpus", "24GiB", "--cache", "q5"), "request"),
+        (("plan", LLAMA_8B, "--gpus", "24GiB", "--context", 10**6), "request"),
         (("show", "nowhere.json"), "file"),
     ):
         done = command(*asked, "--json")

@@ -18,9 +18,10 @@ from tests.render_cases import data, plain
 from tests.strategies import plans
 from tpplan.core.axes import bounds_of
 from tpplan.core.device import Device
-from tpplan.core.plan import DeviceMemory, SplitPlan
+from tpplan.core.plan import Cache, DeviceMemory, SplitPlan
 from tpplan.files.codec import unstructure
 from tpplan.planfile import codec
+from tpplan.render.blocks import lines_of
 from tpplan.render.diff import diff as diff_view
 from tpplan.render.show import show
 from tpplan.render.svg import picture
@@ -91,7 +92,7 @@ NEWER_MEMORY = """\
 
 def test_show_what_is_not_planned_and_what_is_reserved() -> None:
     """The model's name is never without what the plan leaves out of it, and only what it counts is called exact."""
-    text = plain(show(data(NEWER), 104))
+    text = plain(show(data(NEWER)), columns=104)
     assert text.startswith(NEWER_SHOWN)
     assert NEWER_MEMORY in text
     assert ": reserved" in text
@@ -106,7 +107,7 @@ def test_show_what_is_not_planned_and_what_is_reserved() -> None:
 
 def test_show_on_a_narrow_terminal() -> None:
     """Where bars find no room beside the numbers they have lines of their own; nothing is wider than the screen."""
-    text = plain(show(data(PLAN), 72))
+    text = plain(show(data(PLAN)), columns=72)
     assert NARROW in text
     assert max(map(width, text.splitlines())) <= 72
 
@@ -153,6 +154,33 @@ def test_diff() -> None:
     assert re.search(r"0 +RTX 5090 +1024 → 1280\n1 +RTX 4080 +512 → 256\n2 +RTX 3060 \(Büro\) +512\n", text)
     assert re.search(r"0 +RTX 5090 +\+1.00 +0 +0 +0 +\+8.11\n", text)
     assert "device 0 RTX 5090 gains 1.00 GiB of weights" in text
+
+
+def test_diff_colours_what_is_better_and_worse() -> None:
+    """More memory in use, less free, fewer tokens, slower and smaller are bad, the contrary good; moves are neither."""
+    asked = attrs.evolve(PLAN.request, cache=Cache("q6", 16384), max_rows=64)
+    residual = attrs.evolve(PLAN.splits[4], bounds=(0, 1280, 1536, 2048, 2048))
+    more, less = (attrs.evolve(PLAN.memory[i], weights_bytes=PLAN.memory[i].weights_bytes + delta,
+                               free_bytes=PLAN.memory[i].free_bytes - delta)
+                  for i, delta in ((0, 2**30), (1, -3 * 2**29)))  # fmt: skip
+    larger = attrs.evolve(PLAN.devices[0], budget_bytes=25 * 2**30, overhead_bytes=2**30)
+    other = attrs.evolve(
+        PLAN,
+        request=asked,
+        devices=(larger, *PLAN.devices[1:]),
+        splits=(*PLAN.splits[:4], residual, *PLAN.splits[5:]),
+        memory=(more, less, *PLAN.memory[2:]),
+    )
+    changes = unstructure(diff(PLAN, other))
+    changes["speed"] = [
+        {"prefill": False, "rows": 1, "before_tokens_per_second": 100, "after_tokens_per_second": 80},
+        {"prefill": True, "rows": 512, "before_tokens_per_second": 100, "after_tokens_per_second": 150},
+    ]
+    styles = {text: style for one in lines_of(diff_view(changes), 100) for text, style in one}
+    bad, good = (sorted(text for text in styles if styles[text] == style) for style in ("bad", "good"))
+    assert bad == ["+1.00", "-1.00", "-20 %", "1.00 GiB", "16384", "80"]
+    assert good == ["+0.50", "+1.50", "+50 %", "-0.50", "-1.50", "150", "25.00 GiB"]
+    assert styles["q6"] == styles["64"] == styles["1024 → 1280"] == styles["512 → 256"] == ""
 
 
 @settings(max_examples=examples(60))

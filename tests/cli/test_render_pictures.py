@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.codec_cases import FIXTURE, PLAN
 from tests.examples import examples
@@ -34,23 +35,47 @@ def named(name: str) -> SplitPlan:
     return attrs.evolve(PLAN, devices=devices, model=attrs.evolve(PLAN.model, name=name))
 
 
-def _svg(plan: SplitPlan) -> ET.Element:
-    return ET.fromstring(picture(data(plan)))  # noqa: S314 (our own)
+def _svg(plan: SplitPlan, *, narrow: bool = False) -> ET.Element:
+    return ET.fromstring(picture(data(plan), narrow=narrow))  # noqa: S314 (our own)
+
+
+#: Whether a picture is narrow, where its slices begin, and the room for them.
+LAYOUTS = [(False, 196, 680), (True, 14, 330)]
 
 
 @settings(max_examples=examples(40))
-@given(plans())
-def test_svg_is_whole(plan: SplitPlan) -> None:
+@given(plans(), st.sampled_from(LAYOUTS))
+def test_svg_is_whole(plan: SplitPlan, layout: tuple[bool, int, int]) -> None:
     """The picture is well-formed, the same every time, and draws each slice where it is and as wide as it is."""
-    assert picture(data(plan)) == picture(data(plan))
-    drawn = [(r.get("x", ""), r.get("width", "")) for r in _svg(plan).iter(f"{SVG}rect") if r.get("class") == "gap"]
+    narrow, start_x, room = layout
+    assert picture(data(plan), narrow=narrow) == picture(data(plan), narrow=narrow)
+    root = _svg(plan, narrow=narrow)
+    drawn = [(r.get("x", ""), r.get("width", "")) for r in root.iter(f"{SVG}rect") if r.get("class") == "gap"]
     slices = [
-        (196 + 680 * start / split.size, 680 * (end - start) / split.size)
+        (start_x + room * start / split.size, room * (end - start) / split.size)
         for split in plan.splits
         for start, end in pairwise(split.bounds)
         if end > start
     ]
     assert [tuple(map(float, pair)) for pair in drawn] == [pytest.approx(pair, abs=0.01) for pair in slices]
+
+
+def test_texts_of_a_narrow_picture_have_room() -> None:
+    """No text leaves the picture for phones or touches the one beside it, in a wide font (DejaVu Sans)."""
+    plan = attrs.evolve(NEWER, model=attrs.evolve(NEWER.model, name="A-Model-With-A-Name-That-Is-Long-Indeed"))
+    root = _svg(plan, narrow=True)
+    width = float(root.get("width", "0"))
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for text in root.iter(f"{SVG}text"):
+        classes = text.get("class", "").split()
+        letter = 12.5 if "title" in classes else 5.6 if "small" in classes else 7.2 if "strong" in classes else 6.7
+        x, long = float(text.get("x", "0")), letter * len(text.text or "")
+        start = x - long if "end" in classes else x - long / 2 if "mid" in classes else x
+        rows.setdefault(text.get("y", ""), []).append((start, start + long))
+    for spans in rows.values():
+        assert min(start for start, _ in spans) >= 0
+        assert max(end for _, end in spans) <= width
+        assert all(end <= start for (_, end), (start, _) in pairwise(sorted(spans)))
 
 
 def test_svg_shows_exact_numbers_and_buckets() -> None:
@@ -67,9 +92,9 @@ def test_svg_segments_are_to_scale() -> None:
     """The bar of the largest budget has full length, the others in proportion, and the buckets their part of it."""
     tracks = [r for r in _svg(PLAN).iter(f"{SVG}rect") if r.get("class") == "track" and r.get("height") == "18"]
     widths = [float(track.get("width", "0")) for track in tracks]
-    assert widths == pytest.approx([252, 168, 120.75, 63], abs=0.01)
+    assert widths == pytest.approx([244, 244 * 16 / 24, 244 * 11.5 / 24, 61], abs=0.01)
     weights = [r for r in _svg(PLAN).iter(f"{SVG}rect") if "weights" in r.get("fill", "") and r.get("height") == "18"]
-    expected = [m.weights_bytes / (24 * 2**30) * 252 for m in PLAN.memory if m.weights_bytes]
+    expected = [m.weights_bytes / (24 * 2**30) * 244 for m in PLAN.memory if m.weights_bytes]
     assert [float(r.get("width", "0")) for r in weights] == pytest.approx(expected, abs=0.01)
 
 
@@ -80,7 +105,7 @@ def test_what_is_reserved_has_a_place_in_the_picture_and_on_the_page() -> None:
     places = [texts[name] for name in ("weights", "cache", "workspace", "overhead", "reserved", "free", "budget")]
     assert all(right - left >= 50 for left, right in pairwise(places))
     drawn = [r for r in root.iter(f"{SVG}rect") if "reserved" in r.get("fill", "") and r.get("height") == "18"]
-    expected = [m.reserved_bytes / (24 * 2**30) * 192 for m in NEWER.memory]
+    expected = [m.reserved_bytes / (24 * 2**30) * 180 for m in NEWER.memory]
     assert [float(r.get("width", "0")) for r in drawn] == pytest.approx(expected, abs=0.01)
     assert "reserved" in page(data(NEWER))
     assert "reserved" not in picture(data(PLAN)) + page(data(PLAN))
@@ -120,9 +145,11 @@ class _Page(HTMLParser):
         self.loads: list[str] = []
         self.tags: set[str] = set()
         self.cells: list[str] = []
+        self.ids: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
+        self.ids += [value or "" for key, value in attrs if key == "id"]
         self.loads += [value or "" for key, value in attrs if key in {"src", "href"}]
 
     def handle_data(self, data: str) -> None:
@@ -135,6 +162,7 @@ def test_page_is_one_file() -> None:
     reader.feed(page(data(PLAN)))
     assert reader.loads == []
     assert {"svg", "table", "style"} <= reader.tags
+    assert len(reader.ids) == len({*reader.ids})  # of the two pictures, of which a screen shows one
     assert "script" not in reader.tags
     for entry in PLAN.memory:
         assert f"{entry.weights_bytes:,}" in reader.cells

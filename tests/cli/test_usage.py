@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.cli_cases import LLAMA_8B, conforms, folder  # noqa: F401 (for every test here)
 from tests.command import command
+from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES
+from tpplan.exec.options import BACKENDS, TRANSPORTS, TRANSPORTS_OR_AUTO
+from tpplan.export.export import ENGINES
+from tpplan.export.names import EngineName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @pytest.mark.parametrize(
@@ -37,17 +45,25 @@ from tests.command import command
         (["diff", "-", "-"], "standard input"),
         (["validate", "-", "a.json", "-"], "standard input"),
         (["show", "a.json", "--svg", "-", "--html", "-"], "standard output"),
+        (["show", "a.json", "--svg", "-", "--format", "markdown"], "standard output"),
+        (["plan", "m", "--gpus", "24GiB", "--cache", "q9"], "--cache is 'q9', expected fp16, fp8, q8, q6 or q4"),
+        (["plan", "m", "--gpus", "24GiB", "--cache", ""], "--cache is empty"),
+        (["show", "a.json", "--format", "github"], "--format is 'github', expected text, json or markdown"),
+        (["check", "a.json", "--model", "m", "--json", "--format", "json"], "--json does not go with --format json"),
+        (["--install-completion", "--shell", "tcsh"], "--shell is 'tcsh', expected bash, zsh or fish"),
     ],
 )
 def test_usage(arguments: list[str], words: str) -> None:
     """Wrong arguments exit 2 with one paragraph that names what is wrong, and where to look."""
     done = command(*arguments)
-    assert (done.code, done.out) == (2, "")
+    assert done.code == 2
+    assert {"--json", "--format"} & {*arguments} or not done.out
     error, hint = done.err.splitlines()
     assert error.startswith("error: ")
     assert words in error
     assert hint.startswith("hint: ")
-    document = conforms(command(*arguments, "--json").out, "error-report")
+    form = () if "--json" in arguments else ("--json",)
+    document = conforms(command(*arguments, *form).out, "error-report")
     assert document["error"]["kind"] == "usage"
 
 
@@ -76,6 +92,14 @@ def test_usage(arguments: list[str], words: str) -> None:
         (["plan", "m", "--gpus", "24GiB", "--context", "1.048.576"], "did you mean 1048576? tpplan plan --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--batch", "1.000"], "tpplan plan --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--context", "1.5"], "tpplan plan --help lists what there is"),
+        (["plan", "m", "--gpus", "24GiB", "--strategy", "latncy"], "did you mean latency? tpplan plan --help lists"),
+        (["fit", "m", "--gpus", "24GiB", "--cache", "FP8"], "did you mean fp8? tpplan fit --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--layout", "gathr"], "did you mean gather? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--kv", "replica"], "did you mean replicate? tpplan plan --help lists"),
+        (["export", "p", "--for", "llamacpp"], "did you mean llama.cpp? engines are llama.cpp, llama.cpp-layer,"),
+        (["bench", "p", "--transport", "pear"], "did you mean peer? tpplan bench --help lists"),
+        (["selftest", "p", "--backend", "gpu"], "did you mean cuda? tpplan selftest --help lists"),
+        (["diff", "a", "b", "--format", "markdwn"], "did you mean markdown? tpplan diff --help lists"),
         (["generate", "p", "--model", "m", "--temperature", "32k"], "tpplan generate --help lists what there is"),
     ],
 )
@@ -98,3 +122,19 @@ def test_the_largest_contexts() -> None:
     """``M`` is 1024², and leads to the model's own limit like the number."""
     done = command("plan", LLAMA_8B, "--gpus", "80GiB", "--context", "1M")
     assert "1048576 tokens per sequence are more than the 131072" in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [("plan", (*CACHE_KINDS, *LAYOUTS, *STRATEGIES, "auto", *KV_MODES)), ("bench", (*BACKENDS, *TRANSPORTS_OR_AUTO)),
+     ("selftest", TRANSPORTS), ("export", ENGINES), ("check", ("text", "json", "markdown", "github"))],
+)  # fmt: skip
+def test_help_lists_choices(name: str, choices: Iterable[str]) -> None:
+    """The help of a command has every value of options that take no others."""
+    words = {word.strip("[],│") for word in command(name, "--help").out.split()}
+    assert words >= {*choices}
+
+
+def test_engines_have_their_names() -> None:
+    """What the command line lists are the engines that there are."""
+    assert [*ENGINES] == [*EngineName]

@@ -463,9 +463,17 @@ def test_a_devices_file_names_cards_of_one_s_own() -> None:
 def test_devices_file_is_canonical() -> None:
     """Keys are in the order of the fields, a link is a line, and the end is a newline."""
     lines = devices_file.dumps(_file()).splitlines()
-    assert lines[1] == '  "format_version": "1.0",'
+    assert lines[1:3] == ['  "$schema": "urn:tpplan:devices-file:1",', '  "format_version": "1.0",']
     assert '    {"first": 0, "second": 1, "kind": "pcie", "path": "host_bridge", "peer_access": "no"}' in lines
     assert devices_file.dumps(_file()).endswith("}\n")
+
+
+def test_devices_file_may_name_its_schema() -> None:
+    """Who writes a devices file by hand need not name its schema; another one's is refused."""
+    text = devices_file.dumps(_file())
+    assert devices_file.loads(text.replace('  "$schema": "urn:tpplan:devices-file:1",\n', "")) == _file()
+    with pytest.raises(DeviceError, match=r'\$schema: expected "urn:tpplan:devices-file:1", got "urn:tpplan:fit'):
+        devices_file.loads(text.replace("devices-file:1", "fit-report:1"))
 
 
 def _edited(path: tuple[str | int, ...], value: object) -> str:

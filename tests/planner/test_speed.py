@@ -12,6 +12,7 @@ from attrs import evolve
 
 import tpplan
 from tests.planning_cases import spec
+from tests.render_cases import plain
 from tpplan.core.axes import Axis
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, SplitPlan
@@ -288,7 +289,7 @@ def test_the_page_and_the_screen_tell_speed() -> None:
     made = plan(model, [H100] * 2, cache=Cache(tokens=8 * 2048), batch=8, strategy="auto", links=[NVLINK])
     assert made.speed
     report = unstructure(show_report(made))
-    screen = "\n".join("".join(text for text, _ in line) for line in show(report))
+    screen = plain(show(report))
     html = page(report)
     for one in made.speed.decode:
         rates = (
@@ -303,4 +304,4 @@ def test_the_page_and_the_screen_tell_speed() -> None:
     assert f"a prompt of 2048 tokens: {made.speed.prefill[0].full_tokens_per_second:,} tokens/s" in screen
     without = unstructure(show_report(plan(model, [H100] * 2, cache=Cache(tokens=2048))))
     assert "tokens/s" not in page(without)
-    assert "Speed" not in "\n".join("".join(text for text, _ in line) for line in show(without))
+    assert "Speed" not in plain(show(without))

@@ -86,8 +86,8 @@ def test_reviewers_are_told_what_moves(repository: Path) -> None:
     done = run(TELL)
     assert (done.returncode, done.stderr) == (0, "")
     summary = (repository.parent / "summary.md").read_text(encoding="utf-8")
-    assert summary.startswith(f"### {PLAN}\n\n```text\nDevices\n")
-    assert "device 1 GPU gains\n705.50 MiB of weights\n```\n" in summary
+    assert summary.startswith(f"### {PLAN}\n\n#### Devices\n\n| ")
+    assert "device 1 GPU gains 705.50 MiB of weights\n\n" in summary
 
 
 @pytest.mark.parametrize("broken", ["old", "new"])
@@ -104,11 +104,11 @@ def test_what_cannot_be_compared_is_told(repository: Path, broken: str) -> None:
     shutil.move(PLAN, other)
     Path(PLAN).write_text(whole if broken == "old" else "{}", encoding="utf-8")
     done = run(TELL)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
     first, second = (repository.parent / "summary.md").read_text(encoding="utf-8").split(f"### {other}\n")
     assert first.startswith(f"### {PLAN}\n\n```text\nerror: ")
     assert first.endswith("\n```\n\n")
-    assert "gains\n705.50 MiB of weights\n```\n" in second
+    assert "gains 705.50 MiB of weights\n" in second
 
 
 @pytest.mark.usefixtures("repository")

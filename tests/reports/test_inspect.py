@@ -13,6 +13,7 @@ from tests.command import command
 MODELS = Path(__file__).parents[2] / "examples/models"
 
 KEYS = [
+    "$schema",
     "architecture",
     "model_type",
     "layers",

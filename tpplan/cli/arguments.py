@@ -1,27 +1,37 @@
-"""Arguments of commands: what is wrong with them, in one sentence and a hint, and the form of ``--reserve``."""
+"""Arguments of commands: their choices, what is wrong with them, in one sentence and a hint, and ``--reserve``."""
 
 from __future__ import annotations
 
 import re
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from cyclopts import (
     CoercionError,
     CycloptsError,
     MissingArgumentError,
+    Parameter,
     RepeatArgumentError,
     UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
 )
 
-from tpplan.core.plan import Reserve
+from tpplan.core.plan import AUTO, CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES, Reserve
 from tpplan.core.sizes import parse_bytes
 from tpplan.errors import DeviceError, RequestError, UsageError
+from tpplan.exec.options import BACKENDS, TRANSPORTS, TRANSPORTS_OR_AUTO
+from tpplan.export.names import EngineName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from cyclopts import Token
+
+#: The command that is written as an option, as in other programs.
+COMPLETION = "--install-completion"
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _LONGEST_NUMBER = 100
@@ -30,6 +40,10 @@ _THOUSANDS = re.compile(r"[0-9]{1,3}(?:(?:[,'][0-9]{3})+|(?:\.[0-9]{3}){2,})")
 _SHORT = re.compile(r"([0-9]{1,6})([kKmM])i?")
 _SCALES = {"k": 2**10, "m": 2**20}
 _QUOTES = "\"'"
+#: How much of two choices must agree, of 1, for one to be a slip of the other.
+_NEAR = 0.5
+#: What people say for a choice that is spelled otherwise.
+_SAID = {"gpu": "cuda"}
 
 #: What the options that a command cannot do without may be.
 _EXAMPLES = {
@@ -55,6 +69,69 @@ def whole(_: object, tokens: Sequence[Any]) -> int:
     return int(text)
 
 
+def engine(_: object, tokens: Sequence[Any]) -> str:
+    """Return the name of the engine that an argument names, which may be another name of it.
+
+    Raises:
+        RequestError: there is none.
+    """
+    from tpplan.export.export import engine_of  # noqa: PLC0415 (its engines take their time)
+
+    name: str = tokens[0].value
+    return engine_of(name).name if name else name  # what is empty is refused with all others
+
+
+if TYPE_CHECKING:
+    File: TypeAlias = str
+    CacheKind: TypeAlias = str
+    Layout: TypeAlias = str
+    Strategy: TypeAlias = str
+    KvMode: TypeAlias = str
+    Backend: TypeAlias = str
+    Transport: TypeAlias = str
+    TransportOrAuto: TypeAlias = str
+    Engine: TypeAlias = str
+    View: TypeAlias = str
+    Verdict: TypeAlias = str
+    Shell: TypeAlias = Literal["bash", "zsh", "fish"]
+else:  # types by which help and completion know what there is
+    File = Annotated[Path, Parameter(converter=lambda _, tokens: tokens[0].value)]
+    Shell = Literal["bash", "zsh", "fish"]
+    CacheKind = Literal[tuple(CACHE_KINDS)]
+    Layout = Literal[LAYOUTS]
+    Strategy = Literal[(*STRATEGIES, AUTO)]
+    KvMode = Literal[KV_MODES]
+    Backend = Literal[BACKENDS]
+    Transport = Literal[TRANSPORTS]
+    TransportOrAuto = Literal[TRANSPORTS_OR_AUTO]
+    Engine = Annotated[Literal[tuple(map(str, EngineName))], Parameter(name="--for", converter=engine)]
+    #: Forms of what a command shows, and of what it judges.
+    View = Annotated[Literal["text", "json", "markdown"], Parameter(name="--format")]
+    Verdict = Annotated[Literal["text", "json", "markdown", "github"], Parameter(name="--format")]
+
+
+def form_of(form: str, *, json: bool) -> str:
+    """Return the form in which a command answers.
+
+    Args:
+        form: of ``--format``, empty without that.
+        json: whether there is ``--json``.
+
+    Raises:
+        UsageError: there are both.
+    """
+    if form and json:
+        raise UsageError(f"--json does not go with --format {form}", "leave out one of the two")
+    return "json" if json else form or "text"
+
+
+def form_in(tokens: Sequence[str]) -> str:
+    """Return the form that arguments ask for, which may be no valid ones."""
+    words = [word for token in tokens for word in (token.split("=", 1) if token.startswith("--format=") else [token])]
+    named = next((after for word, after in pairwise(words) if word == "--format"), "text")
+    return "json" if "--json" in words else named
+
+
 def explained(error: CycloptsError, tokens: Sequence[str], commands: Sequence[str]) -> UsageError:
     """Return in words what cannot be parsed.
 
@@ -63,7 +140,7 @@ def explained(error: CycloptsError, tokens: Sequence[str], commands: Sequence[st
         tokens: all arguments.
         commands: there are.
     """
-    if not tokens or tokens[0] not in commands:
+    if not tokens or tokens[0] not in {*commands, COMPLETION}:
         return _no_command(error, tokens, commands)
     name = f"tpplan {tokens[0]}"
     message, hint = _problem(error, name, tokens)
@@ -113,13 +190,28 @@ def _problem(error: CycloptsError, name: str, tokens: Sequence[str]) -> tuple[st
         text = f"{error.token.keyword or option} is there twice, expected once"
         meant = commas if error.token.keyword == "--gpus" else ""
     elif isinstance(error, CoercionError) and error.token:
-        wanted = "a number" if error.target_type is float else "a whole number in digits, such as 32768 or 32k"
-        text = f"{error.token.keyword or option} is {error.token.value[:40]!r}, expected {wanted}"
-        if error.target_type is bool:
-            text = f"{error.token.keyword or option} takes no value"
-        elif error.target_type is not float and (digits := _digits(error.token.value)):
-            meant = f"did you mean {digits}?"
+        text, meant = _value_problem(error, error.token, option)
     return text, meant
+
+
+def _value_problem(error: CoercionError, token: Token, option: str) -> tuple[str, str]:
+    """Return what is wrong with the value of an option, and what was probably meant."""
+    name, value, wanted = token.keyword or option, token.value, error.target_type
+    if wanted is bool:
+        return f"{name} takes no value", ""
+    if not value:
+        return f"{name} is empty", ""
+    if get_origin(wanted) is Literal:
+        choices = list(map(str, get_args(wanted)))
+        said = value.casefold()
+        near = get_close_matches(_SAID.get(said, said), choices, 1, _NEAR)
+        meant = f"did you mean {near[0]}?" if near else ""
+        return f"{name} is {value[:40]!r}, expected {', '.join(choices[:-1])} or {choices[-1]}", meant
+    if wanted is float:
+        return f"{name} is {value[:40]!r}, expected a number", ""
+    digits = _digits(value)
+    text = f"{name} is {value[:40]!r}, expected a whole number in digits, such as 32768 or 32k"
+    return text, f"did you mean {digits}?" if digits else ""
 
 
 def _digits(text: str) -> str:

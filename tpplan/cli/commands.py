@@ -12,9 +12,25 @@ from cyclopts import App, Parameter
 from tpplan import __version__
 from tpplan.cli import console
 from tpplan.cli import plans as on_plans
-from tpplan.cli.arguments import whole
+from tpplan.cli.arguments import (
+    COMPLETION,
+    Backend,
+    CacheKind,
+    Engine,
+    File,
+    KvMode,
+    Layout,
+    Shell,
+    Strategy,
+    Transport,
+    TransportOrAuto,
+    Verdict,
+    View,
+    form_of,
+    whole,
+)
 from tpplan.core.missing import needing
-from tpplan.errors import RequestError, UsageError
+from tpplan.errors import RequestError, TpplanError, UsageError
 
 OK, NO, FAILED = 0, 1, 2
 
@@ -26,8 +42,13 @@ app = App(
     default_parameter=Parameter(negative=(), show_default=False),
 )
 
-_Output = Annotated[str, Parameter(name=["--output", "-o"])]
+_Output = Annotated[File, Parameter(name=["--output", "-o"])]
 Whole = Annotated[int, Parameter(converter=whole)]
+_MODEL = (
+    "a model's directory or its config.json, a GGUF file, or a name on the Hugging Face Hub such as org/name@revision,"
+    " if the hub's cache has it."
+)
+_Model = Annotated[File, Parameter(help=_MODEL)]
 
 
 def _survey(*, json: bool) -> int:
@@ -41,11 +62,11 @@ def _survey(*, json: bool) -> int:
 
 
 @app.command(sort_key=1)
-def inspect(model: str, /, *, json: bool = False) -> int:
+def inspect(model: _Model, /, *, json: bool = False) -> int:
     """Show a model's shapes, parameters, weight bytes and cache bytes per token.
 
     Args:
-        model: a directory with a config.json and perhaps safetensors files, or a config.json.
+        model: its path or name.
         json: print one JSON document.
     """
     from tpplan.render.inspection import inspection as view  # noqa: PLC0415
@@ -92,18 +113,18 @@ def devices(*, output: _Output = "", measure: bool = False, links: bool = False,
 
 @app.command(sort_key=3)
 def plan(
-    model: str,
+    model: _Model,
     /,
     *,
     gpus: str,
     output: _Output = "",
     context: Whole | None = None,
     batch: Whole = 1,
-    cache: str = "fp16",
-    layout: str = "",
-    strategy: str = "auto",
+    cache: CacheKind = "fp16",
+    layout: Layout = "",
+    strategy: Strategy = "auto",
     max_rows: Whole = 2048,
-    kv: str = "idle",
+    kv: KvMode = "idle",
     tokens: Whole | None = None,
     full_window: bool = False,
     beyond: bool = False,
@@ -113,16 +134,16 @@ def plan(
     """Split a model over GPUs, and show the plan or write it; exit 1 if it does not fit.
 
     Args:
-        model: a directory with a config.json and perhaps safetensors files, or a config.json.
+        model: its path or name.
         gpus: a list such as 2x24GiB,12GiB or 4xRTX4090,RTX3060 or H100:72GiB, a devices file, or auto.
         output: write the plan to this file; - is standard output.
         context: tokens per sequence; the longest that the model was made for by default.
         batch: sequences that share the cache; 1 by default.
-        cache: its kind: fp16 (by default), fp8, q8, q6 or q4.
-        layout: reduce or gather; reduce by default, gather where the weights' rows cannot be cut.
-        strategy: balanced (by memory), latency (by bandwidth), exllamav2, or auto (by default): the faster of two.
+        cache: its kind; fp16 by default.
+        layout: reduce by default, gather where the weights' rows cannot be cut.
+        strategy: balanced by memory, latency by bandwidth; auto, the default, takes the faster of these two.
         max_rows: tokens in the largest forward pass; 2048 by default.
-        kv: idle (by default) or replicate, for devices beyond the KV heads.
+        kv: what devices beyond the KV heads do; idle by default.
         tokens: in the cache, a pool that the sequences share, none of them longer than the context.
         full_window: cache all tokens in layers with a sliding window, too, for servers that do.
         beyond: accept a context longer than the model was made for, at your own risk.
@@ -181,33 +202,36 @@ def plan(
 
 @app.command(sort_key=4)
 def fit(
-    model: str,
+    model: _Model,
     /,
     *,
     gpus: str,
     context: Whole | None = None,
-    cache: str = "fp16",
+    cache: CacheKind = "fp16",
     batch: Whole = 1,
     max_rows: Whole = 2048,
-    layout: str = "",
+    layout: Layout = "",
+    form: View = "",
     json: bool = False,
 ) -> int:
     """Show which contexts, cache kinds and quantisations of a model fit, and how fast; exit 1 if the wish does not fit.
 
     Args:
-        model: a directory with a config.json and perhaps safetensors files, or a config.json.
+        model: its path or name.
         gpus: a list such as 2x24GiB,12GiB or 4xRTX4090,RTX3060 or H100:72GiB, a devices file, or auto.
         context: tokens per sequence that are wished for; the longest that the model was made for by default.
-        cache: kind that is wished for: fp16 (by default), fp8, q8, q6 or q4.
+        cache: kind that is wished for; fp16 by default.
         batch: sequences that decode together; 1 by default.
         max_rows: tokens in the largest forward pass; 2048 by default.
-        layout: reduce or gather; reduce by default, gather where the weights' rows cannot be cut.
+        layout: reduce by default, gather where the weights' rows cannot be cut.
+        form: markdown prints tables for a pull request; text by default.
         json: print one JSON document.
     """
     from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
     from tpplan.render.fit import fit as view  # noqa: PLC0415
     from tpplan.reports.fit import fit as look  # noqa: PLC0415
 
+    chosen = form_of(form, json=json)
     if context is not None and context < 1:
         raise RequestError(f"--context is {context}, expected 1 or more tokens", "leave it out for the longest")
     spec, gpu_list = on_plans.read_model(model), parse_devices(gpus, on_plans.note)
@@ -223,12 +247,14 @@ def fit(
             links=links_of(gpus),
             gpus=gpus,
         )
-    console.answer(report, view, json=json)
+    console.present(report, view, chosen)
     return OK if report.fits else NO
 
 
 @app.command(sort_key=5)
-def show(plan: str, /, *, svg: str = "", html: str = "", plain: bool = False, json: bool = False) -> int:
+def show(
+    plan: File, /, *, svg: File = "", html: File = "", plain: bool = False, form: View = "", json: bool = False
+) -> int:
     """Show a plan on one screen: memory per device, splits, shares.
 
     Args:
@@ -236,72 +262,83 @@ def show(plan: str, /, *, svg: str = "", html: str = "", plain: bool = False, js
         svg: draw it into this file instead; - is standard output.
         html: write it as a page into this file instead; - is standard output.
         plain: no colour and 100 columns, also on a terminal.
+        form: markdown prints tables for a pull request; text by default.
         json: print one JSON document.
     """
-    if [svg == console.STREAM, html == console.STREAM, json].count(True) > 1:
+    chosen, to_stream = form_of(form, json=json), bool(form or json) or not (svg or html)
+    if [svg == console.STREAM, html == console.STREAM, to_stream].count(True) > 1:
         raise UsageError("standard output would be several documents", "write all but one of them into files")
     on_plans.apart(svg, html, reading=(plan,))
     found = on_plans.read_plan(plan, allow_newer=True)
     if svg or html:
         on_plans.draw(found, svg, html)
-    if json or not (svg or html):
-        on_plans.show(found, json=json, plain=plain)
+    if to_stream:
+        on_plans.show(found, chosen, plain=plain)
     return OK
 
 
 @app.command(sort_key=6)
-def diff(before: str, after: str, /, *, json: bool = False) -> int:
+def diff(before: File, after: File, /, *, form: Verdict = "", json: bool = False) -> int:
     """Show what moves between devices from one plan to another; exit 1 if they differ.
 
     Args:
         before: a plan file; - is standard input.
         after: a plan file; - is standard input.
+        form: markdown prints tables for a pull request, github annotations in a workflow; text by default.
         json: print one JSON document.
     """
+    from tpplan.render import github  # noqa: PLC0415
     from tpplan.render.diff import diff as view  # noqa: PLC0415
     from tpplan.reports.diff import diff as compare  # noqa: PLC0415
 
+    chosen = form_of(form, json=json)
     found = compare(*(on_plans.read_plan(path, allow_newer=True) for path in on_plans.some((before, after))))
-    console.answer(found, view, json=json)
+    console.present(found, view, chosen, annotate=lambda data: github.diff(data, after))
     return NO if found else OK
 
 
 @app.command(sort_key=7, usage="Usage: tpplan validate [OPTIONS] PLANS...")
-def validate(*plans: str, json: bool = False) -> int:
+def validate(*plans: File, form: Verdict = "", json: bool = False) -> int:
     """Check plan files against every rule and list every problem; exit 1 if one is invalid, 2 if one cannot be read.
 
     Args:
         plans: plan files; - is standard input.
+        form: markdown prints tables for a pull request, github annotations in a workflow; text by default.
         json: print one JSON document.
     """
+    from tpplan.render import github  # noqa: PLC0415
     from tpplan.render.verdicts import validation as view  # noqa: PLC0415
     from tpplan.reports.validate import validate as judge  # noqa: PLC0415
 
+    chosen = form_of(form, json=json)
     found = judge(on_plans.some(plans), console.read)
-    console.answer(found, view, json=json)
+    console.present(found, view, chosen, annotate=github.validation)
     on_plans.advise(file.hint for file in found.files)
     return FAILED if any(file.error for file in found.files) else OK if found.ok else NO
 
 
-@app.command(sort_key=8, usage="Usage: tpplan check --model STR [OPTIONS] PLANS...")
-def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) -> int:
+@app.command(sort_key=8, usage="Usage: tpplan check --model PATH [OPTIONS] PLANS...")
+def check(*plans: File, model: _Model, gpus: str | None = None, form: Verdict = "", json: bool = False) -> int:
     """Plan again from what each plan was asked, and compare; exit 1 if one is stale, 2 if one is no valid plan.
 
     Args:
         plans: plan files; - is standard input.
-        model: the model's directory or config.json.
+        model: its path or name.
         gpus: a devices file or a list, which may have changed since; the devices of each plan by default.
+        form: markdown prints tables for a pull request, github annotations in a workflow; text by default.
         json: print one JSON document.
     """
     from tpplan.hardware.spec import parse_devices  # noqa: PLC0415
+    from tpplan.render import github  # noqa: PLC0415
     from tpplan.render.verdicts import check as view  # noqa: PLC0415
     from tpplan.reports.check import check as compare  # noqa: PLC0415
 
+    chosen = form_of(form, json=json)
     stored = {path: on_plans.plan_or_error(path) for path in on_plans.some(plans)}
     devices = parse_devices(gpus, on_plans.note) if gpus else ()
     spec = on_plans.read_model(model)
     found = compare(stored, spec, devices)
-    console.answer(found, view, json=json)
+    console.present(found, view, chosen, annotate=github.check)
     on_plans.advise_stale(found.plans, stored, spec, model, gpus or "")
     unread = [one.error for one in found.plans if one.error]
     on_plans.advise(error.hint for error in unread)
@@ -309,19 +346,18 @@ def check(*plans: str, model: str, gpus: str | None = None, json: bool = False) 
 
 
 @app.command(sort_key=9)
-def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: bool = False) -> int:
+def selftest(plan: File, /, *, backend: Backend = "auto", transport: Transport = "", json: bool = False) -> int:
     """Compile a plan, run every operation on every axis, and compare every byte; exit 1 if one is wrong.
 
     Args:
         plan: a plan file; - is standard input.
-        backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
-        transport: peer, host or events; all of them by default.
+        backend: cpu has virtual devices; auto, the default, is cuda if the machine has as many GPUs, else cpu.
+        transport: all of them by default.
         json: print one JSON document.
     """
     from tpplan.exec import options  # noqa: PLC0415 (before what needs torch)
     from tpplan.render.selftest import selftest as view  # noqa: PLC0415
 
-    options.check_choice("backend", backend, options.BACKENDS)
     wanted = options.tested_transports(transport)
     found = on_plans.read_plan(plan)
     with needing("running a plan"):
@@ -335,30 +371,28 @@ def selftest(plan: str, /, *, backend: str = "auto", transport: str = "", json: 
 
 @app.command(sort_key=11)
 def bench(
-    plan: str,
+    plan: File,
     /,
     *,
-    backend: str = "auto",
+    backend: Backend = "auto",
     sizes: str = "",
     rounds: Whole = 7,
-    transport: str = "auto",
+    transport: TransportOrAuto = "auto",
     json: bool = False,
 ) -> int:
     """Time every operation of a plan on this machine, beside torch, NCCL, and ways through the host.
 
     Args:
         plan: a plan file; - is standard input.
-        backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
+        backend: cpu has virtual devices; auto, the default, is cuda if the machine has as many GPUs, else cpu.
         sizes: that a device holds in the end, rounded up to rows; by default those of 8KiB,64KiB,1MiB,16MiB that fit.
         rounds: in which all take turns; 7 by default.
-        transport: peer, host, events, or auto (by default).
+        transport: auto by default.
         json: print one JSON document.
     """
     from tpplan.exec import options  # noqa: PLC0415 (before what needs torch)
     from tpplan.render.bench import bench as view  # noqa: PLC0415
 
-    options.check_choice("backend", backend, options.BACKENDS)
-    options.check_choice("transport", transport, options.TRANSPORTS_OR_AUTO)
     asked, turns = options.payloads(sizes) if sizes else (), options.checked_rounds(rounds)
     found = on_plans.read_plan(plan)
     with needing("running a plan"):
@@ -374,10 +408,10 @@ def bench(
 
 @app.command(sort_key=12)
 def export(
-    plan: str,
+    plan: File,
     /,
     *,
-    for_: Annotated[str, Parameter(name="--for")],
+    for_: Engine,
     output: _Output = "",
     json: bool = False,
 ) -> int:
@@ -385,29 +419,54 @@ def export(
 
     Args:
         plan: a plan file; - is standard input.
-        for_: llama.cpp, llama.cpp-layer, exllamav3, exllamav2, accelerate, transformers, vllm or sglang.
+        for_: the engine.
         output: write what is to be copied to this file; - is standard output.
         json: print one JSON document.
     """
-    from tpplan.export.export import engine_of  # noqa: PLC0415
     from tpplan.export.export import export as told  # noqa: PLC0415
 
     if json and output == console.STREAM:
         raise UsageError("standard output would be several documents", "write one of them into a file")
-    engine_of(for_)
     on_plans.apart(output, reading=(plan,))
     found = on_plans.read_plan(plan)
     return OK if on_plans.hand_over(found, told(found, for_), output, json=json) else NO
 
 
 @app.command(sort_key=13)
-def schema(name: str = "", /) -> int:
+def schema(name: str = "", /, *, settings: bool = False) -> int:
     """Print the JSON Schema of a document, for editors and checkers.
 
     Args:
-        name: which, such as split-plan; without it, all names are listed.
+        name: which, such as split-plan or urn:tpplan:split-plan:1; without it, all names are listed.
+        settings: print what VS Code needs in its settings.json to know the document, or all of them.
     """
-    from tpplan.reports.schemas import names, text  # noqa: PLC0415
+    from tpplan.reports import schemas  # noqa: PLC0415
 
-    console.emit(text(name) if name else "".join(f"{each}\n" for each in names()))
+    if settings:
+        console.emit(schemas.settings(name))
+    else:
+        console.emit(schemas.text(name) if name else "".join(f"{each}\n" for each in schemas.names()))
+    return OK
+
+
+@app.command(name=COMPLETION, sort_key=14)
+def install_completion(*, shell: Shell | None = None) -> int:
+    """Let a shell complete commands, options, choices and files: write a script, and source it as the shell starts.
+
+    Args:
+        shell: the one that runs this command by default.
+    """
+    from cyclopts.completion.detect import ShellDetectionError  # noqa: PLC0415
+
+    try:
+        path = app.install_completion(shell=shell)
+    except ShellDetectionError as error:
+        raise UsageError("it cannot be told which shell this is", "name it, as in --shell bash") from error
+    except OSError as error:
+        raise TpplanError(
+            f"cannot write {error.filename!r}: {error.strerror}", "check HOME and its permissions"
+        ) from error
+    console.say("wrote", str(path))
+    where = ", if .zshrc calls compinit below the line that was added" if path.name.startswith("_") else ""
+    console.say("hint", f"it takes effect in new shells{where}", "hint")
     return OK

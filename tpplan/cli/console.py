@@ -16,8 +16,9 @@ from tpplan.render.screen import columns_of, write
 from tpplan.render.text import line, shorten, width
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from tpplan.render.blocks import Block
     from tpplan.render.text import Line
 
 #: The width of what :func:`busy` has on the line of the cursor.
@@ -73,9 +74,7 @@ def emit(text: str) -> None:
     sys.stdout.buffer.flush()
 
 
-def answer(
-    document: object, view: Callable[[dict[str, Any], int], list[Line]], *, json: bool, plain: bool = False
-) -> None:
+def answer(document: object, view: Callable[[dict[str, Any], int], list[Line]], *, json: bool) -> None:
     """Write what a command has found: the document itself, or a view of its data for people."""
     from tpplan.files.codec import unstructure  # noqa: PLC0415 (not every command has a document)
     from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
@@ -84,7 +83,39 @@ def answer(
     if json:
         emit(render(data))
     else:
-        write(view(data, columns_of(sys.stdout, plain=plain)), sys.stdout, plain=plain)
+        write(view(data, columns_of(sys.stdout)), sys.stdout)
+
+
+def present(
+    document: object,
+    view: Callable[[dict[str, Any]], Sequence[Block]],
+    form: str,
+    *,
+    annotate: Callable[[dict[str, Any]], str] = str,
+    plain: bool = False,
+) -> None:
+    """Write what a command has found, in one of several forms.
+
+    Args:
+        document: what was found.
+        view: makes blocks of its data.
+        form: ``text``, ``json``, ``markdown`` or ``github``.
+        annotate: makes annotations of its data, of a command that has the form ``github``.
+        plain: whether to write a text as off a terminal.
+    """
+    from tpplan.files.codec import unstructure  # noqa: PLC0415 (not every command has a document)
+    from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
+    from tpplan.render.blocks import lines_of  # noqa: PLC0415
+
+    data = unstructure(document)
+    if form == "text":
+        write(lines_of(view(data), columns_of(sys.stdout, plain=plain)), sys.stdout, plain=plain)
+    elif form == "markdown":
+        from tpplan.render.markdown import markdown  # noqa: PLC0415
+
+        emit(markdown(view(data)))
+    else:
+        emit(render(data) if form == "json" else annotate(data))
 
 
 def growing(view: Callable[[dict[str, Any], int], list[Line]]) -> Callable[[object], None]:
@@ -153,22 +184,28 @@ def show_log() -> None:
     log.setLevel(logging.INFO)
 
 
-def fail(error: TpplanError, *, gpus: str, json: bool) -> str:
-    """Explain an error on standard error, and as a document on standard output where one was asked for.
+def fail(error: TpplanError, *, gpus: str, form: str) -> str:
+    """Explain an error on standard error, and on standard output where that has another form than text.
 
     Returns:
         What kind of error it is.
     """
     from tpplan.files.codec import unstructure  # noqa: PLC0415 (a good run needs none of these)
     from tpplan.files.jsontext import render  # noqa: PLC0415 (a good run needs none of these)
+    from tpplan.render import github, markdown  # noqa: PLC0415
     from tpplan.render.error import error as view  # noqa: PLC0415
+    from tpplan.render.screen import plain_text  # noqa: PLC0415
     from tpplan.reports.error import error_report  # noqa: PLC0415
 
     report = error_report(error, gpus)
     data = unstructure(report)
     write(view(data, columns_of(sys.stderr)), sys.stderr)
-    if json:
+    if form == "json":
         emit(render(data))
+    elif form == "markdown":
+        emit(markdown.fenced(plain_text(view(data))))
+    elif form == "github":
+        emit(github.error(data))
     return report.error.kind
 
 

@@ -8,6 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from tpplan.cli import console, plans
+from tpplan.cli.arguments import Backend, File  # noqa: TC001 (cyclopts reads it)
 from tpplan.cli.commands import OK, Whole
 from tpplan.core.missing import needing
 from tpplan.errors import PlanError, RequestError, UsageError
@@ -26,12 +27,12 @@ _DRAWING = ("top_p", "top_k", "min_p", "seed")
 
 
 def generate(
-    plan: str,
+    plan: File,
     /,
     *,
-    model: str,
+    model: File,
     prompt: str = "",
-    prompts: str = "",
+    prompts: File = "",
     token_ids: str = "",
     chat: bool = False,
     system: str = "",
@@ -46,7 +47,7 @@ def generate(
     presence_penalty: float | None = None,
     frequency_penalty: float | None = None,
     seed: Whole | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     json: bool = False,
 ) -> int:
     """Load a checkpoint by a plan and continue a text, token by token.
@@ -70,7 +71,7 @@ def generate(
         presence_penalty: is subtracted from the logits of tokens that were generated.
         frequency_penalty: is subtracted for each time that they were.
         seed: with a temperature, of what is drawn; 0 by default.
-        backend: cuda, cpu (virtual devices), or auto (by default): cuda if the machine has as many GPUs, else cpu.
+        backend: cpu has virtual devices; auto, the default, is cuda if the machine has as many GPUs, else cpu.
         json: print one JSON document; with --prompts one in each line.
     """
     from tpplan.decoder.generation.arguments import Order, checked  # noqa: PLC0415

@@ -59,7 +59,7 @@ def _run(tokens: list[str]) -> int:
         problem = _unexpected(error)
     else:
         return int(code)
-    kind = console.fail(problem, gpus=gpus, json="--json" in tokens)
+    kind = console.fail(problem, gpus=gpus, form=arguments.form_in(tokens))
     return NO if kind == "infeasible" else FAILED
 
 

@@ -75,12 +75,12 @@ def advise(hints: Iterable[str]) -> None:
         console.say("hint", hint, "hint")
 
 
-def show(plan: SplitPlan, *, json: bool = False, plain: bool = False) -> None:
-    """Show a plan on one screen, or as a document."""
+def show(plan: SplitPlan, form: str = "text", *, plain: bool = False) -> None:
+    """Show a plan on one screen, or in another form."""
     from tpplan.render.show import show as view  # noqa: PLC0415
     from tpplan.reports.show import show_report  # noqa: PLC0415
 
-    console.answer(show_report(plan), view, json=json, plain=plain)
+    console.present(show_report(plan), view, form, plain=plain)
 
 
 def tell(plan: SplitPlan) -> None:

@@ -8,6 +8,7 @@ from tpplan.core.plan import CACHE_KINDS
 from tpplan.export.engine import MODEL, CacheKind, Engine
 from tpplan.export.facts import MIB, bytes_each, listed
 from tpplan.export.layers import Layers
+from tpplan.export.names import EngineName
 from tpplan.models.families import FAMILIES
 from tpplan.reports.export import TextFile
 
@@ -108,7 +109,7 @@ def _differs(plan: Facts) -> Iterator[str]:
 
 
 ENGINE = Engine(
-    name="accelerate",
+    name=EngineName.ACCELERATE,
     version="Accelerate 1.15.0 and transformers 5.24.0",
     command=("python", "load.py"),
     flags={},

@@ -8,6 +8,7 @@ from tpplan.core.axes import Axis
 from tpplan.export.engine import MODEL, CacheKind, Engine
 from tpplan.export.facts import GIB, gibibytes, listed, round_up
 from tpplan.export.layers import Layers
+from tpplan.export.names import EngineName
 from tpplan.planner.exllamav2 import integer_split
 from tpplan.reports.export import TextFile
 
@@ -128,7 +129,7 @@ def _differs_v3(plan: Facts) -> Iterator[str]:
 
 
 V3 = Engine(
-    name="exllamav3",
+    name=EngineName.EXLLAMAV3,
     aliases=("tabbyapi",),
     version="ExLlamaV3 1.4.1 and TabbyAPI at e632af4",
     command=("python", "main.py"),
@@ -198,7 +199,7 @@ def kv_heads_v2(heads: int, plan: Facts) -> tuple[int, ...]:
 
 
 V2 = Engine(
-    name="exllamav2",
+    name=EngineName.EXLLAMAV2,
     version="ExLlamaV2 0.3.2",
     command=("python", "load.py"),
     flags={},

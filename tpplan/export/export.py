@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from tpplan.errors import RequestError
@@ -41,8 +42,13 @@ def engine_of(name: str) -> Engine:
     for engine in ENGINES.values():
         if wanted in {engine.name, *engine.aliases}:
             return engine
-    aliases = "; ".join(f"{alias} is {engine.name}" for engine in ENGINES.values() for alias in engine.aliases)
-    raise RequestError(f"--for is {name[:40]!r}, which is no engine", f"engines are {listed([*ENGINES])}; {aliases}")
+    aliases = {alias: engine.name for engine in ENGINES.values() for alias in engine.aliases}
+    others = "; ".join(f"{alias} is {one}" for alias, one in aliases.items())
+    near = get_close_matches(wanted, [*ENGINES, *aliases], 1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise RequestError(
+        f"--for is {name[:40]!r}, which is no engine", f"{meant}engines are {listed([*ENGINES])}; {others}"
+    )
 
 
 def export(plan: SplitPlan, name: str) -> ExportReport:

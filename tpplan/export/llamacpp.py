@@ -9,6 +9,7 @@ from tpplan.core.sizes import format_bytes
 from tpplan.export.engine import MODEL, CacheKind, Engine
 from tpplan.export.facts import MIB, listed, round_up
 from tpplan.export.layers import Layers
+from tpplan.export.names import EngineName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -178,7 +179,7 @@ def _differs_layer(plan: Facts) -> Iterator[str]:
 _COMMAND = ("llama-server", "--model", f"{MODEL}.gguf")
 
 TENSOR = Engine(
-    name="llama.cpp",
+    name=EngineName.LLAMACPP,
     version=_VERSION,
     command=_COMMAND,
     flags=_flags("tensor", lambda plan: plan.ratio),
@@ -188,7 +189,7 @@ TENSOR = Engine(
 )
 
 LAYER = Engine(
-    name="llama.cpp-layer",
+    name=EngineName.LLAMACPP_LAYER,
     version=_VERSION,
     command=_COMMAND,
     flags=_flags("layer", _layer_ratio),

@@ -8,6 +8,7 @@ from tpplan.core.sizes import format_bytes
 from tpplan.export.engine import MODEL, Engine, with_fp8
 from tpplan.export.even import even_bytes, uneven_parts
 from tpplan.export.facts import share
+from tpplan.export.names import EngineName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,7 @@ def _differs(plan: Facts) -> Iterator[str]:
 
 
 ENGINE = Engine(
-    name="sglang",
+    name=EngineName.SGLANG,
     version="SGLang 0.5.23",
     command=("sglang", "serve", "--model-path", MODEL),
     flags={

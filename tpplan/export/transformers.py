@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tpplan.export.accelerate import CACHES
 from tpplan.export.engine import MODEL, Engine
 from tpplan.export.even import uneven_parts
+from tpplan.export.names import EngineName
 from tpplan.reports.export import TextFile
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _differs(plan: Facts) -> Iterator[str]:
 
 
 ENGINE = Engine(
-    name="transformers",
+    name=EngineName.TRANSFORMERS,
     version="transformers 5.24.0",
     command=("torchrun",),
     flags={"--nproc-per-node": lambda plan: plan.count, "load.py": lambda _: True},

@@ -8,6 +8,7 @@ from tpplan.core.sizes import format_bytes
 from tpplan.export.engine import MODEL, Engine, with_fp8
 from tpplan.export.even import even_bytes, uneven_parts
 from tpplan.export.facts import share
+from tpplan.export.names import EngineName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +44,7 @@ def _differs(plan: Facts) -> Iterator[str]:
 
 
 ENGINE = Engine(
-    name="vllm",
+    name=EngineName.VLLM,
     version="vLLM 0.33.0",
     command=("vllm", "serve", MODEL),
     flags={

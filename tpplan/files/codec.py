@@ -36,8 +36,23 @@ STATED = frozenset({"format_version", "kind", "tokens"}) | {
 }
 
 
-#: Value of the key ``$schema`` for each class that has one.
-_SCHEMAS: dict[type, str] = {SplitPlan: SCHEMA_URN}
+#: Value of the key ``$schema`` for each class of documents. Only plans must have it when they are read.
+SCHEMAS: dict[type, str] = {SplitPlan: SCHEMA_URN}
+_Class = TypeVar("_Class", bound=type)
+
+
+def document(name: str) -> Callable[[_Class], _Class]:
+    """Return a decorator for the class of a document.
+
+    Args:
+        name: of its schema, such as ``fit-report``.
+    """
+
+    def named(cls: _Class) -> _Class:
+        SCHEMAS[cls] = f"urn:tpplan:{name}:1"
+        return cls
+
+    return named
 
 
 def dumps(obj: object) -> str:
@@ -122,7 +137,7 @@ def _to_object(converter: Converter, cls: type) -> Callable[[object, object], ob
         cls, converter, _cattrs_forbid_extra_keys=converter.forbid_extra_keys
     )
     stated = [f.name for f in attrs.fields(cls) if f.name in STATED and f.default is not attrs.NOTHING]
-    urn = _SCHEMAS.get(cls)
+    urn = SCHEMAS.get(cls)
 
     def hook(value: object, _: object) -> object:
         data = _expect(dict, value)
@@ -130,7 +145,7 @@ def _to_object(converter: Converter, cls: type) -> Callable[[object, object], ob
         if urn:
             data = dict(data)
             if "$schema" not in data:
-                errors.insert(0, _at("$schema", KeyError("$schema")))
+                errors[:0] = [_at("$schema", KeyError("$schema"))] if cls is SplitPlan else []
             elif (given := data.pop("$schema")) != urn:
                 errors.insert(0, _at("$schema", ValueError(f'expected "{urn}", got {shown(given)}')))
         try:
@@ -192,7 +207,7 @@ def _from_object(converter: Converter, cls: type) -> Callable[[Any], dict[str, A
         **kept,  # type: ignore[arg-type]
     )
     names = [field.name for field in attrs.fields(cls)]
-    head = {"$schema": _SCHEMAS[cls]} if cls in _SCHEMAS else {}
+    head = {"$schema": SCHEMAS[cls]} if cls in SCHEMAS else {}
 
     def hook(obj: Any) -> dict[str, Any]:
         data = to_data(obj)  # which puts the optional fields last

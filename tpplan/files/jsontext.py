@@ -6,8 +6,12 @@ import json
 import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from tpplan.files.content import foreign
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 #: Widest line of an object or array; wider ones are broken over several lines.
 COLUMNS = 120
@@ -31,6 +35,11 @@ _TOLD = 3
 #: Most values in a document, by the characters between and around them; this limits time and memory, since a value of
 #: two characters takes up to 64 bytes.
 MOST_VALUES = 1_000_000
+
+#: Steps of the path of a value, tokens of JSON, and where its parser stopped.
+_STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+)\]")
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+_WHERE = re.compile("line ([0-9]+), column ")
 
 _CONFLICT = re.compile(r"^(<<<<<<<|>>>>>>>|\|\|\|\|\|\|\|) ", re.MULTILINE)
 _HEAD = 512
@@ -94,6 +103,49 @@ def read_json(text: str | bytes, *, constants: bool = False, most_values: int = 
     if sum(map(data.count, (b",", b"{", b"["))) > most_values:
         raise NotJSONError(f"has more than {most_values} values", hint="no such file is that long: check what it is")
     return _parsed(text, constants=constants, long=b"0" * (_DIGITS + 1) in data.translate(_ALL_ZEROS))
+
+
+def lines_of(text: str, paths: Sequence[str]) -> list[int]:
+    """Return the lines, from 1, of values in a JSON text; of the nearest value around one that is missing.
+
+    Args:
+        text: the text, which is JSON where any path is one of a value.
+        paths: of the values, such as ``splits[1].bounds``; or where one is, as in :attr:`NotJSONError.where`.
+
+    Returns:
+        A line for each path; 0 if nothing of it is there.
+    """
+    steps = [tuple(key or int(index) for key, index in _STEP.findall(path)) for path in paths]
+    wanted = {
+        one[:n]
+        for path, one in zip(paths, steps, strict=True)
+        if not _WHERE.match(path)
+        for n in range(1, 1 + len(one))
+    }
+    found = _starts(text, wanted) if wanted else {}
+    lines = [next((found[one[:n]] for n in range(len(one), 0, -1) if one[:n] in found), 0) for one in steps]
+    return [int(match[1]) if (match := _WHERE.match(path)) else n for path, n in zip(paths, lines, strict=True)]
+
+
+def _starts(text: str, wanted: set[tuple[str | int, ...]]) -> dict[tuple[str | int | None, ...], int]:
+    """Return the lines in which values begin, or the keys in front of them."""
+    found: dict[tuple[str | int | None, ...], int] = {}
+    inside: list[str | int | None] = []  # the key or index in each object and array around; None before a key
+    line, end = 1, 0
+    for match in _TOKEN.finditer(text):
+        line, end, part = line + text.count("\n", end, match.start()), match.start(), match[0]
+        if part in "}]":
+            inside.pop()
+        elif part == ",":
+            inside[-1] = inside[-1] + 1 if isinstance(inside[-1], int) else None
+        elif part != ":" and inside:
+            if inside[-1] is None:
+                inside[-1] = json.loads(part)
+            if (place := tuple(inside)) in wanted:
+                found.setdefault(place, line)
+        if part in "{[":
+            inside.append(None if part == "{" else 0)
+    return found
 
 
 def _parsed(text: str, *, constants: bool, long: bool) -> object:

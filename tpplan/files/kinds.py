@@ -9,6 +9,7 @@ _KEYS = {
     PLAN: ("$schema", "format_version", "model", "request", "devices", "splits", "memory"),
     DEVICES: ("format_version", "devices", "links"),
 }
+_DEVICES_SCHEMA = "urn:tpplan:devices-file:1"
 
 #: What else is beside a model's config.json, by a key that only it has.
 _OTHERS = {
@@ -39,6 +40,6 @@ def _kind(data: object) -> str:
         return CONFIG  # whatever else it has: only this kind may have keys that tpplan does not know
     if "splits" in data:
         return PLAN
-    if "devices" in data and "model" not in data and "$schema" not in data:
+    if "devices" in data and "model" not in data and data.get("$schema", _DEVICES_SCHEMA) == _DEVICES_SCHEMA:
         return DEVICES
     return next((_OTHERS[key] for key in _OTHERS if key in data), "")

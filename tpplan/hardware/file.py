@@ -17,7 +17,7 @@ from tpplan.core.limits import CAPABILITY, LONGEST_NAME, MOST
 from tpplan.core.speed import LinkSpeed
 from tpplan.errors import CORRECT, FORM, DeviceError, Problem, TpplanError, refusal
 from tpplan.files import codec
-from tpplan.files.codec import structure
+from tpplan.files.codec import document, structure
 from tpplan.files.jsontext import UNSEEN
 from tpplan.files.kinds import DEVICES, mistaken
 from tpplan.files.text import parse_json, read_text, save_text
@@ -119,6 +119,7 @@ class Link:
     middle_ns: int = 0
 
 
+@document("devices-file")
 @frozen(kw_only=True)
 class DevicesFile:
     """The GPUs of a machine.

@@ -11,8 +11,9 @@ import attrs
 
 from tpplan.core.plan import SplitPlan
 from tpplan.core.versions import OTHER_VERSION, is_newer, version_of, version_problem
-from tpplan.errors import FORM, Problem, refusal
+from tpplan.errors import FORM, PlanError, Problem, refusal
 from tpplan.files.codec import dumps, structure, unstructure
+from tpplan.files.jsontext import lines_of
 from tpplan.files.kinds import PLAN, mistaken
 from tpplan.files.text import parse_json, read_text, save_text
 from tpplan.planfile.verify import verify
@@ -44,8 +45,18 @@ def loads(text: str | bytes, what: str = "the plan", *, allow_newer: bool = Fals
             nor saved.
 
     Raises:
-        PlanError: listing every problem, also as its ``problems``.
+        PlanError: listing every problem, also as its ``problems``, with their lines in the text.
     """
+    try:
+        return _loads(text, what, allow_newer=allow_newer)
+    except PlanError as error:
+        known = text if isinstance(text, str) else text.decode(errors="replace")
+        lines = lines_of(known, [problem.path for problem in error.problems])
+        error.problems = tuple(attrs.evolve(one, line=n) for one, n in zip(error.problems, lines, strict=True))
+        raise
+
+
+def _loads(text: str | bytes, what: str, *, allow_newer: bool) -> SplitPlan:
     data = parse_json(text, what)
     version = data.get("format_version") if isinstance(data, dict) else None
     version = version if isinstance(version, str) and version_of(version) else ""

@@ -5,74 +5,75 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tpplan.core.sizes import format_bytes
-from tpplan.render.text import (
-    BLANK,
-    PLAIN_COLUMNS,
-    amount,
-    elided,
-    fitting,
-    line,
-    line_width,
-    scale_for,
-    shorten,
-    shorten_name,
-    table,
-    wrapped,
-)
+from tpplan.render.blocks import Heading, Table, Text
+from tpplan.render.text import BLANK, amount, elided, scale_for, shorten, shorten_name
 
 if TYPE_CHECKING:
-    from tpplan.render.text import Line, Span
+    from collections.abc import Sequence
+
+    from tpplan.render.blocks import Block
+    from tpplan.render.text import Span
 
 _MOST_ROWS = 32
 _LONGEST_NAME = 16
 _LONGEST_CELL = 20
 _LONGEST_VALUE = 18
-_MARKS = {"added": ("+", "gain"), "removed": ("-", "loss"), "moved": ("~", "warn"), "changed": ("~", "warn")}
+_MARKS = {"added": "+", "removed": "-", "moved": "~", "changed": "~"}
+_DEVICE = [("device", ""), ("name", "")]
+_VALUES = [("what", ""), ("before", ""), ("", ""), ("after", "")]
+#: Values of which more is better (1) or worse (-1); any other change is neither.
+_WANTED = {
+    "request.context": 1,
+    "request.cache.tokens": 1,
+    "budget_bytes": 1,
+    "bandwidth_bytes_per_second": 1,
+    "overhead_bytes": -1,
+}
 
 
-def diff(changes: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.reports.diff.PlanDiff`."""
-    sections = (
-        _inputs(changes), _devices(changes), _splits(changes, columns), _memory(changes), _speed(changes)
-    )  # fmt: skip
-    lines: list[Line] = []
-    for section in sections:
-        lines += [*section, BLANK] if section else []
-    style = "warn" if changes["reasons"] else "good"
-    return [*lines, *(line(text, style) for text in wrapped(changes["summary"], columns))]
+def diff(changes: dict[str, Any]) -> list[Block]:
+    """Return the view of a :class:`~tpplan.reports.diff.PlanDiff`; colours say what is better or worse than before."""
+    blocks: list[Block] = []
+    for section in (_inputs(changes), _devices(changes), _splits(changes), _memory(changes), _speed(changes)):
+        blocks += [*section, BLANK] if section else []
+    return [*blocks, Text(changes["summary"], "" if changes["reasons"] else "good")]
 
 
-def _inputs(changes: dict[str, Any]) -> list[Line]:
+def _inputs(changes: dict[str, Any]) -> list[Block]:
     """Say which values of the model and the request differ."""
-    rows = [[("~", "warn"), (field["path"], ""), *_values(field)] for field in changes["fields"]]
-    return [line("Inputs", "head"), *table(rows, "<<<<<")] if rows else []
+    rows = [[("~", "dim"), *_values(field)] for field in changes["fields"]]
+    return [Heading("Inputs"), _named([("", ""), *_VALUES], "<<<<<", rows)] if rows else []
 
 
-def _devices(changes: dict[str, Any]) -> list[Line]:
+def _named(heads: list[Span], sides: str, rows: list[list[Span]], gap: int = 0, hidden: int = 0) -> Table:
+    """Return a table whose columns need no headings on a screen."""
+    return Table(heads=heads, sides=sides, rows=rows, first=len(heads), unnamed=len(heads), gap=gap, hidden=hidden)
+
+
+def _devices(changes: dict[str, Any]) -> list[Block]:
     """Say what happened to which device."""
     found = changes["devices"]
     if not found:
         return []
     first, last = elided(len(found), _MOST_ROWS)
     shown = [_device_rows(found[i]) for i in (*first, *last)]
-    lines = table([row for rows in shown for row in rows], "<><<<<<")
-    if last:
-        at = sum(len(rows) for rows in shown[: len(first)])
-        lines.insert(at, line(f"   … {len(found) - len(first) - len(last)} more devices, see --json …", "dim"))
-    return [line("Devices", "head"), *lines]
+    rows = [row for rows in shown for row in rows]
+    gap = sum(len(rows) for rows in shown[: len(first)])
+    return [
+        Heading("Devices"),
+        _named([("", ""), *_DEVICE, *_VALUES], "<><<<<<", rows, gap, len(found) - len(shown)),
+    ]
 
 
 def _device_rows(change: dict[str, Any]) -> list[list[Span]]:
     """Return a row per value of a device that differs, or one that says what happened to the device."""
-    mark, style = _MARKS[change["change"]]
     index, name = _label(change["device"])
-    head, blank = [(mark, style), (index, "dim"), (name, "")], [("", "")] * 3
-    rows = [[(field["path"], ""), *_values(field)] for field in change["fields"]]
-    rows = rows or [[(change["change"], style), *blank]]
+    head, blank = [(_MARKS[change["change"]], "dim"), (index, "dim"), (name, "")], [("", "")] * 3
+    rows = [_values(field) for field in change["fields"]] or [[(change["change"], ""), *blank]]
     return [[*(blank if i else head), *row] for i, row in enumerate(rows)]
 
 
-def _splits(changes: dict[str, Any], columns: int) -> list[Line]:
+def _splits(changes: dict[str, Any]) -> list[Block]:
     """Return a row per device: what it holds of every axis before and after."""
     splits = changes["splits"]
     if not splits:
@@ -82,40 +83,41 @@ def _splits(changes: dict[str, Any], columns: int) -> list[Line]:
     keys = sorted(pairs, key=lambda key: (key[1] < 0, key[1], key[0]))
     first, last = elided(len(keys), _MOST_ROWS)
     shown = [keys[i] for i in (*first, *last)]
-    names: list[list[Span]] = [[("", ""), ("", "")], [("", ""), ("layers", "dim")]]
-    names += [_name_cells(pairs[key]) for key in shown]
-    room = columns - max(map(line_width, table(names, "><")))
-    lines: list[Line] = [(("Splits", "head"), (", elements that a device holds", "dim"))]
-    for part in fitting([_column(split, shown) for split in splits], room):
-        rows = [[*start, *cells] for start, cells in zip(names, zip(*part, strict=True), strict=True)]
-        block = table(rows, "><" + ">" * len(part))
-        if last:
-            block.insert(2 + len(first), line(f"   … {len(keys) - len(shown)} more devices, see --json …", "dim"))
-        lines += [*([BLANK] if len(lines) > 1 else []), *block]
-    return lines + [_field_line(split, field) for split in splits for field in split["fields"]]
+    names = [[("", ""), ("layers", "dim")], *(_name_cells(pairs[key]) for key in shown)]
+    columns = [_column(split, shown) for split in splits]
+    return [
+        Heading("Splits", ", elements that a device holds"),
+        Table(
+            heads=[*_DEVICE, *((split["axis"], "head") for split in splits)],
+            sides="><" + ">" * len(splits),
+            rows=[[*name, *cells] for name, cells in zip(names, zip(*columns, strict=True), strict=True)],
+            gap=1 + len(first),
+            hidden=len(keys) - len(shown),
+        ),
+        *(_field_text(split, field) for split in splits for field in split["fields"]),
+    ]
 
 
 def _column(split: dict[str, Any], shown: list[tuple[int, int]]) -> list[Span]:
     shares = {(s["device"].get("before", -1), s["device"].get("after", -1)): s for s in split["shares"]}
-    column = [(split["axis"], "head"), (shorten(split.get("layers", ""), _LONGEST_CELL), "dim")]
+    column = [(shorten(split.get("layers", ""), _LONGEST_CELL), "dim")]
     for key in shown:
         share = shares.get(key)
         if not share:
             column.append(("-", "dim"))
         elif share["delta_elements"]:
-            style = "gain" if share["delta_elements"] > 0 else "loss"
-            column.append((f"{share['before_elements']} → {share['after_elements']}", style))
+            column.append((f"{share['before_elements']} → {share['after_elements']}", ""))
         else:
             column.append((str(share["after_elements"]), "dim"))
     return column
 
 
-def _field_line(split: dict[str, Any], field: dict[str, Any]) -> Line:
+def _field_text(split: dict[str, Any], field: dict[str, Any]) -> Text:
     where = f"{split['axis']} {split.get('layers', '')}".rstrip()
-    return (("~  ", "warn"), (f"{where}: {field['path']} {field['before']} → {field['after']}", ""))
+    return Text(f"{where}: {field['path']} {field['before']} → {field['after']}", lead=("~  ", "dim"))
 
 
-def _memory(changes: dict[str, Any]) -> list[Line]:
+def _memory(changes: dict[str, Any]) -> list[Block]:
     """Return a row per device: what each bucket gains or loses, and how much more or less a token reads, if it does."""
     found = changes["memory"]
     if not found:
@@ -129,32 +131,47 @@ def _memory(changes: dict[str, Any]) -> list[Line]:
         total.append(sum(one["delta_reads_bytes"] for one in found))
     unit, scale = scale_for(max(abs(delta) for row in (*deltas, total) for delta in row))
     first, last = elided(len(found), _MOST_ROWS)
-    rows: list[list[Span]] = [[("", ""), ("", ""), *((title, "dim") for title in titles)]]
-    rows += [[*_name_cells(found[i]["device"]), *_deltas(deltas[i], scale)] for i in (*first, *last)]
-    rows.append([("", ""), ("together", "dim"), *_deltas(total, scale)])
-    lines = table(rows, "><" + ">" * len(titles))
-    if last:
-        hidden = len(found) - len(first) - len(last)
-        lines.insert(1 + len(first), line(f"   … {hidden} more devices, see --json …", "dim"))
-    return [(("Memory", "head"), (f", {unit} more or less", "dim")), *lines]
+    rows: list[list[Span]] = [
+        [*_name_cells(found[i]["device"]), *_deltas(titles, deltas[i], scale)] for i in (*first, *last)
+    ]
+    return [
+        Heading("Memory", f", {unit} more or less"),
+        Table(
+            heads=[*_DEVICE, *((title, "dim") for title in titles)],
+            sides="><" + ">" * len(titles),
+            rows=[*rows, [("", ""), ("together", "dim"), *_deltas(titles, total, scale)]],
+            gap=len(first),
+            hidden=len(found) - len(rows),
+        ),
+    ]
 
 
-def _speed(changes: dict[str, Any]) -> list[Line]:
+def _speed(changes: dict[str, Any]) -> list[Block]:
     """Return a row per pass: the tokens a second that each plan predicts."""
     rows: list[list[Span]] = []
     for one in changes.get("speed", ()):
         what = f"a prompt of {one['rows']} tokens" if one["prefill"] else f"batch {one['rows']}"
         before, after = one["before_tokens_per_second"], one["after_tokens_per_second"]
-        style = "dim" if not before or not after or before == after else "good" if after > before else "loss"
+        style = _judged(after - before) if before and after else "dim"
         part = f"{100 * (after - before) / before:+.0f} %" if before and after else ""
         cells = [f"{rate:,}" if rate else "unknown" for rate in (before, after)]
         rows.append([(what, ""), (cells[0], "dim"), ("→", "dim"), (cells[1], style), (part, style)])
-    title: Line = (("Speed", "head"), (", tokens/s with a full cache, estimated for tpplan's decoder", "dim"))
-    return [title, *table(rows, "<><>>")] if rows else []
+    heads = [("pass", ""), *_VALUES[1:], ("change", "")]
+    title = Heading("Speed", ", tokens/s with a full cache, estimated for tpplan's decoder")
+    return [title, _named(heads, "<><>>", rows)] if rows else []
 
 
-def _deltas(sizes: list[int], scale: int) -> list[Span]:
-    return [(amount(n, scale, sign=True), "dim" if not n else "gain" if n > 0 else "loss") for n in sizes]
+def _deltas(buckets: Sequence[str], sizes: Sequence[int], scale: int) -> list[Span]:
+    """Write what buckets gain or lose: it is good if more is free, and bad of all others."""
+    return [
+        (amount(size, scale, sign=True), _judged(size if bucket == "free" else -size))
+        for bucket, size in zip(buckets, sizes, strict=True)
+    ]
+
+
+def _judged(gain: int) -> str:
+    """Return the style of a change by how much better it makes a plan, or worse."""
+    return "dim" if not gain else "good" if gain > 0 else "bad"
 
 
 def _label(device: dict[str, Any]) -> tuple[str, str]:
@@ -170,7 +187,11 @@ def _name_cells(device: dict[str, Any]) -> list[Span]:
 
 
 def _values(field: dict[str, Any]) -> list[Span]:
-    return [(_shown(field, "before"), "loss"), ("→", "dim"), (_shown(field, "after"), "gain")]
+    """Return cells that say what a value was and is."""
+    before, after, wanted = field["before"], field["after"], _WANTED.get(field["path"], 0)
+    both = wanted and isinstance(before, int) and isinstance(after, int) and before and after
+    style = _judged(wanted * (after - before)) if both else ""
+    return [(field["path"], ""), (_shown(field, "before"), "dim"), ("→", "dim"), (_shown(field, "after"), style)]
 
 
 def _shown(field: dict[str, Any], key: str) -> str:

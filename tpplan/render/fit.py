@@ -6,37 +6,36 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from tpplan.core.sizes import format_bytes
-from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, shorten, table, wrapped
+from tpplan.render.blocks import INDENT, Heading, Table, Text
+from tpplan.render.text import BLANK, shorten
 
 if TYPE_CHECKING:
-    from tpplan.render.text import Line, Span
+    from tpplan.render.blocks import Block
+    from tpplan.render.text import Span
 
 _LONGEST_TITLE = 60
 _LONGEST_DEVICES = 60
 
 
-def fit(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.reports.fit.FitReport`."""
+def fit(report: dict[str, Any]) -> list[Block]:
+    """Return the view of a :class:`~tpplan.reports.fit.FitReport`."""
     groups = [(name, len([*same])) for name, same in groupby(report["devices"])]
     devices = ", ".join(f"{count} × {name}" if count > 1 else name for name, count in groups)
-    head: Line = (
-        (shorten(report["model"], _LONGEST_TITLE), "title"),
-        (f" on {shorten(devices, _LONGEST_DEVICES)}", ""),
-    )
     now = f"{report['weight_format']}, {_bits(report['bits_tenths'])} bits per weight"
     beside = f"{format_bytes(report['budget_bytes'])} together, batch {report['batch']}"
-    lines = [head, line(f"  {now}; {beside}", "dim")]
+    blocks: list[Block] = [
+        Heading(shorten(report["model"], _LONGEST_TITLE), f" on {shorten(devices, _LONGEST_DEVICES)}", is_title=True),
+        Text(f"{now}; {beside}", "dim", INDENT),
+    ]
     if report.get("assumed"):
-        lines += [line(f"  {part}", "warn") for part in wrapped(f"assumed: {report['assumed']}", columns - 2)]
-    return [*lines, BLANK, *_table(report), BLANK, *_verdict(report, columns)]
+        blocks.append(Text(f"assumed: {report['assumed']}", "warn", INDENT))
+    return [*blocks, BLANK, *_table(report), BLANK, *_verdict(report)]
 
 
-def _table(report: dict[str, Any]) -> list[Line]:
+def _table(report: dict[str, Any]) -> list[Block]:
     """Return a row per context: tokens a second by cache kind, and the bits per weight that would fit."""
     kinds = [cell["cache"] for cell in report["rows"][0]["cells"]]
-    rows: list[list[Span]] = [
-        [("context", "dim"), *((kind, "dim") for kind in kinds), ("bits", "dim"), ("which is", "dim")]
-    ]
+    rows: list[list[Span]] = []
     for row in report["rows"]:
         is_asked = row["context"] == report["context"]
         bits = _bits(row["most_bits_tenths"]) if row["most_bits_tenths"] else "-"
@@ -52,11 +51,10 @@ def _table(report: dict[str, Any]) -> list[Line]:
     rows.append([("longest", "dim"), *longest, ("", ""), ("", "")])
     is_known = any(cell["tokens_per_second"] for row in report["rows"] for cell in row["cells"])
     what = "tokens/s with a full cache" if is_known else "whether it fits"
-    title: Line = (
-        ("What fits", "head"),
-        (f", by context and cache: {what}; bits per weight that fit with {report['cache']}", "dim"),
-    )
-    return [title, *table(rows, ">" + ">" * len(kinds) + "><")]
+    note = f", by context and cache: {what}; bits per weight that fit with {report['cache']}"
+    heads: list[Span] = [(name, "dim") for name in ("context", *kinds, "bits", "which is")]
+    sides = ">" + ">" * len(kinds) + "><"
+    return [Heading("What fits", note), Table(heads=heads, sides=sides, rows=rows, first=1, unnamed=0)]
 
 
 def _cell(cell: dict[str, Any]) -> Span:
@@ -65,20 +63,23 @@ def _cell(cell: dict[str, Any]) -> Span:
     return (f"{cell['tokens_per_second']:,}" if cell["tokens_per_second"] else "fits"), "good"
 
 
-def _verdict(report: dict[str, Any], columns: int) -> list[Line]:
+def _verdict(report: dict[str, Any]) -> list[Block]:
     """Say whether what was asked for fits, and which changes make it fit."""
     each = " each" if report["batch"] > 1 else ""
     asked = f"{report['context']:,} tokens{each} in {report['cache']}"
     if report["fits"]:
-        return [line(f"{asked} fit", "good")]
+        return [Text(f"{asked} fit", "good")]
     found = report.get("suggestions", ())
-    lines = [line(f"{asked} do not fit{'; each of these alone makes them fit' if found else ''}", "warn")]
-    named = [one for one in found if "option" in one]
-    rows: list[list[Span]] = [[("  " + one["option"], "head"), (one["message"], "dim")] for one in named]
-    lines += table(rows, "<<") if rows else []
-    for one in (one for one in found if "option" not in one):
-        lines += [line(f"  {part}") for part in wrapped(one["message"], columns - 2)]
-    return lines
+    said = f"{asked} do not fit{'; each of these alone makes them fit' if found else ''}"
+    rows: list[list[Span]] = [
+        [("  " + one["option"], "head"), (one["message"], "dim")] for one in found if "option" in one
+    ]
+    heads = [("option", ""), ("what it does", "")]
+    return [
+        Text(said, "warn"),
+        *([Table(heads=heads, sides="<<", rows=rows)] if rows else []),
+        *(Text(one["message"], lead=INDENT) for one in found if "option" not in one),
+    ]
 
 
 def _bits(tenths: int) -> str:

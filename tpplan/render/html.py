@@ -25,19 +25,28 @@ from tpplan.render.text import buckets_of, percent
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+#: Columns that a phone shows side by side.
+_MOST_COLUMNS = 3
+
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1f2328;--dim:#59636e;--line:#d1d9e0;--page:#f6f8fa;--card:#fff}
 @media (prefers-color-scheme:dark){:root{--ink:#e6edf3;--dim:#9aa4ae;--line:#3d444d;--page:#010409;--card:#0d1117}}
 body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Arial,sans-serif;color:var(--ink);background:var(--page);
-margin:2rem auto;max-width:1060px;padding:0 1rem}
-svg{display:block;width:100%;height:auto;min-width:640px;max-width:900px;margin:0 auto}
+margin:2rem auto;max-width:1160px;padding:0 1rem}
+svg{display:block;width:100%;height:auto;max-width:900px;margin:0 auto}.narrow{display:none}
+@media (max-width:720px){body{margin-top:1rem}.wide{display:none}.narrow{display:block}.narrow svg{max-width:460px}
+.many tr{display:grid;grid-template-columns:1fr 1fr;padding:.35rem 0;border-bottom:1px solid var(--line)}
+.many tr:first-child{display:none}.many tr:last-child{border-bottom:0}
+.many td{display:flex;justify-content:space-between;gap:.4rem;border:0;padding:.1rem .5rem;font-size:12px}
+.many td::before{content:attr(data-name);color:var(--dim)}
+.many td:first-child{grid-column:1/3;font-size:15px;font-weight:600}.many td:first-child::before{content:none}}
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}
 .scroll{overflow-x:auto;border:1px solid var(--line);border-radius:8px;background:var(--card)}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:.35rem .75rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
 th{color:var(--dim);font-weight:600}th:first-child,td:first-child,.left{text-align:left}
 tr:last-child td{border-bottom:0}p{color:var(--dim)}
-.picture{overflow-x:auto}.facts td,.facts th{text-align:left}
+.facts td,.facts th{text-align:left}
 .facts td:last-child{white-space:normal;overflow-wrap:anywhere}
 """
 
@@ -57,7 +66,8 @@ def page(report: dict[str, Any]) -> str:
 <body>
 <h1>{escape(title)}</h1>
 <p>{_told(report)}</p>
-<div class="picture">{picture(report)}</div>
+<div class="wide">{picture(report)}</div>
+<div class="narrow">{picture(report, narrow=True)}</div>
 <h2>Request</h2>
 {_table(("asked for", "value"), _request(plan), kind="facts")}
 <h2>Memory, bytes</h2>
@@ -139,7 +149,11 @@ def _slices(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "sizes") -> str:
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """Return a table; one of many columns names each cell, because on a phone its rows are no lines."""
+    kind = kind or ("many" if len(titles) > _MOST_COLUMNS else "sizes")
+    names = [f' data-name="{escape(title)}"' if kind == "many" else "" for title in titles]
     head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    cells = ("".join(f"<td{name}>{escape(cell)}</td>" for name, cell in zip(names, row, strict=True)) for row in rows)
+    body = "\n".join(f"<tr>{row}</tr>" for row in cells)
     return f'<div class="scroll"><table class="{kind}">\n<tr>{head}</tr>\n{body}\n</table></div>'

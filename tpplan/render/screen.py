@@ -28,8 +28,6 @@ _STYLES = {
     "overhead": "magenta",
     "reserved": "cyan",
     "free": "dim",
-    "gain": "green",
-    "loss": "red",
 }
 
 _ASCII = str.maketrans({
@@ -44,13 +42,16 @@ def write(lines: Iterable[Line], stream: TextIO, *, plain: bool = False) -> None
 
     ``NO_COLOR`` and a dumb terminal mean plain, ``FORCE_COLOR`` means colour in a pipe too.
     """
-    # Texts come from files that anybody may have written.
-    clean = [tuple((visible(text), style) for text, style in one) for one in lines]
     if not plain and _coloured(stream):
-        _write_styled(clean, stream)
-        return
-    text = "".join("".join(part for part, _ in one).rstrip() + "\n" for one in clean)
-    stream.write(_encodable(text, stream))
+        # Texts come from files that anybody may have written.
+        _write_styled((tuple((visible(text), style) for text, style in one) for one in lines), stream)
+    else:
+        stream.write(_encodable(plain_text(lines), stream))
+
+
+def plain_text(lines: Iterable[Line]) -> str:
+    """Return lines without their styles."""
+    return "".join(visible("".join(text for text, _ in one)).rstrip() + "\n" for one in lines)
 
 
 def columns_of(stream: TextIO, *, plain: bool = False) -> int:

@@ -6,30 +6,24 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tpplan.core.model import NotPlanned
+from tpplan.render.blocks import INDENT, Bar, Heading, Table, Text
 from tpplan.render.text import (
     BLANK,
-    PLAIN_COLUMNS,
     abridged,
     amount,
-    bar,
     buckets_of,
     elided,
-    fitting,
-    legend,
-    line,
-    line_width,
     percent,
     scale_for,
     shorten,
     shorten_name,
-    table,
-    wrapped,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tpplan.render.text import Line, Span
+    from tpplan.render.blocks import Block
+    from tpplan.render.text import Span
 
 #: Devices that a screen shows; of more, the middle is left out.
 MOST_DEVICES = 32
@@ -38,40 +32,38 @@ _LONGEST_TITLE = 60
 _LONGEST_CELL = 15
 #: Times that differ by less than one part in so many are those of devices of which none limits the others.
 _ALIKE = 100
-_GAP = 2
-_PERCENT = len(" 100.0 %")
-#: Columns for a bar with its gap and percentage beside the numbers; where there are fewer, bars get lines of their own.
-_LEAST_BAR = 8 + _GAP + _PERCENT
 #: What the time of a step is spent on; a device waits while others are slower between two sums.
 CAUSES = ("weights", "cache", "exchanges", "rest", "waits")
+#: Headings of the columns that say which device a row is about.
+_NAMES = (("device", ""), ("name", ""))
 _BASIS = {
     "budget": "all budgets and of all bytes used",
     "bandwidth": "all bandwidth and of all bytes that a token reads",
 }
 
 
-def show(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
-    """Lay out a :class:`~tpplan.reports.show.ShowReport`."""
+def show(report: dict[str, Any]) -> list[Block]:
+    """Return the view of a :class:`~tpplan.reports.show.ShowReport`."""
     return [
-        *_heading(report["plan"], columns),
+        *_heading(report["plan"]),
         BLANK,
-        *_memory(report, columns),
+        *_memory(report),
         BLANK,
-        *_cuts(report, columns),
+        *_cuts(report),
         BLANK,
-        *_speed(report, columns),
-        *(line(part, "good") for part in wrapped(summary(report), columns)),
-        *(line(part, "dim") for part in wrapped(exactness(report), columns)),
+        *_speed(report),
+        Text(summary(report), "good"),
+        Text(exactness(report), "dim"),
     ]
 
 
-def _heading(plan: dict[str, Any], columns: int) -> list[Line]:
+def _heading(plan: dict[str, Any]) -> list[Block]:
     """Say what the plan is for and what was asked."""
-    texts = [part for text in request_lines(plan) for part in wrapped(text, columns - _GAP)]
-    beside = [part for text in uncounted_lines(plan) for part in wrapped(text, columns - _GAP)]
-    return [((shorten(plan["model"]["name"], _LONGEST_TITLE), "title"), (f" on {count(plan)}", "")),
-            *(line(" " * _GAP + text, "warn") for text in beside),
-            *(line(" " * _GAP + text, "dim") for text in texts)]  # fmt: skip
+    return [
+        Heading(shorten(plan["model"]["name"], _LONGEST_TITLE), f" on {count(plan)}", is_title=True),
+        *(Text(text, "warn", INDENT) for text in uncounted_lines(plan)),
+        *(Text(text, "dim", INDENT) for text in request_lines(plan)),
+    ]
 
 
 def uncounted_lines(plan: dict[str, Any]) -> list[str]:
@@ -145,24 +137,31 @@ def basis_of(speed: dict[str, Any], devices: int) -> str:
     return f"estimated for tpplan's decoder from {bandwidth}{links}"
 
 
-def _speed(report: dict[str, Any], columns: int) -> list[Line]:
+def _speed(report: dict[str, Any]) -> list[Block]:
     """Return a row per device: the milliseconds of a decode step by cause, and what that comes to."""
     if "speed" not in report:
         return []
     step = report["plan"]["speed"]["decode"][-1]
-    rows: list[list[Span]] = [[("", ""), ("", ""), *((name, "dim") for name in (*CAUSES, "together"))]]
+    rows: list[list[Span]] = []
     first, last = elided(len(step["devices"]), MOST_DEVICES)
     for place in (*first, *last):
         one = step["devices"][place]
         cells = [f"{each / 10**6:.2f}" for each in times_of(step, one)]
         rows.append([*_device(report["devices"][one["device"]]), *((cell, "") for cell in cells)])
     batch = f"a step of {step['rows']} sequences" if step["rows"] > 1 else "a step"
-    head: Line = (("Speed", "head"), (f", ms of {batch} with a full cache", "dim"))
-    lines = _with_gap(table(rows, "><" + ">" * (len(CAUSES) + 1)), 1 + len(first), len(step["devices"]) - len(rows) + 1)
-    texts = [part for text in speed_lines(report) for part in wrapped(text, columns - _GAP)]
-    basis = basis_of(report["speed"], len(step["devices"]))
-    return [head, *lines, *(line(" " * _GAP + text, "good") for text in texts),
-            *(line(" " * _GAP + text, "dim") for text in wrapped(basis, columns - _GAP)), BLANK]  # fmt: skip
+    return [
+        Heading("Speed", f", ms of {batch} with a full cache"),
+        Table(
+            heads=[*_NAMES, *((name, "dim") for name in (*CAUSES, "together"))],
+            sides="><" + ">" * (len(CAUSES) + 1),
+            rows=rows,
+            gap=len(first),
+            hidden=len(step["devices"]) - len(rows),
+        ),
+        *(Text(text, "good", INDENT) for text in speed_lines(report)),
+        Text(basis_of(report["speed"], len(step["devices"])), "dim", INDENT),
+        BLANK,
+    ]
 
 
 def shares_of(report: dict[str, Any]) -> str:
@@ -187,66 +186,56 @@ def _and(words: Sequence[str]) -> str:
     return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])
 
 
-def _memory(report: dict[str, Any], columns: int) -> list[Line]:
-    """Return a row per device: its buckets, its budget, a bar of them and how full it is, below if not beside them."""
-    devices, memory = report["devices"], report["plan"]["memory"]
-    unit, scale = scale_for(max(d["budget_bytes"] for d in devices))
-    buckets = buckets_of(memory)
-    rows: list[list[Span]] = [[("", ""), ("", ""), *((name, "dim") for name in (*buckets, "budget"))]]
-    first, last = elided(len(devices), MOST_DEVICES)
-    for i in (*first, *last):
-        held = [sizes[i] for sizes in buckets.values()]
-        cells = [amount(size, scale) for size in (*held, devices[i]["budget_bytes"])]
-        rows.append([*_device(devices[i]), *((text, "dim" if text == "0" else "") for text in cells)])
-    if len(devices) > 1:
-        totals = [*map(sum, buckets.values())]
-        totals.append(sum(d["budget_bytes"] for d in devices))
-        rows.append([("", ""), ("together", "dim"), *((amount(size, scale), "dim") for size in totals)])
-    lines = table(rows, "><" + ">" * (len(buckets) + 1))
-    names: Line = (("    ", ""), *legend(buckets))
-    shown, hidden = (*first, *last), len(devices) - len(first) - len(last)
-    head: Line = (("Memory", "head"), (f", {unit}", "dim"))
-    if columns - max(map(line_width, lines)) >= _LEAST_BAR:
-        bars = _barred(lines[1 : 1 + len(shown)], shown, report, columns)
-        numbers = [lines[0], *bars, *lines[1 + len(shown) :]]
-        return [head, *_with_gap(numbers, 1 + len(first), hidden), names]
-    bars = _barred(table([_device(devices[i]) for i in shown], "><"), shown, report, columns)
-    numbers = _with_gap(lines, 1 + len(first), hidden)
-    return [head, *numbers, BLANK, *_with_gap(bars, len(first), hidden), names]
-
-
-def _barred(lines: Sequence[Line], shown: Sequence[int], report: dict[str, Any], columns: int) -> list[Line]:
-    """Put a device's bar, and how full it is, behind each line."""
+def _memory(report: dict[str, Any]) -> list[Block]:
+    """Return a row per device: its buckets, its budget, a bar of them and how full it is."""
     devices, buckets = report["devices"], buckets_of(report["plan"]["memory"])
-    start = max(map(line_width, lines)) + _GAP
-    room = columns - start - _PERCENT
-    barred: list[Line] = []
-    for one, i in zip(lines, shown, strict=True):
-        cells = bar({bucket: sizes[i] for bucket, sizes in buckets.items()}, devices[i]["budget_bytes"], room)
-        full = (f"{percent(devices[i]['used_ppm']):>{_PERCENT}}", "")
-        barred.append((*one, (" " * (start - line_width(one)), ""), *cells, full))
-    return barred
+    unit, scale = scale_for(max(d["budget_bytes"] for d in devices))
+    first, last = elided(len(devices), MOST_DEVICES)
+    rows: list[list[Span]] = []
+    bars = []
+    for i in (*first, *last):
+        held = {bucket: sizes[i] for bucket, sizes in buckets.items()}
+        budget = devices[i]["budget_bytes"]
+        cells = [amount(size, scale) for size in (*held.values(), budget)]
+        rows.append([*_device(devices[i]), *((text, "dim" if text == "0" else "") for text in cells)])
+        bars.append(Bar(held, budget, percent(devices[i]["used_ppm"])))
+    if len(devices) > 1:
+        totals = [*map(sum, buckets.values()), sum(d["budget_bytes"] for d in devices)]
+        rows.append([("", ""), ("together", "dim"), *((amount(size, scale), "dim") for size in totals)])
+    return [
+        Heading("Memory", f", {unit}"),
+        Table(
+            heads=[*_NAMES, *((name, "dim") for name in (*buckets, "budget"))],
+            sides="><" + ">" * (len(buckets) + 1),
+            rows=rows,
+            bars=bars,
+            gap=len(first),
+            hidden=len(devices) - len(bars),
+        ),
+    ]
 
 
-def _cuts(report: dict[str, Any], columns: int) -> list[Line]:
+def _cuts(report: dict[str, Any]) -> list[Block]:
     """Return a row per device: the share that it was to get, the one that it got, and its slice of every split."""
     devices, splits = report["devices"], report["plan"]["splits"]
     first, last = elided(len(devices), MOST_DEVICES)
     labels = ["layers", "size", "unit", *(["replicas"] if any("replicas" in s for s in splits) else [])]
-    names = [[("", ""), (label, "dim")] for label in ("", *labels)]
-    names += [_device(devices[i]) for i in (*first, *last)]
-    shares = [
+    names = [[("", ""), (label, "dim")] for label in labels] + [_device(devices[i]) for i in (*first, *last)]
+    shares: list[list[Span]] = [
         [(title, "dim")] + [("", "")] * len(labels) + [(percent(devices[i][key]), "") for i in (*first, *last)]
         for title, key in (("requested", "requested_share_ppm"), ("achieved", "achieved_share_ppm"))
     ]
-    room = columns - max(map(line_width, table(names, "><")))
-    lines: list[Line] = [(("Splits", "head"), (f", start:end; shares of {shares_of(report)}", "dim"))]
-    for part in fitting([*shares, *(_column(split, labels, (*first, *last)) for split in splits)], room):
-        rows = [[*start, *cells] for start, cells in zip(names, zip(*part, strict=True), strict=True)]
-        block = table(rows, "><" + ">" * len(part))
-        lines += [BLANK] * (len(lines) > 1)
-        lines += _with_gap(block, 1 + len(labels) + len(first), len(devices) - len(first) - len(last))
-    return lines
+    heads, *rows = zip(*shares, *(_column(split, labels, (*first, *last)) for split in splits), strict=True)
+    return [
+        Heading("Splits", f", start:end; shares of {shares_of(report)}"),
+        Table(
+            heads=[*_NAMES, *heads],
+            sides="><" + ">" * len(heads),
+            rows=[[*name, *row] for name, row in zip(names, rows, strict=True)],
+            gap=len(labels) + len(first),
+            hidden=len(devices) - len(first) - len(last),
+        ),
+    ]
 
 
 def _column(split: dict[str, Any], labels: Sequence[str], shown: Sequence[int]) -> list[Span]:
@@ -260,10 +249,3 @@ def _column(split: dict[str, Any], labels: Sequence[str], shown: Sequence[int]) 
 
 def _device(device: dict[str, Any]) -> list[Span]:
     return [(str(device["device"]), "dim"), (shorten_name(device["name"], _LONGEST_NAME), "")]
-
-
-def _with_gap(lines: list[Line], at: int, hidden: int) -> list[Line]:
-    """Say that devices are left out."""
-    if not hidden:
-        return lines
-    return [*lines[:at], line(f"   … {hidden} more devices, see --json …", "dim"), *lines[at:]]

@@ -12,24 +12,56 @@ from html import escape
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
+from attrs import frozen
+
 from tpplan.render.show import count, exactness, request_lines, summary, uncounted_lines
 from tpplan.render.text import amount, buckets_of, elided, percent, scale_for, shorten, shorten_name, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-WIDTH = 900
-_EDGE = 24
-_RIGHT = WIDTH - _EDGE
-_BAR = 196
-#: Width of the bars, and where columns end: how full a device is, its buckets and its budget; by the number of buckets.
-_COLUMNS = {5: (252, (500, 564, 616, 690, 762, 818, _RIGHT)), 6: (192, (440, 502, 554, 628, 694, 758, 814, _RIGHT))}
-_ROW = 26
-_SPLIT_ROW = 52
+#: Where the columns of a wide picture end: how full a device is, its buckets and its budget; and the width of the bars
+#: in front of them; by the number of buckets.
+_COLUMNS = {5: (244, (500, 564, 616, 690, 762, 818, 876)), 6: (180, (440, 502, 554, 628, 694, 758, 814, 876))}
 _MOST_DEVICES = 48
 _DIGIT = 6.7
 _TICK_GAP = 5
-_LONGEST_TEXT = 130
+
+
+@frozen(kw_only=True)
+class _Layout:
+    """Where things are, in pixels; a narrow picture is for phones, and has its labels above the bars.
+
+    Attributes:
+        name: prefix of identifiers, of which a page has both layouts.
+        width: of the picture.
+        edge: of what is inside, from both sides.
+        bar: where slices begin.
+        row: height of a device.
+        split_row: height of a split.
+        title: characters of the longest title.
+        text: characters of the longest line.
+    """
+
+    name: str
+    width: int
+    edge: int
+    bar: int
+    row: int
+    split_row: int
+    title: int
+    text: int
+
+    @property
+    def right(self) -> int:
+        """Where everything ends."""
+        return self.width - self.edge
+
+
+_WIDE = _Layout(name="tpplan", width=900, edge=24, bar=196, row=26, split_row=52, title=60, text=130)
+_NARROW = _Layout(name="tpplan-narrow", width=358, edge=14, bar=14, row=48, split_row=66, title=26, text=44)
+#: Buckets in a line of the narrow picture's legend.
+_BESIDE = 3
 
 #: Fills of slices and the colours of text on them; the devices take them by turns.
 _DEVICES = (
@@ -66,118 +98,156 @@ text{font-family:system-ui,-apple-system,"Segoe UI","DejaVu Sans",Arial,sans-ser
 _UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def picture(report: dict[str, Any]) -> str:
-    """Draw a :class:`~tpplan.reports.show.ShowReport`; equal reports, equal bytes."""
-    plan = report["plan"]
+def picture(report: dict[str, Any], *, narrow: bool = False) -> str:
+    """Draw a :class:`~tpplan.reports.show.ShowReport`; equal reports, equal bytes.
+
+    Args:
+        report: the report's data.
+        narrow: whether to draw it for a phone.
+    """
+    plan, at = report["plan"], _NARROW if narrow else _WIDE
     first, last = elided(len(plan["devices"]), _MOST_DEVICES)
     buckets = buckets_of(plan["memory"])
-    beside = [part for text in uncounted_lines(plan) for part in wrapped(text, _LONGEST_TEXT)]
-    top = 118 + 18 * len(beside)
-    splits_top = top + 32 + _ROW * (len(first) + len(last) + bool(last)) + 22
-    bottom = splits_top + 24 + _SPLIT_ROW * len(plan["splits"])
-    height = bottom + 52
+    texts = [(part, "strong") for text in uncounted_lines(plan) for part in wrapped(text, at.text)]
+    for text in request_lines(plan):
+        texts += [(part, "dim") for part in (wrapped(text, at.text) if narrow else [shorten(text, at.text)])]
+    top = 82 + 18 * len(texts)
+    rows_top = top + 24 + (22 * -(-len(buckets) // _BESIDE) if narrow else 0)
+    splits_top = rows_top + 30 + at.row * (len(first) + len(last) + bool(last))
+    bottom = splits_top + 24 + at.split_row * len(plan["splits"])
+    told = [(summary(report), "strong"), (f"Sizes in {_unit(report)[0]}; {exactness(report)}.", "dim")]
+    below = [(part, style) for text, style in told for part in (wrapped(text, at.text) if narrow else [text])]
+    height = bottom + 16 + 18 * len(below)
     name = plan["model"]["name"]
     title = f"How {name} is split over {count(plan)}"
-    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    named = 'role="img" aria-labelledby="tpplan-title tpplan-about"'
+    size = f'viewBox="0 0 {at.width} {height}" width="{at.width}" height="{height}"'
+    named = f'role="img" aria-labelledby="{at.name}-title {at.name}-about"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} {named}>',
-        f'<title id="tpplan-title">{_safe(title)}</title>',
-        f'<desc id="tpplan-about">{_safe(summary(report))}</desc>',
+        f'<title id="{at.name}-title">{_safe(title)}</title>',
+        f'<desc id="{at.name}-about">{_safe(summary(report))}</desc>',
         f"<style>{_STYLE}</style>",
-        f"<defs>{''.join(_patterns(buckets))}</defs>",
-        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
-        _text(_EDGE, 40, shorten(name, 60), "title"),
-        *(
-            _text(_EDGE, 62 + 18 * i, shorten(text, _LONGEST_TEXT), "strong" if text in beside else "dim")
-            for i, text in enumerate((*beside, *request_lines(plan)))
-        ),
-        *_memory(report, buckets, top, (first, last)),
-        *_splits(plan, splits_top),
-        f'<path class="rule" d="M{_EDGE} {bottom - 2}H{_RIGHT}"/>',
-        _text(_EDGE, bottom + 18, summary(report), "strong"),
-        _text(_EDGE, bottom + 36, f"Sizes in {_unit(report)[0]}; {exactness(report)}.", "dim"),
+        f"<defs>{''.join(_patterns(buckets, at))}</defs>",
+        f'<rect class="card" x="0.5" y="0.5" width="{at.width - 1}" height="{height - 1}" rx="8"/>',
+        _text(at.edge, 40, shorten(name, at.title), "title"),
+        *(_text(at.edge, 62 + 18 * i, *one) for i, one in enumerate(texts)),
+        _text(at.edge, top, f"Memory, {_unit(report)[0]}", "head"),
+        *(_legend(buckets, top + 22, at) if narrow else _heads(buckets, top, at)),
+        *_memory(report, buckets, rows_top, (first, last), at),
+        *_splits(plan, splits_top, at),
+        f'<path class="rule" d="M{at.edge} {bottom - 2}H{at.right}"/>',
+        *(_text(at.edge, bottom + 18 + 18 * i, *one) for i, one in enumerate(below)),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _memory(
-    report: dict[str, Any], buckets: Mapping[str, Sequence[int]], top: int, shown: tuple[range, range]
-) -> Iterator[str]:
-    """Yield a row per device: a bar as long as its budget, and the numbers."""
-    devices = report["devices"]
-    yield _text(_EDGE, top, f"Memory, {_unit(report)[0]}", "head")
+def _heads(buckets: Mapping[str, Sequence[int]], top: int, at: _Layout) -> Iterator[str]:
+    """Yield the headings of the columns, with what stands for each bucket."""
     for name, x in zip(("used", *buckets, "budget"), _COLUMNS[len(buckets)][1], strict=True):
         yield _text(x, top, name, "dim small end")
         if name in buckets:
-            yield _box(x - 40, top + 5, 40, 7, name)
-    y = top + 24
+            yield _box(x - 40, top + 5, 40, 7, _paint(name, at))
+
+
+def _legend(buckets: Mapping[str, Sequence[int]], top: int, at: _Layout) -> Iterator[str]:
+    """Yield what stands for each bucket, in lines of their own."""
+    step = (at.right - at.edge) / _BESIDE
+    for i, name in enumerate(buckets):
+        x, y = at.edge + step * (i % _BESIDE), top + 22 * (i // _BESIDE)
+        yield _box(x, y - 9, 26, 10, _paint(name, at))
+        yield _text(x + 32, y, name, "dim")
+
+
+def _memory(
+    report: dict[str, Any], buckets: Mapping[str, Sequence[int]], top: int, shown: tuple[range, range], at: _Layout
+) -> Iterator[str]:
+    """Yield a row per device: a bar as long as its budget, and the numbers."""
+    devices = report["devices"]
+    y = top
     first, last = shown
     for i in (*first, *last):
         if last and i == last.start:
-            yield _text(_BAR, y + 13, f"… {last.start - first.stop} more devices …", "dim")
-            y += _ROW
-        yield from _device(report, devices[i], {bucket: sizes[i] for bucket, sizes in buckets.items()}, y)
-        y += _ROW
+            yield _text(at.bar, y + 13, f"… {last.start - first.stop} more devices …", "dim")
+            y += at.row
+        yield from _device(report, devices[i], {bucket: sizes[i] for bucket, sizes in buckets.items()}, y, at)
+        y += at.row
 
 
-def _device(report: dict[str, Any], device: dict[str, Any], held: Mapping[str, int], y: int) -> Iterator[str]:
+def _device(
+    report: dict[str, Any], device: dict[str, Any], held: Mapping[str, int], y: int, at: _Layout
+) -> Iterator[str]:
     fill, ink = _colours(device["device"])
-    budget, bar = device["budget_bytes"], _COLUMNS[len(held)][0]
+    budget, is_narrow = device["budget_bytes"], at is _NARROW
+    bar = at.right - at.bar if is_narrow else _COLUMNS[len(held)][0]
+    bar_y = y + 22 if is_narrow else y
     yield f"<g><title>{_safe(_exact(device, held))}</title>"
-    yield f'<rect x="{_EDGE}" y="{y}" width="34" height="18" rx="3" fill="{fill}"/>'
-    yield _text(_EDGE + 17, y + 13, str(device["device"]), "mid small strong num", ink)
-    yield _text(_EDGE + 42, y + 13, shorten_name(device["name"], 17))
+    yield f'<rect x="{at.edge}" y="{y}" width="34" height="18" rx="3" fill="{fill}"/>'
+    yield _text(at.edge + 17, y + 13, str(device["device"]), "mid small strong num", ink)
+    yield _text(at.edge + 42, y + 13, shorten_name(device["name"], 17))
     track = max(1.0, budget * bar / max(d["budget_bytes"] for d in report["devices"]))
     ends = [end * track / budget for end in accumulate(held.values())]
     for bucket, (start, end) in zip(held, pairwise([0.0, *ends]), strict=True):
         if bucket in _BUCKETS and end > start:
-            yield _box(_BAR + start, y, end - start, 18, bucket)
-    yield f'<rect class="track" x="{_BAR}" y="{y}" width="{_number(track)}" height="18"/>'
-    full, *columns = _COLUMNS[len(held)][1]
-    yield _text(full, y + 13, percent(device["used_ppm"]), "end num strong")
-    for size, x in zip((*held.values(), budget), columns, strict=True):
-        yield _text(x, y + 13, amount(size, _unit(report)[1]), "end num" if size else "end num dim")
+            yield _box(at.bar + start, bar_y, end - start, 18, _paint(bucket, at))
+    yield f'<rect class="track" x="{at.bar}" y="{bar_y}" width="{_number(track)}" height="18"/>'
+    scale = _unit(report)[1]
+    if is_narrow:
+        kept = amount(budget - held["free"], scale)
+        yield _text(at.right - 62, y + 13, f"{kept} of {amount(budget, scale)}", "end num dim")
+        yield _text(at.right, y + 13, percent(device["used_ppm"]), "end num strong")
+    else:
+        full, *columns = _COLUMNS[len(held)][1]
+        yield _text(full, y + 13, percent(device["used_ppm"]), "end num strong")
+        for size, x in zip((*held.values(), budget), columns, strict=True):
+            yield _text(x, y + 13, amount(size, scale), "end num" if size else "end num dim")
     yield "</g>"
 
 
-def _splits(plan: dict[str, Any], top: int) -> Iterator[str]:
+def _splits(plan: dict[str, Any], top: int, at: _Layout) -> Iterator[str]:
     """Yield a row per split: its slices in the colours of their devices, and the bounds below them."""
-    yield f'<path class="rule" d="M{_EDGE} {top - 24}H{_RIGHT}"/>'
-    yield _text(_EDGE, top, "Splits", "head")
-    yield _text(_BAR, top, "In the slices: devices. Below: bounds, in elements.", "dim small")
+    is_narrow = at is _NARROW
+    yield f'<path class="rule" d="M{at.edge} {top - 24}H{at.right}"/>'
+    yield _text(at.edge, top, "Splits", "head")
+    place, side = (at.right, " end") if is_narrow else (at.bar, "")
+    yield _text(place, top, "In the slices: devices. Below: bounds, in elements.", f"dim small{side}")
     for i, split in enumerate(plan["splits"]):
-        y = top + 14 + _SPLIT_ROW * i
+        y = top + 14 + at.split_row * i
         layers = f"layers {split['layers']}" if "layers" in split else "outside the layers"
         copies = f", {split['replicas']} copies" if "replicas" in split else ""
-        yield _text(_EDGE, y + 11, split["axis"], "strong")
-        yield _text(_EDGE, y + 25, shorten(layers, 28), "dim small")
-        yield _text(_EDGE, y + 38, shorten(f"{split['size']}, unit {split['unit']}{copies}", 28), "dim small")
-        yield from _cut(split, plan["devices"], y)
+        size = f"{split['size']}, unit {split['unit']}{copies}"
+        if is_narrow:
+            yield _text(at.edge, y + 15, split["axis"], "strong")
+            told = f"{layers}; {size}" if "layers" in split else size
+            yield _text(at.right, y + 15, shorten(told, 34), "dim small end")
+        else:
+            yield _text(at.edge, y + 11, split["axis"], "strong")
+            yield _text(at.edge, y + 25, shorten(layers, 28), "dim small")
+            yield _text(at.edge, y + 38, shorten(size, 28), "dim small")
+        yield from _cut(split, plan["devices"], y + 20 if is_narrow else y, at)
 
 
-def _cut(split: dict[str, Any], devices: Sequence[dict[str, Any]], y: int) -> Iterator[str]:
-    room, size = _RIGHT - _BAR, split["size"]
+def _cut(split: dict[str, Any], devices: Sequence[dict[str, Any]], y: int, at: _Layout) -> Iterator[str]:
+    room, size = at.right - at.bar, split["size"]
     for device, (start, end) in enumerate(pairwise(split["bounds"])):
         if end == start:
             continue
         fill, ink = _colours(device)
-        x, wide = _BAR + start * room / size, (end - start) * room / size
+        x, wide = at.bar + start * room / size, (end - start) * room / size
         told = f"device {device} {devices[device]['name']}: {start} to {end}, {end - start} elements"
         box = f'x="{_number(x)}" y="{y}" width="{_number(wide)}" height="22"'
         yield f'<rect class="gap" {box} fill="{fill}"><title>{_safe(told)}</title></rect>'
         if wide > 7 * len(str(device)) + 5:
             yield _text(x + wide / 2, y + 15, str(device), "mid small strong num", ink)
-    yield from _ticks([*dict.fromkeys(split["bounds"])], size, y + 22)
+    yield from _ticks([*dict.fromkeys(split["bounds"])], size, y + 22, at)
 
 
-def _ticks(bounds: Sequence[int], size: int, y: int) -> Iterator[str]:
+def _ticks(bounds: Sequence[int], size: int, y: int, at: _Layout) -> Iterator[str]:
     """Yield the bounds below a bar, those that have room; the last one always."""
-    room = _RIGHT - _BAR
-    free, final = 0.0, _RIGHT - _DIGIT * len(str(bounds[-1]))
+    room = at.right - at.bar
+    free, final = 0.0, at.right - _DIGIT * len(str(bounds[-1]))
     for bound in bounds:
-        x, last = _BAR + bound * room / size, bound == bounds[-1]
+        x, last = at.bar + bound * room / size, bound == bounds[-1]
         half = _DIGIT * len(str(bound)) / 2
         start, end, anchor = x - half, x + half, "mid"
         if bound == 0:
@@ -190,16 +260,20 @@ def _ticks(bounds: Sequence[int], size: int, y: int) -> Iterator[str]:
             free = end + _TICK_GAP
 
 
-def _patterns(buckets: Iterable[str]) -> Iterator[str]:
+def _patterns(buckets: Iterable[str], at: _Layout) -> Iterator[str]:
     for bucket, (fill, marks) in ((bucket, _BUCKETS[bucket]) for bucket in buckets if bucket in _BUCKETS):
         yield (
-            f'<pattern id="tpplan-{bucket}" width="6" height="6" patternUnits="userSpaceOnUse">'
+            f'<pattern id="{at.name}-{bucket}" width="6" height="6" patternUnits="userSpaceOnUse">'
             f'<rect width="6" height="6" fill="{fill}"/>{marks}</pattern>'
         )
 
 
-def _box(x: float, y: float, wide: float, high: float, bucket: str) -> str:
-    paint = f'fill="url(#tpplan-{bucket})"' if bucket in _BUCKETS else 'class="track"'
+def _paint(bucket: str, at: _Layout) -> str:
+    """Return the attribute that fills a box as a bucket, or leaves it open."""
+    return f'fill="url(#{at.name}-{bucket})"' if bucket in _BUCKETS else 'class="track"'
+
+
+def _box(x: float, y: float, wide: float, high: float, paint: str) -> str:
     return f'<rect {paint} x="{_number(x)}" y="{_number(y)}" width="{_number(wide)}" height="{_number(high)}"/>'
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from tpplan.files.codec import document
+
 
 @frozen(kw_only=True)
 class Limit:
@@ -85,6 +87,7 @@ class Measured:
     failed: str = ""
 
 
+@document("bench-report")
 @frozen(kw_only=True)
 class BenchReport:
     """The times of a compiled plan's operations.

@@ -9,6 +9,7 @@ import attrs
 from attrs import frozen
 
 from tpplan.errors import RequestError, TpplanError
+from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
 from tpplan.planfile.codec import fingerprint
 from tpplan.planner.infeasible import InfeasibleError
@@ -57,6 +58,7 @@ class PlanCheck:
     diff: PlanDiff | None = None
 
 
+@document("check-report")
 @frozen
 class CheckReport:
     """The results of checking several plans.

@@ -13,6 +13,7 @@ from tpplan.core.axes import Axis, format_layers, parse_layers
 from tpplan.core.plan import SplitPlan
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import RequestError
+from tpplan.files.codec import document
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -198,6 +199,7 @@ class SpeedChange:
     after_tokens_per_second: int
 
 
+@document("plan-diff")
 @frozen
 class PlanDiff:
     """The changes from one plan to another; false if there are none.

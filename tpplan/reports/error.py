@@ -18,6 +18,7 @@ from tpplan.errors import (
     TpplanError,
     UsageError,
 )
+from tpplan.files.codec import document
 from tpplan.hardware.spec import is_modified, parse_devices, spec_of
 from tpplan.planner.infeasible import InfeasibleError, Shortfall
 
@@ -86,6 +87,7 @@ class ErrorBody:
     suggestions: tuple[Advice, ...] = ()
 
 
+@document("error-report")
 @frozen
 class ErrorReport:
     """The document that ``--json`` prints where there is no answer.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from tpplan.files.codec import document
+
 
 @frozen
 class Variable:
@@ -31,6 +33,7 @@ class TextFile:
     text: str
 
 
+@document("export-report")
 @frozen(kw_only=True)
 class ExportReport:
     """A plan as an engine's command, or why the engine cannot run by it.

@@ -8,6 +8,7 @@ from attrs import evolve, frozen
 
 from tpplan.core.plan import CACHE_KINDS, Cache, Request
 from tpplan.core.speed import LinkSpeed
+from tpplan.files.codec import document
 from tpplan.planner.attempt import attempt
 from tpplan.planner.infeasible import CONTEXT_STEP, FEWEST_TENTHS, InfeasibleError, Trials, most_that_fit
 from tpplan.planner.place import Effort
@@ -100,6 +101,7 @@ class LongestContext:
     context: int
 
 
+@document("fit-report")
 @frozen(kw_only=True)
 class FitReport:
     """What fits of a model on devices.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from tpplan.files.codec import document
 
+
+@document("generate-report")
 @frozen(kw_only=True)
 class GenerateReport:
     """A text that was continued.

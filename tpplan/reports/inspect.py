@@ -8,6 +8,7 @@ from attrs import frozen
 
 from tpplan.core.model import NotPlanned
 from tpplan.core.plan import CACHE_KINDS
+from tpplan.files.codec import document
 from tpplan.planfile.codec import fingerprint
 from tpplan.planner.ledger import cache_bytes_per_token, sequence_cache_bytes, state_bytes
 
@@ -34,6 +35,7 @@ class CacheCosts:
     q4: int
 
 
+@document("inspection")
 @frozen(kw_only=True)
 class Inspection:
     """A model's shapes and sizes. Where layers differ, the largest number of any layer.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from tpplan.files.codec import document
+
 
 @frozen(kw_only=True)
 class TestedAxis:
@@ -98,6 +100,7 @@ class Refusal:
     message: str
 
 
+@document("selftest-report")
 @frozen(kw_only=True)
 class SelftestReport:
     """The test of a compiled plan.

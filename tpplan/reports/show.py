@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve, frozen
 
 from tpplan.core.plan import SplitPlan
+from tpplan.files.codec import document
 from tpplan.planner.attempt import attempt
 from tpplan.planner.place import Effort
 from tpplan.planner.speed import bandwidth_of, predict
@@ -95,6 +96,7 @@ class SpeedReport:
     measured: tuple[str, ...]
 
 
+@document("show-report")
 @frozen(kw_only=True)
 class ShowReport:
     """A plan, with the shares and memory use of its devices.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan.errors import PlanError, Problem, TpplanError
-from tpplan.files.codec import uncanonical_line
+from tpplan.files.codec import document, uncanonical_line
 from tpplan.planfile.codec import loads
 from tpplan.reports.error import ErrorBody, error_report
 
@@ -41,6 +41,7 @@ class FileReport:
     hint: str = ""
 
 
+@document("validation-report")
 @frozen
 class ValidationReport:
     """The report on several files.

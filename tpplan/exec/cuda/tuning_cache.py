@@ -12,6 +12,7 @@ from tpplan.exec.machine import gpu_cache
 from tpplan.exec.machine.gpu_cache import Origin
 from tpplan.exec.machine.link_report import Link
 from tpplan.exec.tuning import Tuning, default
+from tpplan.files.codec import document
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +54,7 @@ class Timing:
     time_ns: int
 
 
+@document("survey-report")
 @frozen(kw_only=True)
 class SurveyReport:
     """The links between this machine's GPUs, and the thresholds.

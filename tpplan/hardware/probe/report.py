@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve, frozen
 
 from tpplan.errors import DeviceError
+from tpplan.files.codec import document
 from tpplan.files.jsontext import UNSEEN
 from tpplan.hardware import catalogue
 from tpplan.hardware.file import (
@@ -89,6 +90,7 @@ class SeenGpu:
     matrix_flops_per_second: int = 0
 
 
+@document("device-report")
 @frozen(kw_only=True)
 class DeviceReport:
     """The GPUs here.
