@@ -1,4 +1,4 @@
-"""Arguments of commands: what is wrong with them, in one sentence and a hint, and the form of ``--reserve``."""
+"""Arguments of commands: what is wrong with them, in one sentence and a hint."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from tpplan.core.plan import Reserve
-from tpplan.core.sizes import parse_bytes
-from tpplan.errors import DeviceError, RequestError, UsageError
+from tpplan.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,6 +68,19 @@ def explained(error: CycloptsError, tokens: Sequence[str], commands: Sequence[st
     listed = f"{name} --help lists what there is"
     joint = " " if hint.endswith("?") else "; "
     return UsageError(message, f"{hint}{joint}{listed}" if hint else listed)
+
+
+def lacking(command: str, name: str, because: str = "") -> UsageError:
+    """Return that a command needs an argument or option.
+
+    Args:
+        command: its name.
+        name: of the argument.
+        because: when, as the end of the sentence.
+    """
+    hint = f"{_EXAMPLES[name]}; " if name in _EXAMPLES else ""
+    message = f"tpplan {command} needs {name}" + (f", {because}" if because else "")
+    return UsageError(message, f"{hint}tpplan {command} --help lists what there is")
 
 
 def _no_command(error: CycloptsError, tokens: Sequence[str], commands: Sequence[str]) -> UsageError:
@@ -125,22 +136,3 @@ def _problem(error: CycloptsError, name: str, tokens: Sequence[str]) -> tuple[st
 def _digits(text: str) -> str:
     """Return the digits of a whole number that is written as 32,768, or nothing."""
     return re.sub("[^0-9]", "", text) if _THOUSANDS.fullmatch(text) else ""
-
-
-_INDEX = re.compile("[0-9]{1,9}")
-_HINT = "write --reserve 2GiB for every device, or --reserve 2GiB@0 for the first one"
-
-
-def parse_reserve(text: str) -> Reserve:
-    """Parse ``SIZE`` (on every device that has no reserve of its own) or ``SIZE@DEVICE``, such as ``2GiB@0``.
-
-    Raises:
-        RequestError: the size is none, or the device is no index.
-    """
-    size, at, device = (part.strip() for part in text.partition("@"))
-    if at and not _INDEX.fullmatch(device):
-        raise RequestError(f"--reserve is {text[:40]!r}, and {device[:20]!r} is not the index of a device", _HINT)
-    try:
-        return Reserve(parse_bytes(size), int(device) if at else -1)
-    except DeviceError as error:
-        raise RequestError(f"--reserve is {text[:40]!r}: {error.message}", error.hint) from error
