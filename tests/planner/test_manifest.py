@@ -134,7 +134,7 @@ def test_a_manifest_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The hint names one in a folder above, if there is one."""
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path / "a")
-    with pytest.raises(TpplanError, match="there is no manifest 'tpplan.toml'"):
+    with pytest.raises(TpplanError, match=r"there is no manifest 'tpplan\.toml'"):
         load("tpplan.toml")
     (tmp_path / "tpplan.toml").write_text(ENTRY, encoding="utf-8")
     with pytest.raises(TpplanError) as caught:
