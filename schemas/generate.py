@@ -26,6 +26,8 @@ from tpplan.reports.export import ExportReport
 from tpplan.reports.fit import FitReport
 from tpplan.reports.generate import GenerateReport
 from tpplan.reports.inspect import Inspection
+from tpplan.reports.manifest import ManifestReport
+from tpplan.reports.revision import RevisionDiff
 from tpplan.reports.selftest import SelftestReport
 from tpplan.reports.show import ShowReport
 from tpplan.reports.validate import ValidationReport
@@ -44,6 +46,8 @@ DOCUMENTS: dict[str, type] = {
         ShowReport,
         ValidationReport,
         CheckReport,
+        ManifestReport,
+        RevisionDiff,
         SelftestReport,
         BenchReport,
         GenerateReport,

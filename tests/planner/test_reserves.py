@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 import tpplan
 from tests.examples import examples
 from tests.planning_cases import case, spec
-from tpplan.cli.arguments import parse_reserve
 from tpplan.core.device import Device
 from tpplan.core.plan import LAYOUTS, Cache, Reserve
 from tpplan.errors import RequestError
 from tpplan.planfile.verify import problems
 from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.options import parse_reserve
 from tpplan.planner.plan import plan, replan
 from tpplan.reports.check import check
 from tpplan.reports.diff import diff

@@ -18,6 +18,7 @@ from tests.command import command
 from tpplan.reports.check import StaleReason
 
 PAGE: Final = (Path(__file__).parents[2] / "docs/review-plans.md").read_text(encoding="utf-8")
+(MANIFEST,) = re.findall(r"```toml\n(.*?\n)```\n", PAGE, re.DOTALL)
 CHECK, TELL, ATTRIBUTES = re.findall(r"```sh\n(.*?\n)```\n", PAGE, re.DOTALL)
 PLAN = "plans/llama/uneven.json"
 
@@ -40,6 +41,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).mkdir(parents=True)
     monkeypatch.chdir(folder)
     shutil.copy(LLAMA_8B / "config.json", "models/llama/config.json")
+    Path("tpplan.toml").write_text(MANIFEST, encoding="utf-8")
     machine(24)
     plan()
     assert run("git init -q . && git add . && git commit -q -m plans").returncode == 0
@@ -54,9 +56,8 @@ def machine(size: int) -> None:
 
 
 def plan() -> None:
-    """Make the plan."""
-    asked = ("plan", "models/llama", "--gpus", "machines/uneven.json", "--context", "4096", "-o", PLAN)
-    assert command(*asked).code == 0
+    """Make the plans."""
+    assert command("plan", "--all").code == 0
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
@@ -69,14 +70,14 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 def test_all_plans_are_checked() -> None:
     """Current plans pass; a stale and an invalid one fail, and each is told."""
     assert run(CHECK).returncode == 0
-    shutil.copy(PLAN, "plans/llama/broken.json")
-    Path("plans/llama/broken.json").write_text("{}")
+    Path("plans/llama/broken.json").write_bytes(Path(PLAN).read_bytes()[:-20])
     machine(20)
     done = run(CHECK)
     assert done.returncode == 1
     assert "plans/llama/broken.json: " in done.stdout
     assert f"{PLAN}: stale (devices)" in done.stdout
-    assert f"tpplan plan models/llama --gpus machines/uneven.json --context 4096 -o {PLAN}" in done.stderr
+    assert "plans/llama/pair.json: current" in done.stdout
+    assert "\n  tpplan plan --all\n" in done.stderr
 
 
 def test_reviewers_are_told_what_moves(repository: Path) -> None:
@@ -86,29 +87,26 @@ def test_reviewers_are_told_what_moves(repository: Path) -> None:
     done = run(TELL)
     assert (done.returncode, done.stderr) == (0, "")
     summary = (repository.parent / "summary.md").read_text(encoding="utf-8")
-    assert summary.startswith(f"### {PLAN}\n\n#### Devices\n\n| ")
+    assert summary.startswith(f"### {PLAN}: changed\n\n#### Devices\n\n| ")
     assert "device 1 GPU gains 705.50 MiB of weights\n\n" in summary
+    assert summary.endswith("\n2 plans since HEAD: 1 changed, 1 same\n")
 
 
 @pytest.mark.parametrize("broken", ["old", "new"])
 def test_what_cannot_be_compared_is_told(repository: Path, broken: str) -> None:
-    """For a plan with an invalid version the summary has the error, in a block that ends, and then the next plan."""
-    whole = Path(PLAN).read_text(encoding="utf-8")
-    other = Path("plans/llama/zzz.json")
-    other.write_text(whole, encoding="utf-8")
+    """For a plan with an invalid version the summary has the error, in a block that ends, and the next plan."""
+    whole, other = Path(PLAN).read_text(encoding="utf-8"), Path("plans/llama/pair.json")
     if broken == "old":
         Path(PLAN).write_text("{}", encoding="utf-8")
-    assert run("git add . && git commit -q -m more").returncode == 0
-    machine(20)
-    plan()
-    shutil.move(PLAN, other)
+    assert run("git add . && git commit -q --allow-empty -m more").returncode == 0
     Path(PLAN).write_text(whole if broken == "old" else "{}", encoding="utf-8")
+    other.unlink()
     done = run(TELL)
-    assert done.returncode == 0
-    first, second = (repository.parent / "summary.md").read_text(encoding="utf-8").split(f"### {other}\n")
-    assert first.startswith(f"### {PLAN}\n\n```text\nerror: ")
-    assert first.endswith("\n```\n\n")
-    assert "gains 705.50 MiB of weights\n" in second
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = (repository.parent / "summary.md").read_text(encoding="utf-8")
+    name = f"HEAD:{PLAN}" if broken == "old" else PLAN
+    assert f"### {PLAN}: changed\n\n- {name} has a problem:\n" in summary
+    assert f"\n### {other}: deleted\n" in summary
 
 
 @pytest.mark.usefixtures("repository")

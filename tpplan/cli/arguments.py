@@ -1,4 +1,4 @@
-"""Arguments of commands: their choices, what is wrong with them, in one sentence and a hint, and ``--reserve``."""
+"""Arguments of commands: their choices, and what is wrong with them, in one sentence and a hint."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from tpplan.core.plan import AUTO, CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES, Reserve
-from tpplan.core.sizes import parse_bytes
-from tpplan.errors import DeviceError, RequestError, UsageError
+from tpplan.core.plan import AUTO, CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES
+from tpplan.errors import UsageError
 from tpplan.exec.options import BACKENDS, TRANSPORTS, TRANSPORTS_OR_AUTO
 from tpplan.export.names import EngineName
 
@@ -149,6 +148,19 @@ def explained(error: CycloptsError, tokens: Sequence[str], commands: Sequence[st
     return UsageError(message, f"{hint}{joint}{listed}" if hint else listed)
 
 
+def lacking(command: str, name: str, because: str = "") -> UsageError:
+    """Return that a command needs an argument or option.
+
+    Args:
+        command: its name.
+        name: of the argument.
+        because: when, as the end of the sentence.
+    """
+    hint = f"{_EXAMPLES[name]}; " if name in _EXAMPLES else ""
+    message = f"tpplan {command} needs {name}" + (f", {because}" if because else "")
+    return UsageError(message, f"{hint}tpplan {command} --help lists what there is")
+
+
 def _no_command(error: CycloptsError, tokens: Sequence[str], commands: Sequence[str]) -> UsageError:
     """Return what is said of arguments that do not begin with a command."""
     first = tokens[0] if tokens else ""
@@ -217,22 +229,3 @@ def _value_problem(error: CoercionError, token: Token, option: str) -> tuple[str
 def _digits(text: str) -> str:
     """Return the digits of a whole number that is written as 32,768, or nothing."""
     return re.sub("[^0-9]", "", text) if _THOUSANDS.fullmatch(text) else ""
-
-
-_INDEX = re.compile("[0-9]{1,9}")
-_HINT = "write --reserve 2GiB for every device, or --reserve 2GiB@0 for the first one"
-
-
-def parse_reserve(text: str) -> Reserve:
-    """Parse ``SIZE`` (on every device that has no reserve of its own) or ``SIZE@DEVICE``, such as ``2GiB@0``.
-
-    Raises:
-        RequestError: the size is none, or the device is no index.
-    """
-    size, at, device = (part.strip() for part in text.partition("@"))
-    if at and not _INDEX.fullmatch(device):
-        raise RequestError(f"--reserve is {text[:40]!r}, and {device[:20]!r} is not the index of a device", _HINT)
-    try:
-        return Reserve(parse_bytes(size), int(device) if at else -1)
-    except DeviceError as error:
-        raise RequestError(f"--reserve is {text[:40]!r}: {error.message}", error.hint) from error

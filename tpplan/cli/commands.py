@@ -27,6 +27,7 @@ from tpplan.cli.arguments import (
     Verdict,
     View,
     form_of,
+    lacking,
     whole,
 )
 from tpplan.core.missing import needing
@@ -42,6 +43,7 @@ app = App(
     default_parameter=Parameter(negative=(), show_default=False),
 )
 
+_All = Annotated[bool, Parameter(name="--all")]
 _Output = Annotated[File, Parameter(name=["--output", "-o"])]
 Whole = Annotated[int, Parameter(converter=whole)]
 _MODEL = (
@@ -113,10 +115,12 @@ def devices(*, output: _Output = "", measure: bool = False, links: bool = False,
 
 @app.command(sort_key=3)
 def plan(
-    model: _Model,
+    model: _Model = "",
     /,
     *,
-    gpus: str,
+    gpus: str = "",
+    all_: _All = False,
+    manifest: str = "",
     output: _Output = "",
     context: Whole | None = None,
     batch: Whole = 1,
@@ -136,6 +140,8 @@ def plan(
     Args:
         model: its path or name.
         gpus: a list such as 2x24GiB,12GiB or 4xRTX4090,RTX3060 or H100:72GiB, a devices file, or auto.
+        all_: instead, write every plan that the manifest tpplan.toml names.
+        manifest: the same with another manifest than that.
         output: write the plan to this file; - is standard output.
         context: tokens per sequence; the longest that the model was made for by default.
         batch: sequences that share the cache; 1 by default.
@@ -150,34 +156,37 @@ def plan(
         reserve: memory to leave to something else on every device, such as 2GiB, or on one, as 2GiB@0; repeatable.
         json: print the plan as JSON.
     """
-    from tpplan.cli.arguments import parse_reserve  # noqa: PLC0415
-    from tpplan.core.plan import Cache  # noqa: PLC0415
     from tpplan.files.codec import dumps  # noqa: PLC0415
     from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
-    from tpplan.planner.plan import plan as make  # noqa: PLC0415
+    from tpplan.planner.options import Options  # noqa: PLC0415
+    from tpplan.planner.plan import plan_request as make  # noqa: PLC0415
 
-    for option, value, usual in (("--context", context, "for the longest"), ("--tokens", tokens, "for equal parts")):
-        if value is not None and value < 1:
-            raise RequestError(f"{option} is {value}, expected 1 or more tokens", f"leave it out {usual}")
+    options = Options(
+        context=context,
+        batch=batch,
+        cache=cache,
+        layout=layout,
+        strategy=strategy,
+        max_rows=max_rows,
+        kv=kv,
+        tokens=tokens,
+        full_window=full_window,
+        beyond=beyond,
+        reserve=reserve,
+    )
+    if all_ or manifest:
+        from tpplan.cli import manifest as on_manifest  # noqa: PLC0415
+
+        given = {"MODEL": model, "--gpus": gpus, "-o": output, "an option of a plan": options != Options()}
+        report = on_manifest.plan(manifest, given, json=json)
+        return OK if report.ok else NO if report.only_infeasible else FAILED
+    for name, value in (("MODEL", model), ("--gpus", gpus)):
+        if not value:
+            raise lacking("plan", name)
     on_plans.apart(output, reading=(model, gpus))
-    reserves = tuple(map(parse_reserve, reserve))
     spec, gpu_list = on_plans.read_model(model), parse_devices(gpus, on_plans.note)
     with console.busy("planning"):
-        found = make(
-            spec,
-            gpu_list,
-            cache=Cache(cache, tokens or 0),
-            layout=layout,
-            strategy=strategy,
-            batch=batch,
-            max_rows=max_rows,
-            kv=kv,
-            context=context or min(tokens or 0, spec.max_context),
-            full_window=full_window,
-            beyond=beyond,
-            reserve=reserves,
-            links=links_of(gpus),
-        )
+        found = make(spec, gpu_list, options.request(spec), links_of(gpus))
     if found.request.layout != (layout or "reduce"):
         on_plans.note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
     if full_window and not found.request.full_window:
@@ -277,13 +286,16 @@ def show(
     return OK
 
 
-@app.command(sort_key=6)
-def diff(before: File, after: File, /, *, form: Verdict = "", json: bool = False) -> int:
-    """Show what moves between devices from one plan to another; exit 1 if they differ.
+@app.command(
+    sort_key=6, usage="Usage: tpplan diff [OPTIONS] BEFORE AFTER\n       tpplan diff --against REV [OPTIONS] [PLANS...]"
+)
+def diff(*plans: File, against: str = "", manifest: File = "", form: Verdict = "", json: bool = False) -> int:
+    """Show what moves between devices from one plan to another, or since a git revision; exit 1 if plans differ.
 
     Args:
-        before: a plan file; - is standard input.
-        after: a plan file; - is standard input.
+        plans: two plan files; - is standard input. With --against plan files, folders and patterns.
+        against: compare with this git revision instead; without PLANS every plan of the manifest tpplan.toml.
+        manifest: another manifest than that.
         form: markdown prints tables for a pull request, github annotations in a workflow; text by default.
         json: print one JSON document.
     """
@@ -292,8 +304,16 @@ def diff(before: File, after: File, /, *, form: Verdict = "", json: bool = False
     from tpplan.reports.diff import diff as compare  # noqa: PLC0415
 
     chosen = form_of(form, json=json)
-    found = compare(*(on_plans.read_plan(path, allow_newer=True) for path in on_plans.some((before, after))))
-    console.present(found, view, chosen, annotate=lambda data: github.diff(data, after))
+    if against or manifest:
+        from tpplan.cli import against as on_revision  # noqa: PLC0415
+
+        report = on_revision.diff(plans, against, manifest, chosen)
+        return FAILED if any(one.error for one in report.plans) else OK if report.same else NO
+    if len(plans) != len(("before", "after")):
+        hint = "name one before and one after; --against REVISION compares any number with those of a git revision"
+        raise UsageError(f"tpplan diff compares two plans, and {len(plans)} are named", hint)
+    found = compare(*(on_plans.read_plan(path, allow_newer=True) for path in on_plans.some(plans)))
+    console.present(found, view, chosen, annotate=lambda data: github.diff(data, plans[1]))
     return NO if found else OK
 
 
@@ -302,7 +322,7 @@ def validate(*plans: File, form: Verdict = "", json: bool = False) -> int:
     """Check plan files against every rule and list every problem; exit 1 if one is invalid, 2 if one cannot be read.
 
     Args:
-        plans: plan files; - is standard input.
+        plans: plan files, folders with plans, or patterns such as 'plans/*.json'; - is standard input.
         form: markdown prints tables for a pull request, github annotations in a workflow; text by default.
         json: print one JSON document.
     """
@@ -311,20 +331,30 @@ def validate(*plans: File, form: Verdict = "", json: bool = False) -> int:
     from tpplan.reports.validate import validate as judge  # noqa: PLC0415
 
     chosen = form_of(form, json=json)
-    found = judge(on_plans.some(plans), console.read)
+    found = judge(on_plans.many(plans), console.read)
     console.present(found, view, chosen, annotate=github.validation)
     on_plans.advise(file.hint for file in found.files)
     return FAILED if any(file.error for file in found.files) else OK if found.ok else NO
 
 
-@app.command(sort_key=8, usage="Usage: tpplan check --model PATH [OPTIONS] PLANS...")
-def check(*plans: File, model: _Model, gpus: str | None = None, form: Verdict = "", json: bool = False) -> int:
+@app.command(sort_key=8, usage="Usage: tpplan check [OPTIONS] [PLANS...]")
+def check(
+    *plans: File,
+    model: _Model = "",
+    gpus: str = "",
+    all_: _All = False,
+    manifest: File = "",
+    form: Verdict = "",
+    json: bool = False,
+) -> int:
     """Plan again from what each plan was asked, and compare; exit 1 if one is stale, 2 if one is no valid plan.
 
     Args:
-        plans: plan files; - is standard input.
-        model: its path or name.
+        plans: plan files, folders with plans, or patterns such as 'plans/*.json'; - is standard input.
+        model: its path or name; without it, plans are checked by the manifest tpplan.toml.
         gpus: a devices file or a list, which may have changed since; the devices of each plan by default.
+        all_: check every plan of the manifest, as without PLANS and --model.
+        manifest: another manifest than that.
         form: markdown prints tables for a pull request, github annotations in a workflow; text by default.
         json: print one JSON document.
     """
@@ -334,15 +364,20 @@ def check(*plans: File, model: _Model, gpus: str | None = None, form: Verdict = 
     from tpplan.reports.check import check as compare  # noqa: PLC0415
 
     chosen = form_of(form, json=json)
-    stored = {path: on_plans.plan_or_error(path) for path in on_plans.some(plans)}
-    devices = parse_devices(gpus, on_plans.note) if gpus else ()
-    spec = on_plans.read_model(model)
-    found = compare(stored, spec, devices)
-    console.present(found, view, chosen, annotate=github.check)
-    on_plans.advise_stale(found.plans, stored, spec, model, gpus or "")
-    unread = [one.error for one in found.plans if one.error]
-    on_plans.advise(error.hint for error in unread)
-    return FAILED if unread else OK if found.current else NO
+    if all_ or manifest or not model:
+        from tpplan.cli import manifest as on_manifest  # noqa: PLC0415
+
+        given = {"PLANS": all_ and plans, "--model": model, "--gpus": gpus}
+        found = on_manifest.check(manifest, plans, given, chosen)
+    else:
+        stored = {path: on_plans.plan_or_error(path) for path in on_plans.many(plans)}
+        devices = parse_devices(gpus, on_plans.note) if gpus else ()
+        spec = on_plans.read_model(model)
+        found = compare(stored, spec, devices)
+        console.present(found, view, chosen, annotate=github.check)
+        on_plans.advise_stale(found.plans, stored, spec, model, gpus)
+        on_plans.advise(one.error.hint for one in found.plans if one.error)
+    return FAILED if any(one.error for one in found.plans) else OK if found.current else NO
 
 
 @app.command(sort_key=9)

@@ -25,16 +25,6 @@ if TYPE_CHECKING:
 _CUTS = {"latency": "which cuts by bandwidth", "balanced": "which cuts by memory"}
 #: Devices that a note names.
 _NAMED = 3
-#: Options of ``tpplan plan`` that need not be said.
-_USUAL = {
-    ("--cache", "fp16"),
-    ("--batch", 1),
-    ("--layout", "reduce"),
-    ("--strategy", "auto"),
-    ("--max-rows", 2048),
-    ("--kv", "idle"),
-    ("-o", console.STREAM),
-}
 
 
 def read_model(path: str) -> ModelSpec:
@@ -242,10 +232,27 @@ def some(plans: tuple[str, ...]) -> tuple[str, ...]:
         UsageError: it is not.
     """
     if not plans:
-        raise UsageError("no plan was named", "name one or more plan files, such as plans/*.json")
+        raise UsageError("no plan was named", "name one or more plan files, such as plans/*.json, or their folder")
     if plans.count(console.STREAM) > 1:
         raise UsageError("standard input was named twice, and can be read once", "save one of the two in a file")
     return plans
+
+
+def many(plans: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the files that were named, by folders and patterns too, and say how many these have.
+
+    Raises:
+        UsageError: as for :func:`some`, or a folder or a pattern has no plans.
+    """
+    from tpplan.files.places import files_of  # noqa: PLC0415
+
+    found = files_of(some(plans))
+    for argument, count in found.counts.items():
+        note(f"{argument}: {count} plan file{'s' * (count > 1)}")
+    if found.others:
+        more = f" and {len(found.others) - _NAMED} more" if len(found.others) > _NAMED else ""
+        note(f"no plans, so left out: {', '.join(found.others[:_NAMED])}{more}")
+    return found.paths
 
 
 def advise_stale(
@@ -300,21 +307,21 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
         The command; nothing where no options name the devices.
     """
     from tpplan.hardware.spec import spec_of  # noqa: PLC0415
+    from tpplan.planner.options import USUAL  # noqa: PLC0415
+    from tpplan.planner.plan import asked_strategy  # noqa: PLC0415
 
     asked = plan.request
     spec = gpus or spec_of(plan.devices)
     if not spec:
         return ""
     context = asked.sequence_tokens
-    # what auto makes where a bandwidth is unknown
-    is_only_balanced = asked.strategy == "balanced" and not all(d.bandwidth_bytes_per_second for d in plan.devices)
     options: dict[str, str | int] = {
         "--gpus": spec,
         "--context": context,
         "--cache": asked.cache.kind,
         "--batch": asked.batch,
         "--layout": asked.layout,
-        "--strategy": "auto" if plan.speed or is_only_balanced else asked.strategy,
+        "--strategy": asked_strategy(plan),
         "--max-rows": asked.max_rows,
         "--kv": asked.kv,
         **({"--tokens": asked.cache.tokens} if asked.cache.tokens != context * asked.batch else {}),
@@ -325,6 +332,7 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
         options.pop("--tokens", None)  # equal parts that leave a rest
     options.update(zip(words[::2], words[1::2], strict=True))
     flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", asked.beyond)) if given]
-    said = [str(word) for option in options.items() if option not in _USUAL for word in option]
+    usual = {f"--{key}": value for key, value in USUAL.items()} | {"--layout": "reduce", "-o": console.STREAM}
+    said = [str(word) for option, value in options.items() if value != usual.get(option) for word in (option, value)]
     reserves = [word for reserve in asked.reserve for word in ("--reserve", reserve.text)]
     return shlex.join(["tpplan", "plan", model, *flags, *reserves, *said])

@@ -33,8 +33,13 @@ def read_text(path: str | os.PathLike[str]) -> str:
         PlanError: as for :func:`decode`.
         TpplanError: the file cannot be read, or is none of which documents are read.
     """
+    return decode(read_bytes(path), os.fspath(path))
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Read the bytes of a document's file; see :func:`read_text`."""
     try:
-        data = read(path, LARGEST_DOCUMENT, pipes=True)
+        return read(path, LARGEST_DOCUMENT, pipes=True)
     except ContentError as error:
         if error.hint:
             raise TpplanError(f"cannot read {os.fspath(path)!r}: it {error}", error.hint) from error
@@ -48,7 +53,6 @@ def read_text(path: str | os.PathLike[str]) -> str:
         elif isinstance(error, FileNotFoundError) and (meant := nearest(path)):
             hint = f"did you mean {meant}?"
         raise TpplanError(f"cannot read {os.fspath(path)!r}: {_reason(error)}", hint) from error
-    return decode(data, os.fspath(path))
 
 
 def nearest(path: str | os.PathLike[str], suffix: str = "") -> str:

@@ -54,7 +54,7 @@ def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple
             for note in report.notes:
                 tell(note)
         return probe.devices_file(report).to_devices()
-    if _is_file(spec):
+    if is_file(spec):
         from tpplan.hardware import file  # noqa: PLC0415
 
         return file.load(spec).to_devices()
@@ -77,14 +77,14 @@ def links_of(spec: str) -> tuple[LinkSpeed, ...]:
     Raises:
         DeviceError: the devices file cannot be read or is invalid.
     """
-    if not _is_file(spec.strip()):
+    if not is_file(spec.strip()):
         return ()
     from tpplan.hardware import file  # noqa: PLC0415
 
     return file.load(spec.strip()).to_links()
 
 
-def _is_file(spec: str) -> bool:
+def is_file(spec: str) -> bool:
     """Tell whether a description is the path of a devices file."""
     return spec.casefold().endswith(".json") and ("," not in spec or os.path.exists(spec))  # noqa: PTH110 (may be a list)
 

@@ -33,7 +33,7 @@ def local(path: str | Path) -> Path:
     """
     text = os.fspath(path)
     found = _ID.fullmatch(text)
-    if not found or os.path.lexists(text) or Path(text).parent.is_dir():
+    if not found or not is_name(text):
         return Path(path)
     owner, name, revision = found.groups()
     folder = cache() / f"models--{owner}--{name}"
@@ -53,6 +53,12 @@ def local(path: str | Path) -> Path:
             f"the hub's cache has {model} without config.json", f"hf download {model} config.json{option} fetches it"
         )
     return snapshot
+
+
+def is_name(text: str, folder: str = "") -> bool:
+    """Tell whether a text, read as a path from a folder, leads nowhere and has the form of a name on the hub."""
+    path = os.path.join(folder, text)  # noqa: PTH118
+    return bool(_ID.fullmatch(text)) and not os.path.lexists(path) and not Path(path).parent.is_dir()
 
 
 def cache() -> Path:

@@ -9,6 +9,7 @@ from attrs import evolve, fields
 from tpplan.core.plan import AUTO, Cache, Request, Reserve, SplitPlan, least_version
 from tpplan.planfile.verify import verify
 from tpplan.planner.attempt import attempt, nearest_attempt
+from tpplan.planner.options import DEFAULT_MAX_ROWS
 from tpplan.planner.place import Effort
 from tpplan.planner.request import check_devices, check_kinds, resolve
 from tpplan.planner.speed import predict
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from tpplan.core.speed import LinkSpeed, Speed
 
 
-DEFAULT_MAX_ROWS = 2048
 #: A gain of that many hundredths is none.
 _TIE, _WHOLE = 3, 100
 
@@ -79,6 +79,14 @@ def plan(
     return faster(_plan(model, devices, evolve(asked, strategy="balanced")), model, tuple(links))
 
 
+def plan_request(
+    model: ModelSpec, devices: Iterable[Device], request: Request, links: Iterable[LinkSpeed] = ()
+) -> SplitPlan:
+    """Make the plan that a request asks for; see :func:`plan`."""
+    asked = {field.name: getattr(request, field.name) for field in fields(Request)}
+    return plan(model, devices, links=links, **asked)
+
+
 def faster(
     balanced: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...] = (), *, effort: Effort = Effort.BEST
 ) -> SplitPlan:
@@ -131,6 +139,12 @@ def _plan(model: ModelSpec, devices: tuple[Device, ...], asked: Request) -> Spli
 
 def replan(model: ModelSpec, old: SplitPlan) -> SplitPlan:
     """Plan again with the request and the devices of an old plan, and predict what it predicts; see :func:`plan`."""
-    request = old.request
-    again = plan(model, old.devices, **{field.name: getattr(request, field.name) for field in fields(Request)})
+    again = plan_request(model, old.devices, old.request)
     return with_speed(again, predict(again, model, old.speed.links)) if old.speed else again
+
+
+def asked_strategy(plan: SplitPlan) -> str:
+    """Return the strategy that a plan was asked for: ``auto`` where that gives this plan, else the plan's own."""
+    strategy = plan.request.strategy
+    is_known = all(device.bandwidth_bytes_per_second for device in plan.devices)
+    return AUTO if plan.speed or (strategy == "balanced" and not is_known) else strategy

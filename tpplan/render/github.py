@@ -32,6 +32,11 @@ def diff(changes: dict[str, Any], path: str) -> str:
     return _command("notice", f"the plan changes ({', '.join(changes['reasons'])})", changes["summary"], path)
 
 
+def since(report: dict[str, Any]) -> str:
+    """Annotate a :class:`~tpplan.reports.revision.RevisionDiff`: what changes, and which plans come and go."""
+    return "".join(one for plan in report["plans"] for one in _changed(plan))
+
+
 def error(report: dict[str, Any]) -> str:
     """Annotate an :class:`~tpplan.reports.error.ErrorReport`."""
     body = report["error"]
@@ -56,6 +61,15 @@ def _plan(plan: dict[str, Any]) -> Iterator[str]:
     elif not plan["current"]:
         message = _said(plan["message"], plan.get("diff", {}).get("summary", ""))
         yield _command("error", f"the plan is stale ({', '.join(plan['reasons'])})", message, path)
+
+
+def _changed(plan: dict[str, Any]) -> Iterator[str]:
+    if "diff" in plan:
+        yield diff(plan["diff"], plan["path"])
+    elif plan["change"] != "same":
+        yield _command(
+            "error" if "error" in plan else "notice", f"the plan is {plan['change']}", plan["message"], plan["path"]
+        )
 
 
 def _problems(report: dict[str, Any], path: str) -> Iterator[str]:

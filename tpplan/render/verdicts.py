@@ -1,14 +1,18 @@
-"""Which plans are valid, and which are current: a line each, and what is wrong below it."""
+"""What is to say of several plans, a line each and more below it: which are valid, current, made, or changed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from tpplan.render.blocks import INDENT, Text
-from tpplan.render.text import abridged, line
+from tpplan.render.blocks import INDENT, Heading, Text
+from tpplan.render.diff import diff
+from tpplan.render.text import BLANK, abridged, line
 
 if TYPE_CHECKING:
     from tpplan.render.blocks import Block
+
+_OUTCOMES = {"infeasible": "does not fit", "error": "not made"}
 
 
 def validation(report: dict[str, Any]) -> list[Block]:
@@ -30,14 +34,41 @@ def check(report: dict[str, Any]) -> list[Block]:
     for plan in report["plans"]:
         error = plan.get("error", {})
         problems = error.get("problems", ())
+        is_new = plan["reasons"] == ["missing"]
         wrong = "not checked" if "error" in plan else f"stale ({', '.join(plan['reasons'])})"
+        wrong = plan["message"] if is_new else wrong
         wrong += f", {_count(error)}" if problems else ""
         blocks.append(((f"{plan['path']}: ", ""), ("current", "good") if plan["current"] else (wrong, "bad")))
         blocks += _problems(error)
-        texts = [] if plan["current"] or problems else [plan["message"]]
+        texts = [] if plan["current"] or problems or is_new else [plan["message"]]
         texts += [plan["diff"]["summary"]] if "diff" in plan else []
         blocks += [below for text in texts for below in _below(text)]
+    blocks += [((f"{path}: ", ""), ("not in the manifest", "warn")) for path in report.get("unlisted", ())]
     return blocks + _total([plan["current"] for plan in report["plans"]], "current")
+
+
+def made(report: dict[str, Any]) -> list[Block]:
+    """Return the view of a :class:`~tpplan.reports.manifest.ManifestReport`."""
+    blocks: list[Block] = []
+    for plan in report["plans"]:
+        word = _OUTCOMES.get(plan["outcome"], plan["outcome"])
+        style = "bad" if "error" in plan else "dim" if plan["outcome"] == "unchanged" else "good"
+        blocks.append(((f"{plan['path']}: ", ""), (word, style)))
+        blocks += _below(plan["message"]) if plan["outcome"] != "unchanged" else []
+    return blocks + _total(["error" not in plan for plan in report["plans"]], "made")
+
+
+def since(report: dict[str, Any]) -> list[Block]:
+    """Return the view of a :class:`~tpplan.reports.revision.RevisionDiff`."""
+    blocks: list[Block] = []
+    plans = report["plans"]
+    for plan in (plan for plan in plans if plan["change"] != "same"):
+        blocks.append(Heading(plan["path"], f": {plan['change']}", is_title=True))
+        blocks += [*diff(plan["diff"]), BLANK] if "diff" in plan else _below(plan["message"])
+    counts = Counter(plan["change"] for plan in plans)
+    told = [f"{counts[change]} {change}" for change in ("changed", "new", "deleted", "same") if counts[change]]
+    count = f"{len(plans)} plan{'s' * (len(plans) != 1)} since {report['revision']}: " + ", ".join(told)
+    return [*blocks, Text(count, "good" if report["same"] else "warn")]
 
 
 def _count(report: dict[str, Any]) -> str:

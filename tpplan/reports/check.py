@@ -8,21 +8,26 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs import frozen
 
+from tpplan.core.plan import AUTO
 from tpplan.errors import RequestError, TpplanError
 from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
 from tpplan.planfile.codec import fingerprint
 from tpplan.planner.infeasible import InfeasibleError
-from tpplan.planner.plan import replan
+from tpplan.planner.plan import asked_strategy, replan
+from tpplan.planner.request import resolve
 from tpplan.reports.diff import PlanDiff, diff
 from tpplan.reports.error import ErrorBody, error_report
+from tpplan.reports.manifest import Inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from tpplan.core.device import Device
     from tpplan.core.model import ModelSpec
-    from tpplan.core.plan import SplitPlan
+    from tpplan.core.plan import Request, SplitPlan
+    from tpplan.planner.manifest import Entry, Manifest
+    from tpplan.planner.options import Options
 
 
 class StaleReason(StrEnum):
@@ -31,6 +36,8 @@ class StaleReason(StrEnum):
     MODEL = "model"  # the plan is for a model with another fingerprint
     DEVICES = "devices"  # the plan is for other devices than the given ones
     PLANNING = "planning"  # the same inputs, another result: edited by hand, or by another tpplan
+    OPTIONS = "options"  # the manifest asks otherwise than the plan was asked for
+    MISSING = "missing"  # the plan of a manifest was not made yet
     INFEASIBLE = "infeasible"  # no plan fits any more
     REQUEST = "request"  # the request is no longer valid for the model
 
@@ -66,10 +73,14 @@ class CheckReport:
     Attributes:
         current: whether all plans are current.
         plans: one result per plan, in the order given.
+        manifest: path of the manifest that has the plans; left out if there is none.
+        unlisted: plan files in the folders of the manifest's plans that it does not name.
     """
 
     current: bool
     plans: tuple[PlanCheck, ...]
+    manifest: str = ""
+    unlisted: tuple[str, ...] = ()
 
 
 def check(
@@ -86,11 +97,62 @@ def check(
     return CheckReport(all(c.current for c in checks), checks)
 
 
+def check_manifest(
+    manifest: Manifest,
+    stored: Mapping[str, SplitPlan | TpplanError | None],
+    inputs_of: Callable[[Entry], Inputs],
+    unlisted: tuple[str, ...] = (),
+) -> CheckReport:
+    """Make the plan of every entry of a manifest again, and compare it with the stored one.
+
+    Args:
+        manifest: the manifest.
+        stored: for the path of each file its plan, the error that kept it from being read, or None if there is no file.
+        inputs_of: function that reads what an entry is planned with.
+        unlisted: plan files in the same folders that no entry names.
+    """
+    checks = tuple(_check_entry(entry, stored[entry.file], inputs_of) for entry in manifest.plans)
+    return CheckReport(all(c.current for c in checks), checks, manifest.path, unlisted)
+
+
 def _check(path: str, old: SplitPlan | TpplanError, model: ModelSpec, devices: tuple[Device, ...]) -> PlanCheck:
     if isinstance(old, TpplanError):
-        error = error_report(old).error
-        return PlanCheck(path=path, current=False, reasons=(), message=error.message, error=error)
-    devices = devices or old.devices
+        return _unchecked(path, old)
+    held = attrs.evolve(old, devices=devices or old.devices)
+    return _compare(path, old, Inputs(model, held.devices), lambda inputs: replan(inputs.model, held))
+
+
+def _check_entry(entry: Entry, old: SplitPlan | TpplanError | None, inputs_of: Callable[[Entry], Inputs]) -> PlanCheck:
+    if old is None:
+        text = "new: not made yet"
+        return PlanCheck(path=entry.file, current=False, reasons=(StaleReason.MISSING,), message=text)
+    try:
+        if isinstance(old, TpplanError):
+            raise old
+        inputs = inputs_of(entry)
+    except TpplanError as error:
+        return _unchecked(entry.file, error)
+    return _compare(entry.file, old, inputs, lambda inputs: inputs.plan(entry), entry.options)
+
+
+def _unchecked(path: str, why: TpplanError) -> PlanCheck:
+    error = error_report(why).error
+    return PlanCheck(path=path, current=False, reasons=(), message=error.message, error=error)
+
+
+def _compare(
+    path: str, old: SplitPlan, inputs: Inputs, plan: Callable[[Inputs], SplitPlan], options: Options | None = None
+) -> PlanCheck:
+    """Compare a plan with the one that is made today.
+
+    Args:
+        path: of its file.
+        old: the plan.
+        inputs: what it is made of today.
+        plan: function that makes it.
+        options: that a manifest asks for; by default those that the plan was asked for.
+    """
+    model, devices = inputs.model, inputs.devices
     was, now = old.model.fingerprint, fingerprint(model)
     reasons, texts = [], []
     if was == now:  # the directory may have another name on this machine, and other files beside the weights, or none
@@ -104,7 +166,14 @@ def _check(path: str, old: SplitPlan | TpplanError, model: ModelSpec, devices: t
         texts.append("the plan is for other devices than those that were named")
     changes = refused = None
     try:
-        changes = diff(old, replan(model, attrs.evolve(old, devices=devices)))
+        if options and (others := _other_options(old, model, options)):
+            reasons.append(StaleReason.OPTIONS)
+            texts.append(f"the manifest asks for {', '.join(others)}")
+        new = plan(attrs.evolve(inputs, model=model))
+        changes = diff(old, new)
+        if not reasons and old.speed and new.speed and old.speed.links != new.speed.links:
+            reasons.append(StaleReason.DEVICES)
+            texts.append("the plan is for links of another speed than those that were named")
     except (InfeasibleError, RequestError) as error:
         reasons.append(StaleReason.INFEASIBLE if isinstance(error, InfeasibleError) else StaleReason.REQUEST)
         texts.append(error.message)
@@ -120,3 +189,35 @@ def _check(path: str, old: SplitPlan | TpplanError, model: ModelSpec, devices: t
         refused=refused,
         diff=changes or None,
     )
+
+
+def _other_options(old: SplitPlan, model: ModelSpec, options: Options) -> list[str]:
+    """Return in words what a manifest asks for otherwise than a plan was asked for.
+
+    Raises:
+        RequestError: it asks for what is not valid for the model.
+    """
+    asked = options.request(model)
+    is_auto = asked.strategy == AUTO
+    resolved = resolve(model, attrs.evolve(asked, strategy=old.request.strategy if is_auto else asked.strategy))
+    before, now = _words(old.request), _words(resolved)
+    if is_auto and asked_strategy(old) != AUTO:
+        now["strategy"] = AUTO
+    elif old.speed and not is_auto:
+        before["strategy"] = AUTO
+    return [f"{key} {now[key]} instead of {before[key]}" for key in now if now[key] != before[key]]
+
+
+def _words(request: Request) -> dict[str, str]:
+    """Return the parts of a request by the options that ask for them."""
+    tokens, context = request.cache.tokens, request.sequence_tokens
+    return {
+        "cache": request.cache.kind,
+        "context": f"{context}",
+        "tokens": f"{tokens}" if tokens != context * request.batch else "for equal parts",
+        **{name: str(getattr(request, name)) for name in ("batch", "layout", "strategy", "kv")},
+        "max-rows": f"{request.max_rows}",
+        "full-window": str(request.full_window).lower(),
+        "beyond": str(request.beyond).lower(),
+        "reserve": ", ".join(reserve.text for reserve in request.reserve) or "nothing",
+    }

@@ -1,0 +1,217 @@
+"""The manifest of a team's plans, ``tpplan.toml``: which plan files there are, and what each is made of."""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import evolve, frozen
+
+from tpplan.errors import FORM, Problem, RequestError, TpplanError, refusal
+from tpplan.files.jsontext import shown
+from tpplan.files.text import read_bytes
+from tpplan.files.tomltext import parse_toml
+from tpplan.hardware.spec import is_file
+from tpplan.models.hub import is_name
+from tpplan.planner.options import CHOICES, USUAL, Options, parse_reserve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: The manifest that commands take if none is named.
+MANIFEST: Final = "tpplan.toml"
+
+_DEFAULTS: Final = "defaults"
+#: What each plan has beside options; only the file may not be a default.
+_INPUTS: Final = ("file", "model", "gpus")
+_MOST: Final = 2**40
+_CORRECT: Final = "correct it; keys are file, model, gpus and the options of tpplan plan without their dashes"
+
+
+@frozen
+class Entry:
+    """A plan of a manifest.
+
+    Attributes:
+        file: path of the plan's file.
+        model: path of the model, or its name on the hub.
+        gpus: the devices, as :func:`tpplan.hardware.spec.parse_devices` takes them.
+        options: what is asked.
+    """
+
+    file: str
+    model: str
+    gpus: str
+    options: Options
+
+
+@frozen
+class Manifest:
+    """A team's plans; all paths are as seen from the current directory.
+
+    Attributes:
+        path: of the manifest.
+        plans: its entries, in order.
+    """
+
+    path: str
+    plans: tuple[Entry, ...]
+
+    def naming(self, paths: tuple[str, ...]) -> Manifest:
+        """Return the manifest with the entries of some plan files only.
+
+        Raises:
+            RequestError: one of these files is no entry's.
+        """
+        known = {os.path.realpath(entry.file): entry for entry in self.plans}
+        for path in paths:
+            if os.path.realpath(path) not in known:
+                near = get_close_matches(path, [entry.file for entry in self.plans], n=1)
+                hint = f"did you mean {near[0]}?" if near else f"add a [[plan]] with this file to {self.path}"
+                raise RequestError(f"{self.path} has no plan {path[:60]!r}", hint)
+        return evolve(self, plans=tuple(known[path] for path in dict.fromkeys(map(os.path.realpath, paths))))
+
+
+def load(path: str) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        PlanError: listing every problem, each with the entry and the key.
+        TpplanError: the file cannot be read.
+    """
+    if not Path(path).exists():
+        above = next((each for each in Path.cwd().parents if (each / MANIFEST).is_file()), None)
+        hint = "name it with --manifest FILE; docs/review-plans.md says what is in it"
+        if path == MANIFEST and above:
+            hint = f"there is one above: --manifest {os.path.relpath(above / MANIFEST)}"
+        raise TpplanError(f"there is no manifest {path!r}", hint)
+    return loads(read_bytes(path), path)
+
+
+def loads(data: bytes, path: str) -> Manifest:
+    """Parse a manifest; what it names is relative to the folder of ``path``.
+
+    Raises:
+        PlanError: listing every problem, each with the entry and the key.
+    """
+    document = parse_toml(data, path)
+    found = list(_unknown(document, (_DEFAULTS, "plan"), ""))
+    usual, tables = document.get(_DEFAULTS, {}), document.get("plan", [])
+    if not isinstance(usual, dict):
+        found.append(Problem(FORM, _DEFAULTS, f"is {_said(usual)}, expected a table, as [{_DEFAULTS}] begins one"))
+        usual = {}
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        found.append(Problem(FORM, "plan", "is no list of plans: begin each with [[plan]], in two brackets"))
+        tables = []
+    elif not tables:
+        found.append(Problem(FORM, "", "has no plan: begin each with [[plan]]"))
+    found += _problems(usual, (*_INPUTS[1:], *USUAL), f"[{_DEFAULTS}]")
+    folder = os.path.dirname(path)  # noqa: PTH120 (which stays empty)
+    names: dict[str, str] = {}
+    for number, table in enumerate(tables, 1):
+        file = table.get("file")
+        where = f"[[plan]] {number}" + (f" ({file})" if isinstance(file, str) else "")
+        found += _problems(table, (*_INPUTS, *USUAL), where)
+        missing = [key for key in _INPUTS if key not in {*usual, *table}]
+        found += [Problem(FORM, where, f"has no {key}") for key in missing]
+        if isinstance(file, str):
+            place = os.path.realpath(_from(folder, file))
+            if place in names:
+                found.append(Problem(FORM, where, f"has the same file as {names[place]}"))
+            names[place] = where
+    if found:
+        raise refusal(path, found, _CORRECT)
+    return Manifest(path, tuple(_entry(usual | table, folder) for table in tables))
+
+
+def _entry(table: dict[str, Any], folder: str) -> Entry:
+    """Return the entry of a table without problems."""
+    model, gpus = table["model"], table["gpus"].strip()
+    options = {key.replace("-", "_"): table[key] for key in USUAL if key in table}
+    reserve = options.get("reserve", ())
+    options["reserve"] = (reserve,) if isinstance(reserve, str) else tuple(reserve)
+    return Entry(
+        file=_from(folder, table["file"]),
+        model=model if is_name(model, folder) else _from(folder, model),
+        gpus=_from(folder, gpus) if is_file(gpus) or Path(_from(folder, gpus)).is_file() else gpus,
+        options=Options(**options),
+    )
+
+
+def _from(folder: str, path: str) -> str:
+    return os.path.normpath(os.path.join(folder, path))  # noqa: PTH118 (which would not drop ..)
+
+
+def _problems(table: dict[str, Any], known: tuple[str, ...], where: str) -> Iterator[Problem]:
+    """Yield what is wrong with the keys and values of a table."""
+    yield from _unknown(table, known, where)
+    for key in known:
+        if key in table and (message := _problem(key, table[key])):
+            yield Problem(FORM, where, f"{key} is {_said(table[key])}, {message}")
+
+
+def _unknown(table: dict[str, Any], known: tuple[str, ...], where: str) -> Iterator[Problem]:
+    for key in table:
+        if key not in known:
+            near = get_close_matches(key.replace("_", "-"), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            yield Problem(FORM, where, f"has the unknown key {shown(key)}; {hint}")
+
+
+def _problem(key: str, value: object) -> str:
+    """Return what is wrong with a value, as the rest of a sentence; empty if nothing is."""
+    if key in _INPUTS:
+        if not isinstance(value, str) or not value.strip() or "\0" in value:
+            return f"expected a text that names {'GPUs' if key == 'gpus' else f'a {key}'}"
+        return _no_plan_file(value) if key == "file" else _not_everywhere(value) if key == "gpus" else ""
+    usual = USUAL[key]
+    if key in CHOICES:
+        return _no_choice(value, CHOICES[key])
+    if isinstance(usual, bool):
+        return "" if isinstance(value, bool) else "expected true or false"
+    if isinstance(usual, tuple):
+        return _no_reserve(value)
+    is_whole = type(value) is int and 1 <= value <= _MOST
+    return "" if is_whole else f"expected a whole number from 1 to {_MOST}, such as 32768"
+
+
+def _no_plan_file(value: str) -> str:
+    path = PurePath(os.path.normpath(value))
+    if path.is_absolute() or ".." in path.parts:
+        return "expected a path within the folder of the manifest"
+    return "" if path.suffix == ".json" else "expected a plan's file, which ends in .json"
+
+
+def _not_everywhere(value: str) -> str:
+    if value.strip().casefold() == "auto":
+        return "which differs between machines; tpplan devices -o machine.json writes a file to name here"
+    return ""
+
+
+def _no_choice(value: object, choices: tuple[str, ...]) -> str:
+    if isinstance(value, str) and value in choices:
+        return ""
+    near = get_close_matches(value.casefold(), choices, n=1) if isinstance(value, str) else ()
+    return f"expected {', '.join(choices[:-1])} or {choices[-1]}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _no_reserve(value: object) -> str:
+    for each in value if isinstance(value, list) else [value]:
+        if not isinstance(each, str):
+            return 'expected a text such as "2GiB" or "2GiB@0", or a list of them'
+        try:
+            parse_reserve(each)
+        except RequestError as error:
+            return f'expected sizes such as "2GiB" or "2GiB@0": {error.message}'
+    return ""
+
+
+def _said(value: object) -> str:
+    """Return a value as an error shows it."""
+    if isinstance(value, (str, bool)):
+        return shown(value)
+    if isinstance(value, (dict, list)):
+        return "a table" if isinstance(value, dict) else "a list"
+    return "a very long number" if isinstance(value, int) and abs(value) > _MOST**2 else str(value)

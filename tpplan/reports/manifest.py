@@ -1,0 +1,155 @@
+"""The report of ``tpplan plan --all``: what became of every plan of a manifest."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from tpplan.core.device import Device
+from tpplan.core.model import ModelSpec
+from tpplan.core.sizes import format_bytes
+from tpplan.core.speed import LinkSpeed
+from tpplan.errors import TpplanError
+from tpplan.files.codec import document
+from tpplan.hardware.spec import spec_of
+from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.plan import plan_request
+from tpplan.reports.diff import PlanDiff, diff
+from tpplan.reports.error import ErrorBody, error_report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tpplan.core.plan import SplitPlan
+    from tpplan.planner.manifest import Entry, Manifest
+
+
+@frozen
+class Inputs:
+    """What the entry of a manifest is planned with.
+
+    Attributes:
+        model: the model.
+        devices: the devices.
+        links: measured links between them.
+    """
+
+    model: ModelSpec
+    devices: tuple[Device, ...]
+    links: tuple[LinkSpeed, ...] = ()
+
+    def plan(self, entry: Entry) -> SplitPlan:
+        """Make the plan of an entry.
+
+        Raises:
+            InfeasibleError: none fits.
+            RequestError: the options are not valid for the model or the devices.
+        """
+        return plan_request(self.model, self.devices, entry.options.request(self.model), self.links)
+
+
+class Outcome(StrEnum):
+    """What became of a plan."""
+
+    NEW = "new"
+    CHANGED = "changed"
+    UNCHANGED = "unchanged"
+    INFEASIBLE = "infeasible"  # it does not fit; what was there before still is
+    ERROR = "error"  # the model, the devices or the file cannot be read or written, or the options are invalid
+
+
+@frozen(kw_only=True)
+class ManifestPlan:
+    """What became of one plan.
+
+    Attributes:
+        path: path of the plan's file.
+        outcome: whether the file is new, changed or unchanged, or why it was not written.
+        message: the outcome in words.
+        error: why the file was not written; left out if it was, or is unchanged.
+        diff: what changed in the plan; left out if nothing did, or what was there before was no valid plan.
+    """
+
+    path: str
+    outcome: Outcome
+    message: str
+    error: ErrorBody | None = None
+    diff: PlanDiff | None = None
+
+
+@document("manifest-report")
+@frozen
+class ManifestReport:
+    """What became of the plans of a manifest.
+
+    Attributes:
+        ok: whether all plans were made.
+        manifest: path of the manifest.
+        plans: one result per plan, in the order of the manifest.
+    """
+
+    ok: bool
+    manifest: str
+    plans: tuple[ManifestPlan, ...]
+
+    @property
+    def only_infeasible(self) -> bool:
+        """Whether those that were not made do not fit, which is an answer, rather than an error."""
+        return all(plan.outcome is not Outcome.ERROR for plan in self.plans)
+
+
+def make(
+    manifest: Manifest,
+    inputs_of: Callable[[Entry], Inputs],
+    stored: Callable[[str], SplitPlan | TpplanError | None],
+    save: Callable[[SplitPlan, str], bool],
+) -> ManifestReport:
+    """Make every plan of a manifest; one that cannot be made keeps no other from it.
+
+    Args:
+        manifest: the manifest.
+        inputs_of: function that reads what an entry is planned with.
+        stored: function that returns the plan in a file, why it cannot be read, or None if there is no file.
+        save: function that writes a plan, and tells whether it wrote anything.
+    """
+    plans = tuple(_make(entry, inputs_of, stored, save) for entry in manifest.plans)
+    return ManifestReport(all(plan.error is None for plan in plans), manifest.path, plans)
+
+
+def _make(
+    entry: Entry,
+    inputs_of: Callable[[Entry], Inputs],
+    stored: Callable[[str], SplitPlan | TpplanError | None],
+    save: Callable[[SplitPlan, str], bool],
+) -> ManifestPlan:
+    gpus = ""
+    try:
+        inputs = inputs_of(entry)
+        gpus = spec_of(inputs.devices)
+        plan, before = inputs.plan(entry), stored(entry.file)
+        is_written = save(plan, entry.file)
+    except TpplanError as error:
+        outcome = Outcome.INFEASIBLE if isinstance(error, InfeasibleError) else Outcome.ERROR
+        body = error_report(error, gpus).error
+        return ManifestPlan(path=entry.file, outcome=outcome, message=body.message, error=body)
+    if not is_written:
+        return ManifestPlan(path=entry.file, outcome=Outcome.UNCHANGED, message="unchanged")
+    if before is None:
+        return ManifestPlan(path=entry.file, outcome=Outcome.NEW, message=in_short(plan))
+    if isinstance(before, TpplanError):
+        text = f"what was there was no valid plan; now {in_short(plan)}"
+        return ManifestPlan(path=entry.file, outcome=Outcome.CHANGED, message=text)
+    changes = diff(before, plan)
+    text = changes.summary if changes else "the same plan, written as tpplan does"
+    return ManifestPlan(path=entry.file, outcome=Outcome.CHANGED, message=text, diff=changes or None)
+
+
+def in_short(plan: SplitPlan) -> str:
+    """Return in words what a plan comes to."""
+    count = len(plan.devices)
+    used = format_bytes(sum(entry.used_bytes for entry in plan.memory))
+    budgets = format_bytes(sum(device.budget_bytes for device in plan.devices))
+    rate = f", {plan.speed.decode[0].tokens_per_second:,} tokens/s" if plan.speed else ""
+    return f"{plan.model.name} on {count} device{'s' * (count > 1)}, {used} of {budgets} used{rate}"
