@@ -366,7 +366,7 @@ def test_version_and_help() -> None:
     assert command().out == done.out
     places = [done.out.index(words) for words in ("Show a model", "Split a model", "Show a plan", "Time every")]
     assert places == sorted(places)
-    assert command("check", "--help").out.startswith("Usage: tpplan check --model STR [OPTIONS] PLANS...\n")
+    assert command("check", "--help").out.startswith("Usage: tpplan check --model PATH [OPTIONS] PLANS...\n")
 
 
 def test_help_is_wrapped_by_the_terminal_alone() -> None:

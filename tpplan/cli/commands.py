@@ -121,7 +121,7 @@ def plan(
     context: Whole | None = None,
     batch: Whole = 1,
     cache: CacheKind = "fp16",
-    layout: Layout = "",
+    layout: Layout | None = None,
     strategy: Strategy = "auto",
     max_rows: Whole = 2048,
     kv: KvMode = "idle",
@@ -167,7 +167,7 @@ def plan(
             spec,
             gpu_list,
             cache=Cache(cache, tokens or 0),
-            layout=layout,
+            layout=layout or "",
             strategy=strategy,
             batch=batch,
             max_rows=max_rows,
@@ -210,8 +210,8 @@ def fit(
     cache: CacheKind = "fp16",
     batch: Whole = 1,
     max_rows: Whole = 2048,
-    layout: Layout = "",
-    form: View = "",
+    layout: Layout | None = None,
+    form: View | None = None,
     json: bool = False,
 ) -> int:
     """Show which contexts, cache kinds and quantisations of a model fit, and how fast; exit 1 if the wish does not fit.
@@ -243,7 +243,7 @@ def fit(
             cache=cache,
             batch=batch,
             max_rows=max_rows,
-            layout=layout,
+            layout=layout or "",
             links=links_of(gpus),
             gpus=gpus,
         )
@@ -253,7 +253,7 @@ def fit(
 
 @app.command(sort_key=5)
 def show(
-    plan: File, /, *, svg: File = "", html: File = "", plain: bool = False, form: View = "", json: bool = False
+    plan: File, /, *, svg: File = "", html: File = "", plain: bool = False, form: View | None = None, json: bool = False
 ) -> int:
     """Show a plan on one screen: memory per device, splits, shares.
 
@@ -278,7 +278,7 @@ def show(
 
 
 @app.command(sort_key=6)
-def diff(before: File, after: File, /, *, form: Verdict = "", json: bool = False) -> int:
+def diff(before: File, after: File, /, *, form: Verdict | None = None, json: bool = False) -> int:
     """Show what moves between devices from one plan to another; exit 1 if they differ.
 
     Args:
@@ -298,7 +298,7 @@ def diff(before: File, after: File, /, *, form: Verdict = "", json: bool = False
 
 
 @app.command(sort_key=7, usage="Usage: tpplan validate [OPTIONS] PLANS...")
-def validate(*plans: File, form: Verdict = "", json: bool = False) -> int:
+def validate(*plans: File, form: Verdict | None = None, json: bool = False) -> int:
     """Check plan files against every rule and list every problem; exit 1 if one is invalid, 2 if one cannot be read.
 
     Args:
@@ -318,7 +318,7 @@ def validate(*plans: File, form: Verdict = "", json: bool = False) -> int:
 
 
 @app.command(sort_key=8, usage="Usage: tpplan check --model PATH [OPTIONS] PLANS...")
-def check(*plans: File, model: _Model, gpus: str | None = None, form: Verdict = "", json: bool = False) -> int:
+def check(*plans: File, model: _Model, gpus: str | None = None, form: Verdict | None = None, json: bool = False) -> int:
     """Plan again from what each plan was asked, and compare; exit 1 if one is stale, 2 if one is no valid plan.
 
     Args:
@@ -346,7 +346,9 @@ def check(*plans: File, model: _Model, gpus: str | None = None, form: Verdict = 
 
 
 @app.command(sort_key=9)
-def selftest(plan: File, /, *, backend: Backend = "auto", transport: Transport = "", json: bool = False) -> int:
+def selftest(
+    plan: File, /, *, backend: Backend = "auto", transport: Transport | None = None, json: bool = False
+) -> int:
     """Compile a plan, run every operation on every axis, and compare every byte; exit 1 if one is wrong.
 
     Args:
@@ -358,7 +360,7 @@ def selftest(plan: File, /, *, backend: Backend = "auto", transport: Transport =
     from tpplan.exec import options  # noqa: PLC0415 (before what needs torch)
     from tpplan.render.selftest import selftest as view  # noqa: PLC0415
 
-    wanted = options.tested_transports(transport)
+    wanted = options.tested_transports(transport or "")
     found = on_plans.read_plan(plan)
     with needing("running a plan"):
         from tpplan.exec.compiler import compiler  # noqa: PLC0415
