@@ -147,3 +147,12 @@ def test_help_lists_choices(name: str, choices: Iterable[str]) -> None:
 def test_engines_have_their_names() -> None:
     """What the command line lists are the engines that there are."""
     assert [*ENGINES] == [*EngineName]
+
+
+def test_beside_pydantic() -> None:
+    """Where a program has loaded pydantic, cyclopts checks by it also what was left out, which is right there, too."""
+    pytest.importorskip("pydantic")
+    for name in ("plan", "fit"):
+        assert command(name, LLAMA_8B, "--gpus", "80GiB").code == 0
+    for name in ("show", "selftest", "bench"):
+        assert "cannot read 'none.json'" in command(name, "none.json").err

@@ -299,7 +299,7 @@ def test_the_page_and_the_screen_tell_speed() -> None:
         assert rates in screen
     slowest = made.speed.decode[-1].slowest
     assert f"{slowest.weights_ns / 1e6:.2f}" in screen
-    assert f"<td>{slowest.total_ns / 1e6:.3f}</td>" in html
+    assert f">{slowest.total_ns / 1e6:.3f}</td>" in html
     assert "measured bandwidths, measured links" in screen
     assert f"a prompt of 2048 tokens: {made.speed.prefill[0].full_tokens_per_second:,} tokens/s" in screen
     without = unstructure(show_report(plan(model, [H100] * 2, cache=Cache(tokens=2048))))

@@ -73,11 +73,13 @@ def engine(_: object, tokens: Sequence[Any]) -> str:
 
     Raises:
         RequestError: there is none.
+        ValueError: it is empty.
     """
     from tpplan.export.export import engine_of  # noqa: PLC0415 (its engines take their time)
 
-    name: str = tokens[0].value
-    return engine_of(name).name if name else name  # what is empty is refused with all others
+    if not tokens[0].value:
+        raise ValueError(tokens[0].value)
+    return engine_of(tokens[0].value).name
 
 
 if TYPE_CHECKING:
@@ -109,11 +111,11 @@ else:  # types by which help and completion know what there is
     Verdict = Annotated[Literal["text", "json", "markdown", "github"], Parameter(name="--format")]
 
 
-def form_of(form: str, *, json: bool) -> str:
+def form_of(form: str | None, *, json: bool) -> str:
     """Return the form in which a command answers.
 
     Args:
-        form: of ``--format``, empty without that.
+        form: of ``--format``, None without that.
         json: whether there is ``--json``.
 
     Raises:

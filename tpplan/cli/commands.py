@@ -125,7 +125,7 @@ def plan(
     context: Whole | None = None,
     batch: Whole = 1,
     cache: CacheKind = "fp16",
-    layout: Layout = "",
+    layout: Layout | None = None,
     strategy: Strategy = "auto",
     max_rows: Whole = 2048,
     kv: KvMode = "idle",
@@ -165,7 +165,7 @@ def plan(
         context=context,
         batch=batch,
         cache=cache,
-        layout=layout,
+        layout=layout or "",
         strategy=strategy,
         max_rows=max_rows,
         kv=kv,
@@ -219,8 +219,8 @@ def fit(
     cache: CacheKind = "fp16",
     batch: Whole = 1,
     max_rows: Whole = 2048,
-    layout: Layout = "",
-    form: View = "",
+    layout: Layout | None = None,
+    form: View | None = None,
     json: bool = False,
 ) -> int:
     """Show which contexts, cache kinds and quantisations of a model fit, and how fast; exit 1 if the wish does not fit.
@@ -252,7 +252,7 @@ def fit(
             cache=cache,
             batch=batch,
             max_rows=max_rows,
-            layout=layout,
+            layout=layout or "",
             links=links_of(gpus),
             gpus=gpus,
         )
@@ -262,7 +262,7 @@ def fit(
 
 @app.command(sort_key=5)
 def show(
-    plan: File, /, *, svg: File = "", html: File = "", plain: bool = False, form: View = "", json: bool = False
+    plan: File, /, *, svg: File = "", html: File = "", plain: bool = False, form: View | None = None, json: bool = False
 ) -> int:
     """Show a plan on one screen: memory per device, splits, shares.
 
@@ -289,7 +289,7 @@ def show(
 @app.command(
     sort_key=6, usage="Usage: tpplan diff [OPTIONS] BEFORE AFTER\n       tpplan diff --against REV [OPTIONS] [PLANS...]"
 )
-def diff(*plans: File, against: str = "", manifest: File = "", form: Verdict = "", json: bool = False) -> int:
+def diff(*plans: File, against: str = "", manifest: File = "", form: Verdict | None = None, json: bool = False) -> int:
     """Show what moves between devices from one plan to another, or since a git revision; exit 1 if plans differ.
 
     Args:
@@ -318,7 +318,7 @@ def diff(*plans: File, against: str = "", manifest: File = "", form: Verdict = "
 
 
 @app.command(sort_key=7, usage="Usage: tpplan validate [OPTIONS] PLANS...")
-def validate(*plans: File, form: Verdict = "", json: bool = False) -> int:
+def validate(*plans: File, form: Verdict | None = None, json: bool = False) -> int:
     """Check plan files against every rule and list every problem; exit 1 if one is invalid, 2 if one cannot be read.
 
     Args:
@@ -344,7 +344,7 @@ def check(
     gpus: str = "",
     all_: _All = False,
     manifest: File = "",
-    form: Verdict = "",
+    form: Verdict | None = None,
     json: bool = False,
 ) -> int:
     """Plan again from what each plan was asked, and compare; exit 1 if one is stale, 2 if one is no valid plan.
@@ -381,7 +381,9 @@ def check(
 
 
 @app.command(sort_key=9)
-def selftest(plan: File, /, *, backend: Backend = "auto", transport: Transport = "", json: bool = False) -> int:
+def selftest(
+    plan: File, /, *, backend: Backend = "auto", transport: Transport | None = None, json: bool = False
+) -> int:
     """Compile a plan, run every operation on every axis, and compare every byte; exit 1 if one is wrong.
 
     Args:
@@ -393,7 +395,7 @@ def selftest(plan: File, /, *, backend: Backend = "auto", transport: Transport =
     from tpplan.exec import options  # noqa: PLC0415 (before what needs torch)
     from tpplan.render.selftest import selftest as view  # noqa: PLC0415
 
-    wanted = options.tested_transports(transport)
+    wanted = options.tested_transports(transport or "")
     found = on_plans.read_plan(plan)
     with needing("running a plan"):
         from tpplan.exec.compiler import compiler  # noqa: PLC0415

@@ -36,9 +36,9 @@ _TOLD = 3
 #: two characters takes up to 64 bytes.
 MOST_VALUES = 1_000_000
 
-#: Steps of the path of a value, tokens of JSON, and where its parser stopped.
+#: Steps of the path of a value, tokens of JSON (never backtracking, which takes memory), and where its parser stopped.
 _STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+)\]")
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[{}\[\],:]|[^\s{}\[\],:"]+')
 _WHERE = re.compile("line ([0-9]+), column ")
 
 _CONFLICT = re.compile(r"^(<<<<<<<|>>>>>>>|\|\|\|\|\|\|\|) ", re.MULTILINE)
