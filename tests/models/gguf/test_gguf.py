@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -224,6 +225,32 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     files[1].unlink()
     with pytest.raises(ModelError, match=rf"1 of {len(files)} files are not there, such as small-00002-of-"):
         read_model(files[0])
+
+
+def test_other_names_with_numbers(tmp_path: Path) -> None:
+    """Only names as those of parts are parts: a model may be called best-of-breed, and two of those are two models."""
+    write(tmp_path / "best-of-breed.gguf", "llama")
+    assert read_model(tmp_path).weight_bytes == read_model(tmp_path / "best-of-breed.gguf").weight_bytes
+    write(tmp_path / "1-of-2.gguf", "llama")
+    with pytest.raises(ModelError, match=r"has 2 models in GGUF: 1-of-2\.gguf, best-of-breed\.gguf"):
+        read_model(tmp_path)
+
+
+def header_of(tensors: int, values: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return a header of keys and their values, which begin with their type."""
+    start = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(values))
+    return start + b"".join(struct.pack("<Q", len(key)) + key + value for key, value in values)
+
+
+def test_limits_hold_for_all_files_together(tmp_path: Path) -> None:
+    """Of files that are below each limit one by one."""
+    texts = struct.pack("<IIQ", 9, 8, 2_100_000) + bytes(8 * 2_100_000)
+    large = struct.pack("<IQ", 8, 2**25) + bytes(2**25)
+    for value, words in ((texts, "elements, the most is 4000000"), (large, f"larger than {2**26} bytes")):
+        for number in (1, 2):
+            (tmp_path / f"x-0000{number}-of-00002.gguf").write_bytes(header_of(0, [(b"a", value)]))
+        with pytest.raises(ModelError, match=words + " in all files together"):
+            read_gguf(tmp_path / "x-00001-of-00002.gguf")
 
 
 def test_what_is_beside(tmp_path: Path) -> None:

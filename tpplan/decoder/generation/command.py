@@ -36,10 +36,10 @@ def loaded(task: Task, note: Callable[[str], None]) -> Iterator[Decoder]:
     Raises:
         TpplanError: the plan, the checkpoint and the machine do not fit together.
     """
-    plan, directory = task.plan, task.order.directory
-    check_model(directory, task.model, plan)
+    plan, source = task.plan, task.source
+    check_model(source, source.model, plan)
     with compiler(plan, task.order.backend, note, scratch=False)("auto") as context:
-        yield Decoder(context, directory, load_weights(plan, directory, context))
+        yield Decoder(context, source, load_weights(plan, source, context))
 
 
 def run(

@@ -54,7 +54,11 @@ def dequantised(
                 what = f"{name} is in {kind}, and the decoder takes more memory for it than the plan counts"
                 raise ExecutionError(what, "add --backend cpu, which computes on virtual devices")
             whole = _whole(tensor, name, kind, dtype)
-        if model.permuted and ".self_attn." in name and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+        if (
+            model.architecture.permuted
+            and ".self_attn." in name
+            and name.rpartition(".")[0].endswith(("q_proj", "k_proj"))
+        ):
             whole = halves(whole, head_dim)
         found[name] = whole
     return found
