@@ -78,7 +78,7 @@ def config_of(name: str) -> dict[str, Any]:
         "head_dim": 64,
         "vocab_size": VOCAB,
         "torch_dtype": "float16" if name == "llama" else "bfloat16",
-        "tie_word_embeddings": name in {"gemma2", "gemma3"},
+        "tie_word_embeddings": name in {"gemma", "gemma2", "gemma3"},
         **more.get(name, {}),
     }
 
@@ -346,10 +346,10 @@ def test_headers_that_lie(data: bytes, words: str, tmp_path: Path) -> None:
 def test_computing_is_refused_with_what_can_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an architecture whose metadata does not say all, a plan is made, and generating says which engine runs it."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "small.gguf", "gemma2")
+    write(tmp_path / "small.gguf", "olmo2")
     assert command("plan", "small.gguf", "--gpus", "4GiB", "--context", 256, "--max-rows", 64, "-o", "p.json").code == 0
     done = command("generate", "p.json", "--model", "small.gguf", "--token-ids", "1,2")
     assert done.code == 2
-    assert "the decoder does not compute models of type gemma2 from GGUF, but llama, qwen2, qwen3" in done.err
+    assert "the decoder does not compute models of type olmo2 from GGUF, but llama, qwen2, qwen3" in done.err
     assert "tpplan export PLAN --for llama.cpp" in done.err
     assert command("check", "p.json", "--model", "small.gguf").code == 0

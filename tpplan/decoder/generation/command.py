@@ -12,6 +12,7 @@ from tpplan.decoder.generation.generate import generate
 from tpplan.decoder.generation.timing import Timing
 from tpplan.decoder.model.settings import check_model
 from tpplan.decoder.text.continuation import Continuation
+from tpplan.decoder.weights.gguf import check_room
 from tpplan.exec.compiler import compiler
 from tpplan.reports.generate import GenerateReport
 from tpplan.weights import load_weights
@@ -39,6 +40,8 @@ def loaded(task: Task, note: Callable[[str], None]) -> Iterator[Decoder]:
     plan, source = task.plan, task.source
     check_model(source, source.model, plan)
     with compiler(plan, task.order.backend, note, scratch=False)("auto") as context:
+        if source.gguf and any(each.device.type == "cuda" for each in context.devices.values()):
+            note(check_room(plan, source.gguf, context.dtype.itemsize))
         yield Decoder(context, source, load_weights(plan, source, context))
 
 

@@ -21,6 +21,7 @@ from tpplan.models.config import read_config
 from tpplan.models.families.wrappers import WRAPPERS, text_part
 from tpplan.models.formats import Scheme, read_scheme
 from tpplan.models.formats.storage import split_name
+from tpplan.models.gguf.reader import FACTORS
 from tpplan.weights.source import directory_of, gguf_of
 
 if TYPE_CHECKING:
@@ -186,7 +187,10 @@ _LEAST: Final = 1e-12
 _MOST: Final = 1e9
 
 #: Types of models whose GGUF files say all that the decoder needs.
-_FROM_GGUF: Final = ("llama", "qwen2", "qwen3")
+_FROM_GGUF: Final = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "phi3", "granite"),
+    "smollm3",
+)
 
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = tuple(
@@ -305,7 +309,7 @@ def _check_gguf(model: GgufModel, source: str) -> None:
         what = f"the decoder does not compute models of type {model.spec.model_type} from GGUF"
         raise ModelError(f"{source}: {what}, but {', '.join(_FROM_GGUF)}", hint)
     metadata, prefix = model.file.metadata, model.file.metadata["general.architecture"]
-    if "rope_freqs.weight" in model.file.tensors or model.config.raw("rope_scaling") is not None:
+    if FACTORS & model.file.tensors.keys() or model.config.raw("rope_scaling") is not None:
         raise ModelError(f"{source}: the decoder does not compute a scaled RoPE from GGUF", hint)
     turned = metadata.get(f"{prefix}.rope.dimension_count")
     for block in model.spec.blocks:

@@ -31,6 +31,13 @@ _KEYS: Final = {
 }
 _EXPERTS: Final = {"num_experts_per_tok": "expert_used_count"}
 _MANY: Final = {**_EXPERTS, "num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_CAPS: Final = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_FACTORS: Final = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 _WINDOW: Final = {"sliding_window": "attention.sliding_window"}
 
 #: Names of modules in a layer, behind ``model.layers.N.``, and in a GGUF file, behind ``blk.N.``.
@@ -91,6 +98,7 @@ class Architecture:
         names: modules of a layer in transformers and in the file.
         permuted: whether llama.cpp reorders the rows of query and key matrices for its kind of RoPE.
         fixed: further values of the config.
+        shifted: whether llama.cpp adds 1 to the weights of norms, which Gemma's checkpoints store less 1.
     """
 
     model_type: str
@@ -98,6 +106,7 @@ class Architecture:
     names: Mapping[str, str]
     permuted: bool = False
     fixed: Mapping[str, Any] = {}
+    shifted: bool = False
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
@@ -109,16 +118,27 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         {**_LAYER, **_ROUTED, **_SHARED},
     ),
     "qwen3": Architecture("qwen3", _KEYS, {**_LAYER, **_HEAD_NORMS}),
-    "qwen3moe": Architecture("qwen3_moe", {**_KEYS, **_MANY}, {**_LAYER, **_HEAD_NORMS, **_ROUTED}),
-    "gemma2": Architecture("gemma2", {**_KEYS, **_WINDOW}, {**_LAYER, **_POST_NORMS}),
-    "gemma3": Architecture("gemma3_text", {**_KEYS, **_WINDOW}, {**_LAYER, **_POST_NORMS, **_HEAD_NORMS}),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        {**_KEYS, **_MANY},
+        {**_LAYER, **_HEAD_NORMS, **_ROUTED},
+        fixed={"norm_topk_prob": True},  # as llama.cpp computes it
+    ),
+    "gemma": Architecture("gemma", _KEYS, _LAYER, shifted=True),
+    "gemma2": Architecture("gemma2", {**_KEYS, **_WINDOW, **_CAPS}, {**_LAYER, **_POST_NORMS}, shifted=True),
+    "gemma3": Architecture(
+        "gemma3_text",
+        {**_KEYS, **_WINDOW, "final_logit_softcapping": "final_logit_softcapping"},
+        {**_LAYER, **_POST_NORMS, **_HEAD_NORMS},
+        shifted=True,
+    ),
     "phi3": Architecture(
         "phi3",
         {**_KEYS, **_WINDOW},
         {**_LAYER, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     ),
     "olmo2": Architecture("olmo2", _KEYS, {**_LAYER, **_HEAD_NORMS, **_POST_NORMS}),
-    "granite": Architecture("granite", _KEYS, _LAYER, permuted=True),
+    "granite": Architecture("granite", {**_KEYS, **_FACTORS}, _LAYER, permuted=True),
     "smollm3": Architecture("smollm3", _KEYS, _LAYER, permuted=True),
     "mixtral": Architecture(
         "mixtral",
@@ -127,6 +147,10 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         permuted=True,
     ),
 }
+
+
+#: Layers of the largest model, whose scores llama.cpp scales by hidden size over heads, and the others' by head size.
+_SCALED: Final = {"gemma2": 46, "gemma3_text": 62}
 
 
 def architecture_of(file: Gguf, source: str) -> Architecture:
@@ -171,6 +195,10 @@ def config_of(file: Gguf, architecture: Architecture, source: str) -> Config:
         raise ModelError(f"{source} has no tensor token_embd.weight", "the file is no whole language model")
     data["vocab_size"] = embedding.shape[0]
     data["tie_word_embeddings"] = "output.weight" not in file.tensors
+    if architecture.model_type in _SCALED:
+        heads, hidden = data.get("num_attention_heads"), data.get("hidden_size")
+        is_largest = data.get("num_hidden_layers") == _SCALED[architecture.model_type]
+        data["query_pre_attn_scalar"] = hidden // heads if is_largest and heads and hidden else data.get("head_dim")
     data["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     scaling = file.metadata.get(f"{prefix}.rope.scaling.type")
     if isinstance(scaling, str) and scaling not in {"none", ""}:

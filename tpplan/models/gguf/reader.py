@@ -29,7 +29,7 @@ SUFFIX: Final = ".gguf"
 #: Types of tensors that safetensors has too.
 _PLAIN: Final = frozenset({"F32", "F16", "BF16", "F64"})
 #: Tensors that follow from the metadata.
-_FACTORS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+FACTORS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _HINT: Final = "the file may be of a variant of the architecture that tpplan does not know"
 _SHOWN: Final = 3
 #: Digits of a number that no layer has.
@@ -164,7 +164,7 @@ class _Match:
 
 def _label(name: str, layers: int) -> str:
     """Return what a tensor that is not planned is part of."""
-    if name in _FACTORS:
+    if name in FACTORS:
         return BUFFERS
     number = name.removeprefix("blk.").partition(".")[0]
     if number.isdecimal() and len(number) < _LONGEST_NUMBER and int(number) >= layers:
