@@ -192,11 +192,15 @@ def test_room_for_numbers(tmp_path: Path) -> None:
         device: sum(each.nbytes for each in dequantised(weights[device], model, torch.float16, HEAD_DIM).values())
         for device in weights.tensors
     }
-    first, second = made.memory
-    roomy = evolve(made, memory=(evolve(first, free_bytes=sizes[0]), evolve(second, free_bytes=sizes[1])))
-    note = check_room(roomy, model, 2)
+
+    def leaving(*free: int) -> SplitPlan:
+        pairs = list(zip(made.devices, made.memory, free, strict=True))
+        devices = [evolve(each, budget_bytes=each.budget_bytes + size - m.free_bytes) for each, m, size in pairs]
+        return evolve(made, devices=tuple(devices), memory=tuple(evolve(m, free_bytes=size) for _, m, size in pairs))
+
+    note = check_room(leaving(sizes[0], sizes[1]), model, 2)
     assert note.endswith(", ".join(f"{format_bytes(size)} on device {device}" for device, size in sizes.items()))
-    tight = evolve(made, memory=(roomy.memory[0], evolve(second, free_bytes=sizes[1] - 1)))
+    tight = leaving(sizes[0], sizes[1] - 1)
     words = re.escape(f"device 1 (x) needs {format_bytes(sizes[1])} for the numbers")
     with pytest.raises(ExecutionError, match=words) as error:
         check_room(tight, model, 2)

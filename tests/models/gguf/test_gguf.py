@@ -51,6 +51,8 @@ MORE: dict[str, dict[str, int]] = {
     "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length": 512},
     "qwen3moe": EXPERTS,
     "mixtral": {"expert_count": 4, "expert_used_count": 2},
+    "glm4moe": EXPERTS | {"expert_shared_count": 2, "leading_dense_block_count": 1},
+    "dots1": EXPERTS | {"expert_shared_count": 2, "leading_dense_block_count": 1},
     "gemma2": {"attention.sliding_window": 1024},
     "gemma3": {"attention.sliding_window": 1024},
 }
@@ -60,10 +62,14 @@ VOCAB = 640
 def config_of(name: str) -> dict[str, Any]:
     """Return the config.json of a small model in transformers' words, written by hand."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    routed = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    routed |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
     more: dict[str, dict[str, Any]] = {
         "qwen2moe": experts | {"shared_expert_intermediate_size": 512},
         "qwen3moe": experts,
         "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "glm4moe": routed,
+        "dots1": routed,
         "gemma2": {"sliding_window": 1024},
         "gemma3": {"sliding_window": 1024},
     }
@@ -96,7 +102,8 @@ def shapes_of(model: ModelSpec, name: str) -> dict[str, tuple[int, ...]]:
     for block in model.blocks:
         for parameter in block.parameters:
             for layer in block.layers:
-                stem, _, kind = parameter.name.replace("{layer}", str(layer)).rpartition(".")
+                named = parameter.name.replace("{layer}", str(layer)).replace("correction_bias", "correction.bias")
+                stem, _, kind = named.rpartition(".")
                 stem = stem.replace(".experts.{expert}.", ".experts.")  # as llama.cpp's converter merges them
                 own = names.get_name(stem)
                 assert own, stem
@@ -158,13 +165,22 @@ def test_a_model_of_every_architecture(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_names_are_those_of_the_package(name: str) -> None:
     """Of every parameter of a family's small model."""
-    ours = set()
-    model = spec_of(name)
-    for parameter in [*model.parameters, *(p for block in model.blocks for p in block.parameters)]:
+    ours, model = set(), spec_of(name)
+    placed = [(parameter, block.layers) for block in model.blocks for parameter in block.parameters]
+    for parameter, layers in [*((parameter, (0,)) for parameter in model.parameters), *placed]:
         own = name_of(parameter.name, ARCHITECTURES[name])
         assert own, parameter.name
-        ours |= {own.replace("{layer}", str(layer)) for layer in range(2)}
+        ours |= {own.replace("{layer}", str(layer)) for layer in layers}
     assert ours == set(shapes_of(model, name))
+
+
+def test_layers_that_predict_are_none(tmp_path: Path) -> None:
+    """Metadata counts them among the layers; what would be left without any is told."""
+    write(tmp_path / "small.gguf", "glm4moe", block_count=3, nextn_predict_layers=1)
+    assert read_model(tmp_path / "small.gguf").layer_count == 2
+    write(tmp_path / "small.gguf", "glm4moe", nextn_predict_layers=2)
+    with pytest.raises(ModelError, match="nextn_predict_layers is 2 of 2 layers"):
+        read_model(tmp_path / "small.gguf")
 
 
 def test_types_are_those_of_the_package() -> None:
