@@ -167,7 +167,7 @@ def test_parts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
 def test_tokens_are_likeliest_for_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token through an uneven plan is transformers' likeliest; in 32 bits, which the file does not say."""
     own = ARCHITECTURES[name]
-    monkeypatch.setitem(ARCHITECTURES, name, evolve(own, fixed={**own.fixed, "torch_dtype": "float32"}))  # type: ignore[arg-type]
+    monkeypatch.setitem(ARCHITECTURES, name, evolve(own, fixed={**own.fixed, "torch_dtype": "float32"}))
     path = tmp_path / "small.gguf"
     written(path, name)
     uneven(path).save(tmp_path / "p.json")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import tpplan
 from tests.command import command
 from tpplan.models.gguf import reader
+from tpplan.models.gguf.header import read_gguf
 
 if TYPE_CHECKING:
     from tpplan.models.gguf.header import Gguf
@@ -40,11 +41,11 @@ def test_paris(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     plan = tpplan.load(tmp_path / "p.json")
     assert [device.budget_bytes for device in plan.devices] == [150_000_000, 100_000_000, 50_000_000]
     assert all(entry.weights_bytes > 10_000_000 for entry in plan.memory)
-    read, once = [], reader.read_gguf
+    read = []
 
     def counted(path: Path) -> Gguf:
         read.append(path)
-        return once(path)
+        return read_gguf(path)
 
     monkeypatch.setattr(reader, "read_gguf", counted)
     asked = "--chat", "--prompt", QUESTION, "--backend", "cpu", "--json"
