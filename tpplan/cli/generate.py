@@ -235,6 +235,6 @@ def _talk(task: Task) -> None:
     console.show_log()
     assert task.tokenizer  # noqa: S101 - there are no tokens
     with loaded(task, plans.note) as decoder:
-        conversation = Conversation(decoder, task, task.tokenizer, template_of(task.order.directory, task.tokenizer))
+        conversation = Conversation(decoder, task, task.tokenizer, template_of(task.source, task.tokenizer))
         talk(conversation)
     console.say("time", str(conversation.timing))

@@ -29,9 +29,9 @@ from tpplan.decoder.weights.products import elements_at_once
 from tpplan.errors import ExecutionError
 from tpplan.exec.processes.agreement import agree
 from tpplan.exec.programs.program import HOST
-from tpplan.models.gguf.reader import gguf_at, read_gguf_model
 from tpplan.models.hub import local
 from tpplan.models.reader import read_model
+from tpplan.weights.source import Source, gguf_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +71,7 @@ class Decoder:
     def __init__(
         self,
         context: TPContext,
-        directory: str | Path,
+        checkpoint: str | Path | Source,
         weights: Weights,
         *,
         cache: str = "",
@@ -83,7 +83,8 @@ class Decoder:
 
         Args:
             context: a compiled plan for the model.
-            directory: the model's directory, with a config.json or a GGUF file, or that file.
+            checkpoint: the model's directory, with a config.json or a GGUF file, or that file; or what was
+                read of them.
             weights: weights of the model, from :func:`tpplan.weights.load_weights`.
             cache: kind of cache; the plan's if not given. ``fp32``, which no plan has, is lossless.
             graphs: whether to capture passes of prompts as graphs where possible, see
@@ -109,10 +110,9 @@ class Decoder:
         }
 
         def read() -> tuple[ModelSpec, Settings]:
-            where = local(directory)
-            model = read_model(where)
-            file = gguf_at(where)
-            self._gguf = read_gguf_model(file) if file else None
+            where = checkpoint if isinstance(checkpoint, Source) else local(checkpoint)
+            model = where.model if isinstance(where, Source) else read_model(where)
+            self._gguf = gguf_of(where)
             return model, settings_of(where, model)
 
         model, self._settings = agree(

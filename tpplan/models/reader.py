@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tpplan.core.model import ModelSpec
     from tpplan.models.checkpoint import Headers
     from tpplan.models.config import Config
+    from tpplan.models.gguf.reader import GgufModel
 
 
 _ADAPTER: Final = "adapter_config.json"
@@ -185,9 +186,8 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
         ModelError: see :func:`read_model`.
     """
     refuse_adapter(path)
-    if file := gguf_at(path):
-        model = read_gguf_model(file)
-        return evolve(model.spec, name=_name(path)), model.headers
+    if model := gguf_model_at(path):
+        return model.spec, model.headers
     config = read_config(path)
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
@@ -206,6 +206,19 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
         notes = (f"not needed beside the files' headers: {scheme.problem.message}", *notes)
     # Whatever the config says of dtypes and of other parts, the files have them or not.
     return evolve(spec, assumed="", not_planned=(*spec.not_planned, *parts), notes=(*spec.notes, *notes)), headers
+
+
+def gguf_model_at(path: Path) -> GgufModel | None:
+    """Return the model in GGUF that a path stands for, see :func:`gguf_at`; None if there is none.
+
+    Raises:
+        ModelError: see :func:`read_gguf_model`.
+    """
+    file = gguf_at(path)
+    if file is None:
+        return None
+    model = read_gguf_model(file)
+    return evolve(model, spec=evolve(model.spec, name=_name(path)))
 
 
 def _in_form(config: Config, headers: Headers, name: str) -> ModelSpec:

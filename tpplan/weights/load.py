@@ -175,7 +175,7 @@ class Weights:
         return self.tensors[device]
 
 
-def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weights:
+def load_weights(plan: SplitPlan, model_dir: str | Path | Source, ctx: TPContext) -> Weights:
     """Load each device's slices of a checkpoint.
 
     The tensors of a device lie in one block of its memory, each aligned to 64 bytes: first the matrices of each layer
@@ -184,7 +184,7 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
 
     Args:
         plan: the plan to load by.
-        model_dir: directory with config.json and safetensors files.
+        model_dir: directory with config.json and safetensors files; or a GGUF file; or what was read of either.
         ctx: the compiled plan, to whose devices the tensors go; of several processes, each loads its own, and all call
             this at once.
 
@@ -199,12 +199,12 @@ def load_weights(plan: SplitPlan, model_dir: str | Path, ctx: TPContext) -> Weig
             or they have different weights: the same error in all.
         RequestError: the context is for another plan.
     """
-    source, parts, digests = agree(ctx, "reading the checkpoint", lambda: _checked(plan, local(model_dir), ctx))
+    source, parts, digests = agree(ctx, "reading the checkpoint", lambda: _checked(plan, model_dir, ctx))
     check_same(ctx, digests)
     return agree(ctx, "loading the weights", lambda: _load(ctx, source, parts))
 
 
-def _checked(plan: SplitPlan, directory: Path, ctx: TPContext) -> tuple[Source, Parts, Digests]:
+def _checked(plan: SplitPlan, where: str | Path | Source, ctx: TPContext) -> tuple[Source, Parts, Digests]:
     """Return a checkpoint, the slices of this process's devices and, of several processes, digests of all tensors.
 
     Raises:
@@ -214,7 +214,7 @@ def _checked(plan: SplitPlan, directory: Path, ctx: TPContext) -> tuple[Source, 
         what = f"the context was compiled from another plan ({ctx.plan.model.name}) than the one to load by"
         raise RequestError(f"{what} ({plan.model.name})", "pass the plan that was compiled")
     ctx.synchronize()  # fails if the context is closed
-    source = Source.read(directory)
+    source = where if isinstance(where, Source) else Source.read(local(where))
     source.check(plan)
     parts: Parts = {device: [] for device in ctx.devices}
     for part in iter_slices(plan, source.model):

@@ -12,7 +12,8 @@ from tpplan.errors import ModelError
 from tpplan.models.checkpoint import Headers
 from tpplan.models.config import read_config
 from tpplan.models.families import spec_from_config, tolerated
-from tpplan.models.reader import are_stacked, read_checkpoint
+from tpplan.models.gguf.reader import SUFFIX, GgufModel
+from tpplan.models.reader import are_stacked, gguf_model_at, read_checkpoint
 from tpplan.planfile.codec import fingerprint
 from tpplan.planner.recount import check_ledger
 
@@ -34,11 +35,13 @@ class Source:
         directory: directory of the checkpoint's files.
         model: the model that config and headers describe.
         headers: headers of its files, with the names that tensors have in the model.
+        gguf: the GGUF file that it is; None if it is none.
     """
 
     directory: Path
     model: ModelSpec
     headers: Headers
+    gguf: GgufModel | None = None
 
     @classmethod
     def read(cls, directory: Path) -> Source:
@@ -47,11 +50,12 @@ class Source:
         Raises:
             ModelError: tensors are missing, unexpected, or of other shapes than in the config, or there are none.
         """
-        model, headers = read_checkpoint(directory)
+        gguf = gguf_model_at(directory)
+        model, headers = (gguf.spec, gguf.headers) if gguf else read_checkpoint(directory)
         if headers is None:
             hint = "name the directory that has the model's .safetensors files beside config.json"
             raise ModelError(f"{directory} has no weights in safetensors files", hint)
-        return cls(directory if directory.is_dir() else directory.parent, model, headers)
+        return cls(directory if directory.is_dir() else directory.parent, model, headers, gguf)
 
     def find(self, name: str) -> Tensor:
         """Return the header of a tensor of the model, with or without the prefix that checkpoints may omit."""
@@ -101,13 +105,30 @@ class Source:
 
     def _unquantised(self, plan: SplitPlan) -> ModelSpec | None:
         """Return the model with unquantised weights of one dtype, if the plan was made for it."""
-        if self.model.weight_format.startswith("GGUF"):
+        if self.gguf:
             return None  # the file is all that describes it
         config = read_config(self.directory).having("tie_word_embeddings", self.model.tied_embeddings)
         for key in ("torch_dtype", "dtype"):
             config = config.having(key, plan.model.dtype)
         planned = spec_from_config(config, plan.model.name, stacked=are_stacked(self.headers))
         return planned if fingerprint(planned) == plan.model.fingerprint else None
+
+
+def gguf_of(where: str | Path | Source) -> GgufModel | None:
+    """Return the GGUF file of a checkpoint, which is read if only its path is given; None if it is none.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    return where.gguf if isinstance(where, Source) else gguf_model_at(Path(where))
+
+
+def directory_of(where: str | Path | Source) -> Path:
+    """Return the directory of a checkpoint's files, of a GGUF file the one that it is in."""
+    if isinstance(where, Source):
+        return where.directory
+    path = Path(where)
+    return path.parent if path.suffix == SUFFIX and path.is_file() else path
 
 
 def _dtypes(model: ModelSpec) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ MORE: dict[str, dict[str, int]] = {
     "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length": 512},
     "qwen3moe": EXPERTS,
     "mixtral": {"expert_count": 4, "expert_used_count": 2},
+    "glm4moe": EXPERTS | {"expert_shared_count": 2, "leading_dense_block_count": 1},
+    "dots1": EXPERTS | {"expert_shared_count": 2, "leading_dense_block_count": 1},
     "gemma2": {"attention.sliding_window": 1024},
     "gemma3": {"attention.sliding_window": 1024},
 }
@@ -59,10 +62,14 @@ VOCAB = 640
 def config_of(name: str) -> dict[str, Any]:
     """Return the config.json of a small model in transformers' words, written by hand."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    routed = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    routed |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
     more: dict[str, dict[str, Any]] = {
         "qwen2moe": experts | {"shared_expert_intermediate_size": 512},
         "qwen3moe": experts,
         "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "glm4moe": routed,
+        "dots1": routed,
         "gemma2": {"sliding_window": 1024},
         "gemma3": {"sliding_window": 1024},
     }
@@ -77,7 +84,7 @@ def config_of(name: str) -> dict[str, Any]:
         "head_dim": 64,
         "vocab_size": VOCAB,
         "torch_dtype": "float16" if name == "llama" else "bfloat16",
-        "tie_word_embeddings": name in {"gemma2", "gemma3"},
+        "tie_word_embeddings": name in {"gemma", "gemma2", "gemma3"},
         **more.get(name, {}),
     }
 
@@ -95,7 +102,8 @@ def shapes_of(model: ModelSpec, name: str) -> dict[str, tuple[int, ...]]:
     for block in model.blocks:
         for parameter in block.parameters:
             for layer in block.layers:
-                stem, _, kind = parameter.name.replace("{layer}", str(layer)).rpartition(".")
+                named = parameter.name.replace("{layer}", str(layer)).replace("correction_bias", "correction.bias")
+                stem, _, kind = named.rpartition(".")
                 stem = stem.replace(".experts.{expert}.", ".experts.")  # as llama.cpp's converter merges them
                 own = names.get_name(stem)
                 assert own, stem
@@ -157,13 +165,22 @@ def test_a_model_of_every_architecture(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_names_are_those_of_the_package(name: str) -> None:
     """Of every parameter of a family's small model."""
-    ours = set()
-    model = spec_of(name)
-    for parameter in [*model.parameters, *(p for block in model.blocks for p in block.parameters)]:
+    ours, model = set(), spec_of(name)
+    placed = [(parameter, block.layers) for block in model.blocks for parameter in block.parameters]
+    for parameter, layers in [*((parameter, (0,)) for parameter in model.parameters), *placed]:
         own = name_of(parameter.name, ARCHITECTURES[name])
         assert own, parameter.name
-        ours |= {own.replace("{layer}", str(layer)) for layer in range(2)}
+        ours |= {own.replace("{layer}", str(layer)) for layer in layers}
     assert ours == set(shapes_of(model, name))
+
+
+def test_layers_that_predict_are_none(tmp_path: Path) -> None:
+    """Metadata counts them among the layers; what would be left without any is told."""
+    write(tmp_path / "small.gguf", "glm4moe", block_count=3, nextn_predict_layers=1)
+    assert read_model(tmp_path / "small.gguf").layer_count == 2
+    write(tmp_path / "small.gguf", "glm4moe", nextn_predict_layers=2)
+    with pytest.raises(ModelError, match="nextn_predict_layers is 2 of 2 layers"):
+        read_model(tmp_path / "small.gguf")
 
 
 def test_types_are_those_of_the_package() -> None:
@@ -224,6 +241,32 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     files[1].unlink()
     with pytest.raises(ModelError, match=rf"1 of {len(files)} files are not there, such as small-00002-of-"):
         read_model(files[0])
+
+
+def test_other_names_with_numbers(tmp_path: Path) -> None:
+    """Only names as those of parts are parts: a model may be called best-of-breed, and two of those are two models."""
+    write(tmp_path / "best-of-breed.gguf", "llama")
+    assert read_model(tmp_path).weight_bytes == read_model(tmp_path / "best-of-breed.gguf").weight_bytes
+    write(tmp_path / "1-of-2.gguf", "llama")
+    with pytest.raises(ModelError, match=r"has 2 models in GGUF: 1-of-2\.gguf, best-of-breed\.gguf"):
+        read_model(tmp_path)
+
+
+def header_of(tensors: int, values: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return a header of keys and their values, which begin with their type."""
+    start = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(values))
+    return start + b"".join(struct.pack("<Q", len(key)) + key + value for key, value in values)
+
+
+def test_limits_hold_for_all_files_together(tmp_path: Path) -> None:
+    """Of files that are below each limit one by one."""
+    texts = struct.pack("<IIQ", 9, 8, 2_100_000) + bytes(8 * 2_100_000)
+    large = struct.pack("<IQ", 8, 2**25) + bytes(2**25)
+    for value, words in ((texts, "elements, the most is 4000000"), (large, f"larger than {2**26} bytes")):
+        for number in (1, 2):
+            (tmp_path / f"x-0000{number}-of-00002.gguf").write_bytes(header_of(0, [(b"a", value)]))
+        with pytest.raises(ModelError, match=words + " in all files together"):
+            read_gguf(tmp_path / "x-00001-of-00002.gguf")
 
 
 def test_what_is_beside(tmp_path: Path) -> None:
@@ -319,10 +362,10 @@ def test_headers_that_lie(data: bytes, words: str, tmp_path: Path) -> None:
 def test_computing_is_refused_with_what_can_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an architecture whose metadata does not say all, a plan is made, and generating says which engine runs it."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "small.gguf", "gemma2")
+    write(tmp_path / "small.gguf", "olmo2")
     assert command("plan", "small.gguf", "--gpus", "4GiB", "--context", 256, "--max-rows", 64, "-o", "p.json").code == 0
     done = command("generate", "p.json", "--model", "small.gguf", "--token-ids", "1,2")
     assert done.code == 2
-    assert "the decoder does not compute models of type gemma2 from GGUF, but llama, qwen2, qwen3" in done.err
+    assert "the decoder does not compute models of type olmo2 from GGUF, but llama, qwen2, qwen3" in done.err
     assert "tpplan export PLAN --for llama.cpp" in done.err
     assert command("check", "p.json", "--model", "small.gguf").code == 0

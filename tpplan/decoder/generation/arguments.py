@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
 from tpplan.core.missing import needing
-from tpplan.core.model import ModelSpec
 from tpplan.core.plan import SplitPlan
 from tpplan.decoder.decoding.sampling import Sampling
 from tpplan.decoder.generation.generate import check_prompts
@@ -19,10 +17,12 @@ from tpplan.decoder.text.files import end_tokens
 from tpplan.decoder.text.tokenizer import Tokenizer
 from tpplan.errors import RequestError
 from tpplan.exec.options import BACKENDS, check_choice
-from tpplan.models.gguf.reader import gguf_at
-from tpplan.weights.source import Source
+from tpplan.models.hub import local
+from tpplan.weights.source import Source, directory_of, gguf_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tpplan.decoder.text.chat import ChatTemplate
 
 #: Default number of new tokens, if the plan's cache has room.
@@ -65,7 +65,7 @@ class Task:
     Attributes:
         order: the order.
         plan: the plan to load and run by.
-        model: the model of the checkpoint.
+        source: the checkpoint.
         tokenizer: tokenizer of the checkpoint; None if tokens are given.
         prompts: tokens of each prompt; none in a conversation, which has yet to begin.
         end: tokens that end a text.
@@ -73,7 +73,7 @@ class Task:
 
     order: Order
     plan: SplitPlan
-    model: ModelSpec
+    source: Source
     tokenizer: Tokenizer | None
     prompts: list[list[int]]
     end: frozenset[int]
@@ -95,17 +95,17 @@ def checked(plan: SplitPlan, order: Order) -> Task:
     """
     check_choice("backend", order.backend, BACKENDS)
     check_stops(order.stops)
-    source = Source.read(Path(order.directory))
+    source = Source.read(local(order.directory))
     source.check(plan)
-    tokenizer = None if order.tokens else Tokenizer(order.directory)
-    prompts = _encoded(order, tokenizer) if tokenizer else [list(order.tokens)]
+    tokenizer = None if order.tokens else Tokenizer(source)
+    prompts = _encoded(order, source, tokenizer) if tokenizer else [list(order.tokens)]
     task = Task(
         order=order,
         plan=plan,
-        model=source.model,
+        source=source,
         tokenizer=tokenizer,
         prompts=prompts,
-        end=end_tokens(order.directory),
+        end=end_tokens(source),
     )
     for number, prompt in enumerate(prompts, 1):
         try:
@@ -117,7 +117,7 @@ def checked(plan: SplitPlan, order: Order) -> Task:
     return task
 
 
-def template_of(directory: str, tokenizer: Tokenizer) -> ChatTemplate:
+def template_of(checkpoint: str | Path | Source, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the chat template of a checkpoint, or of a GGUF file.
 
     Raises:
@@ -125,16 +125,16 @@ def template_of(directory: str, tokenizer: Tokenizer) -> ChatTemplate:
     """
     from tpplan.decoder.text.chat import ChatTemplate  # noqa: PLC0415 - an extra
 
-    file = gguf_at(Path(directory))
-    return ChatTemplate.of_gguf(file, tokenizer) if file else ChatTemplate.read(directory)
+    model = gguf_of(checkpoint)
+    return ChatTemplate.of_gguf(model.file, tokenizer) if model else ChatTemplate.read(directory_of(checkpoint))
 
 
-def _encoded(order: Order, tokenizer: Tokenizer) -> list[list[int]]:
+def _encoded(order: Order, source: Source, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the tokens of the prompts, in the chat template if asked for; the template adds special tokens itself."""
     if not order.chat:
         return [tokenizer.encode(prompt) for prompt in order.prompts]
     with needing("--chat", "generate"):
         from tpplan.decoder.text.chat import messages_of  # noqa: PLC0415 - an extra
-    template = template_of(order.directory, tokenizer)
+    template = template_of(source, tokenizer)
     texts = (template.converse(messages_of(prompt, order.system), order.variables) for prompt in order.prompts)
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]

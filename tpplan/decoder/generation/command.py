@@ -12,6 +12,7 @@ from tpplan.decoder.generation.generate import generate
 from tpplan.decoder.generation.timing import Timing
 from tpplan.decoder.model.settings import check_model
 from tpplan.decoder.text.continuation import Continuation
+from tpplan.decoder.weights.gguf import check_room
 from tpplan.exec.compiler import compiler
 from tpplan.reports.generate import GenerateReport
 from tpplan.weights import load_weights
@@ -36,10 +37,12 @@ def loaded(task: Task, note: Callable[[str], None]) -> Iterator[Decoder]:
     Raises:
         TpplanError: the plan, the checkpoint and the machine do not fit together.
     """
-    plan, directory = task.plan, task.order.directory
-    check_model(directory, task.model, plan)
+    plan, source = task.plan, task.source
+    check_model(source, source.model, plan)
     with compiler(plan, task.order.backend, note, scratch=False)("auto") as context:
-        yield Decoder(context, directory, load_weights(plan, directory, context))
+        if source.gguf and any(each.device.type == "cuda" for each in context.devices.values()):
+            note(check_room(plan, source.gguf, context.dtype.itemsize))
+        yield Decoder(context, source, load_weights(plan, source, context))
 
 
 def run(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf, sqrt
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from attrs import asdict, evolve, frozen
@@ -22,15 +21,18 @@ from tpplan.models.config import read_config
 from tpplan.models.families.wrappers import WRAPPERS, text_part
 from tpplan.models.formats import Scheme, read_scheme
 from tpplan.models.formats.storage import split_name
-from tpplan.models.gguf.reader import gguf_at, read_gguf_model
+from tpplan.models.gguf.reader import FACTORS
+from tpplan.weights.source import directory_of, gguf_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.models.config import Config
     from tpplan.models.gguf.reader import GgufModel
+    from tpplan.weights.source import Source
 
 
 @frozen
@@ -185,7 +187,10 @@ _LEAST: Final = 1e-12
 _MOST: Final = 1e9
 
 #: Types of models whose GGUF files say all that the decoder needs.
-_FROM_GGUF: Final = ("llama", "qwen2", "qwen3")
+_FROM_GGUF: Final = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "phi3", "granite"),
+    "smollm3",
+)
 
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = tuple(
@@ -270,11 +275,11 @@ class Settings:
         )
 
 
-def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
+def settings_of(checkpoint: str | Path | Source, model: ModelSpec) -> Settings:
     """Return the settings of a model, and check that the decoder supports it.
 
     Args:
-        directory: the model's directory, with a config.json or a GGUF file, or that file.
+        checkpoint: the model's directory, with a config.json or a GGUF file, or that file; or what was read of them.
         model: the model, from :func:`tpplan.read_model`.
 
     Raises:
@@ -282,12 +287,12 @@ def settings_of(directory: str | Path, model: ModelSpec) -> Settings:
             or weights have a format that the decoder does not support, see
             :func:`tpplan.decoder.model.stored.check_formats`.
     """
-    if file := gguf_at(Path(directory)):
-        found = read_gguf_model(file)
-        _check_gguf(found, file.name)
+    if found := gguf_of(checkpoint):
+        _check_gguf(found, found.file.path.name)
         return Settings.read(found.config, model)
+    directory = directory_of(checkpoint)
     config = read_config(directory)
-    settings = Settings.read(config, model, Path(directory))
+    settings = Settings.read(config, model, directory)
     check_formats(model, settings.scheme, str(directory), fused=settings.family.experts.fused)
     _check_experts(model, settings.family.experts, str(directory))
     return settings
@@ -304,7 +309,7 @@ def _check_gguf(model: GgufModel, source: str) -> None:
         what = f"the decoder does not compute models of type {model.spec.model_type} from GGUF"
         raise ModelError(f"{source}: {what}, but {', '.join(_FROM_GGUF)}", hint)
     metadata, prefix = model.file.metadata, model.file.metadata["general.architecture"]
-    if "rope_freqs.weight" in model.file.tensors or model.config.raw("rope_scaling") is not None:
+    if FACTORS & model.file.tensors.keys() or model.config.raw("rope_scaling") is not None:
         raise ModelError(f"{source}: the decoder does not compute a scaled RoPE from GGUF", hint)
     turned = metadata.get(f"{prefix}.rope.dimension_count")
     for block in model.spec.blocks:
@@ -330,11 +335,11 @@ def _check_experts(model: ModelSpec, experts: Experts, source: str) -> None:
                 raise ModelError(what, hint)
 
 
-def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> None:
+def check_model(checkpoint: str | Path | Source, model: ModelSpec, plan: SplitPlan) -> None:
     """Check that the decoder supports a model and its plan; this can be done before the weights are loaded.
 
     Args:
-        directory: the model's directory, with a config.json.
+        checkpoint: see :func:`settings_of`.
         model: the model, from :func:`tpplan.read_model`.
         plan: a plan for the model.
 
@@ -342,7 +347,7 @@ def check_model(directory: str | Path, model: ModelSpec, plan: SplitPlan) -> Non
         ModelError: see :func:`settings_of`.
         ExecutionError: the decoder has no cache of the plan's kind.
     """
-    settings_of(directory, model)
+    settings_of(checkpoint, model)
     for split in plan.splits:
         if split.axis is Axis.KV_HEADS:
             check_kind(plan.request.cache.kind, split.width)

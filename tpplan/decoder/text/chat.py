@@ -10,7 +10,7 @@ from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from attrs import frozen
 
@@ -18,6 +18,9 @@ from tpplan.decoder.text.files import read_object, read_text
 from tpplan.decoder.text.gguf import special_in, template_in
 from tpplan.decoder.text.tokenizer import Tokenizer, check_text
 from tpplan.errors import ExecutionError, ModelError, RequestError
+
+if TYPE_CHECKING:
+    from tpplan.models.gguf.header import Gguf
 
 if find_spec("jinja2") is None:  # reported before anything is read; templates.py imports it
     raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
@@ -67,7 +70,7 @@ class ChatTemplate:
         return cls(text, beside, tokens)
 
     @classmethod
-    def of_gguf(cls, file: Path, tokenizer: Tokenizer) -> Self:
+    def of_gguf(cls, file: Gguf, tokenizer: Tokenizer) -> Self:
         """Read the template in a GGUF file, or beside it.
 
         Args:
@@ -78,13 +81,13 @@ class ChatTemplate:
             ModelError: there is no template, or it cannot be read.
         """
         tokens = tokenizer.texts(special_in(file))
-        alone = file.with_name("chat_template.jinja")
+        alone = file.path.with_name("chat_template.jinja")
         if alone.is_file():
             return cls(read_text(alone, _FETCH), alone, tokens)
         text = template_in(file)
         if text is None:
-            raise ModelError(f"{file.name} has no chat template", "leave out --chat, and write the whole prompt")
-        return cls(text, file, tokens)
+            raise ModelError(f"{file.path.name} has no chat template", "leave out --chat, and write the whole prompt")
+        return cls(text, file.path, tokens)
 
     def render(self, user: str, system: str = "") -> str:
         """Return the prompt that the model answers, of a message and perhaps a system message; see :meth:`converse`."""

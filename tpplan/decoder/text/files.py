@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpplan.decoder.text.gguf import ends_in
 from tpplan.errors import ModelError
@@ -11,7 +11,12 @@ from tpplan.files.jsontext import NotJSONError, read_json
 from tpplan.files.text import LARGEST_DOCUMENT
 from tpplan.models.config import read_config
 from tpplan.models.families.wrappers import text_part
-from tpplan.models.gguf.reader import gguf_at
+from tpplan.weights.source import directory_of, gguf_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tpplan.weights.source import Source
 
 
 def read_text(path: Path, hint: str, most: int = LARGEST_DOCUMENT) -> str:
@@ -64,7 +69,7 @@ def read_object(path: Path, hint: str) -> dict[str, object]:
     return data
 
 
-def end_tokens(directory: str | Path) -> frozenset[int]:
+def end_tokens(checkpoint: str | Path | Source) -> frozenset[int]:
     """Return the tokens that end a text, from generation_config.json or else config.json; empty if neither has any.
 
     Of a model in GGUF they are those of its metadata.
@@ -72,10 +77,11 @@ def end_tokens(directory: str | Path) -> frozenset[int]:
     Raises:
         ModelError: a file cannot be read, or its ``eos_token_id`` is not a token or a list of tokens.
     """
-    if file := gguf_at(Path(directory)):
-        return ends_in(file)
+    if model := gguf_of(checkpoint):
+        return ends_in(model.file)
+    directory = directory_of(checkpoint)
     config = read_config(directory)
-    generation = read_object(Path(directory) / "generation_config.json", "fetch it again, or remove it")
+    generation = read_object(directory / "generation_config.json", "fetch it again, or remove it")
     places = generation, config.data, text_part(config)[1].data
     value = next((data["eos_token_id"] for data in places if data.get("eos_token_id") is not None), None)
     tokens = value if isinstance(value, list) else [] if value is None else [value]

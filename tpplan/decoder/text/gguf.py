@@ -7,61 +7,58 @@ from typing import TYPE_CHECKING, Final
 
 from tpplan.core.missing import needing
 from tpplan.errors import ModelError
-from tpplan.models.gguf.header import LONGEST_TEXT, read_gguf
+from tpplan.models.gguf.header import LONGEST_TEXT
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from tpplan.models.gguf.header import Gguf
 
 _TEMPLATE: Final = "tokenizer.chat_template"
 #: Keys of the tokens that end a text, or a turn of a chat.
 _END: Final = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 
-def tokenizer_in(file: Path) -> bytes:
+def tokenizer_in(file: Gguf) -> bytes:
     """Return the tokenizer.json that a file's vocabulary stands for, as transformers converts it.
 
     Raises:
         MissingError: transformers or the package gguf is not installed.
         ModelError: transformers cannot convert it.
     """
-    read_gguf(file)  # whose limits hold before another reader sees the file
     with needing("the tokenizer of a GGUF file", "gguf"):
         import gguf  # noqa: F401, PLC0415 - an extra
         from transformers import AutoTokenizer  # noqa: PLC0415
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+            found = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
         return bytes(found.backend_tokenizer.to_str(), "utf-8")
     except Exception as error:  # transformers raises nothing narrower
-        what = f"transformers does not read the tokenizer of {file.name}: {error!s:.300}"
+        what = f"transformers does not read the tokenizer of {file.path.name}: {error!s:.300}"
         raise ModelError(what, "put the model's tokenizer.json beside the file, or give --token-ids") from error
 
 
-def template_in(file: Path) -> str | None:
+def template_in(file: Gguf) -> str | None:
     """Return a file's chat template; None if it has none.
 
     Raises:
-        ModelError: the file breaks the format, or the template is too long.
+        ModelError: the template is too long.
     """
-    found = read_gguf(file).metadata.get(_TEMPLATE)
+    found = file.metadata.get(_TEMPLATE)
     if not isinstance(found, str):
         return None
     if len(found.encode()) >= LONGEST_TEXT:
-        what = f"{file.name} has a chat template of more than {LONGEST_TEXT} bytes"
+        what = f"{file.path.name} has a chat template of more than {LONGEST_TEXT} bytes"
         raise ModelError(what, "put the model's chat_template.jinja beside the file, or leave out --chat")
     return found
 
 
-def special_in(file: Path) -> dict[str, int]:
+def special_in(file: Gguf) -> dict[str, int]:
     """Return the numbers of a file's special tokens by the names that chat templates use."""
-    metadata = read_gguf(file).metadata
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    found = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
     return {name: token for name, token in found.items() if isinstance(token, int)}
 
 
-def ends_in(file: Path) -> frozenset[int]:
+def ends_in(file: Gguf) -> frozenset[int]:
     """Return the tokens that end a text."""
-    metadata = read_gguf(file).metadata
-    return frozenset(token for key in _END if isinstance(token := metadata.get(key), int))
+    return frozenset(token for key in _END if isinstance(token := file.metadata.get(key), int))

