@@ -140,7 +140,7 @@ def plan(
             raise RequestError(f"{option} is {value}, expected 1 or more tokens", f"leave it out {usual}")
     on_plans.apart(output, reading=(model, gpus))
     reserves = tuple(map(parse_reserve, reserve))
-    spec, gpu_list = on_plans.read_model(model), parse_devices(gpus, on_plans.note)
+    spec, gpu_list, links = on_plans.read_model(model), parse_devices(gpus, on_plans.note), links_of(gpus)
     with console.busy("planning"):
         found = make(
             spec,
@@ -155,7 +155,7 @@ def plan(
             full_window=full_window,
             beyond=beyond,
             reserve=reserves,
-            links=links_of(gpus),
+            links=links,
         )
     if found.request.layout != (layout or "reduce"):
         on_plans.note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
@@ -165,7 +165,7 @@ def plan(
         length = found.request.sequence_tokens
         on_plans.note(f"{length} tokens per sequence are more than the {spec.max_context} that the model was made for")
     on_plans.note_idle(found, spec)
-    on_plans.note_faster(found, spec)
+    on_plans.note_faster(found, spec, links)
     on_plans.note_fewer(found, spec)
     if output:
         console.save(dumps(found), output)

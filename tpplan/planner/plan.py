@@ -11,7 +11,7 @@ from tpplan.planfile.verify import verify
 from tpplan.planner.attempt import attempt, nearest_attempt
 from tpplan.planner.place import Effort
 from tpplan.planner.request import check_devices, check_kinds, resolve
-from tpplan.planner.speed import predict
+from tpplan.planner.speed import bandwidth_of, predict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,7 +86,7 @@ def faster(
 
     The latter is made with all effort only if little effort makes one that is faster.
     """
-    known = all(device.bandwidth_bytes_per_second for device in balanced.devices)
+    known = all(map(bandwidth_of, balanced.devices))
     if not known or not (speed := predict(balanced, model, links)):
         return balanced
     latency, other = evolve(balanced.request, strategy="latency"), balanced

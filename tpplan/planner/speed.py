@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 from attrs import evolve, frozen
 
 from tpplan.core.axes import Axis
+from tpplan.core.limits import MOST
 from tpplan.core.model import ModelSpec
 from tpplan.core.plan import SplitPlan
 from tpplan.core.speed import MIDDLE_BYTES, DeviceTime, LinkSpeed, Pass, Speed
 from tpplan.core.workspace import ITEM_BYTES
+from tpplan.errors import RequestError
 from tpplan.planner.costs import Cost
 from tpplan.planner.ledger import demands
 
@@ -136,6 +138,9 @@ def predict(plan: SplitPlan, model: ModelSpec, links: Iterable[LinkSpeed] = ()) 
         plan: the plan, for this model.
         model: the model.
         links: links that were measured.
+
+    Raises:
+        RequestError: a pass takes longer than a plan can say, by absurd speeds.
     """
     used = tuple(i for i, entry in enumerate(plan.memory) if entry.used_bytes)
     if not all(bandwidth_of(plan.devices[i]) for i in used):
@@ -144,10 +149,28 @@ def predict(plan: SplitPlan, model: ModelSpec, links: Iterable[LinkSpeed] = ()) 
     predictor = _Predictor(plan, model, used, links, _by_kind(model))
     prompt = min(PROMPT, plan.request.max_rows, plan.request.sequence_tokens)
     known = all(plan.devices[i].matrix_flops_per_second for i in used)
-    return Speed(
-        decode=tuple(predictor.decode(batch) for batch in dict.fromkeys((1, plan.request.batch))),
-        prefill=(predictor.prefill(prompt),) if known else (),
-        links=links,
+    decode = tuple(predictor.decode(batch) for batch in dict.fromkeys((1, plan.request.batch)))
+    prefill = (predictor.prefill(prompt),) if known else ()
+    if any(one.total_ns > MOST for one in (*decode, *prefill)):
+        raise _too_slow(plan, links, used)
+    return Speed(decode=decode, prefill=prefill, links=links)
+
+
+def _too_slow(plan: SplitPlan, links: Iterable[LinkSpeed], used: Sequence[int]) -> RequestError:
+    """Return the error for devices or links by which a pass takes longer than a plan can say."""
+    rates = {f"device {i} ({plan.devices[i].name}) reads": bandwidth_of(plan.devices[i]) for i in used}
+    slow = {i: plan.devices[i].matrix_flops_per_second for i in used}
+    rates |= {f"device {i} ({plan.devices[i].name}) multiplies": rate for i, rate in slow.items() if rate}
+    rates |= {f"the link of devices {each.first} and {each.second} has": each.bytes_per_second for each in links}
+    what = min(rates, key=lambda name: rates[name])
+    message = (
+        f"a pass takes more than {MOST} ns by these speeds, of which the least is that {what} {rates[what]} a second"
+    )
+    waits = max((each.latency_ns for each in links), default=0)
+    waits = max(waits, *(plan.devices[i].boundary_ns for i in used))
+    return RequestError(
+        f"{message}, and the longest wait {waits} ns",
+        "correct them in the devices file, or leave them out to guess them",
     )
 
 
