@@ -19,7 +19,7 @@ def test_too_little_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(speeds, "_gpu", full)
     with pytest.raises(
-        ExecutionError, match=r"GPU 0 has too little free memory to be measured: .* 2\.00 GiB$"
+        ExecutionError, match=r"GPU 0 has too little free memory to be measured: .* 2\.00 GiB\n"
     ) as caught:
         speeds.measure()
     assert "tpplan devices lists them" in caught.value.hint
