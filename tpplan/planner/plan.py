@@ -96,7 +96,7 @@ def faster(
             return with_speed(balanced, speed)
         other = found.plan()
         other_speed = predict(other, model, links)
-        if not other_speed or not _gains(speed, other_speed):
+        if not other_speed or not gains(speed, other_speed):
             return with_speed(balanced, speed)
     return with_speed(other, other_speed)
 
@@ -109,7 +109,7 @@ def with_speed(plan: SplitPlan, speed: Speed | None) -> SplitPlan:
     return said
 
 
-def _gains(balanced: Speed, other: Speed) -> bool:
+def gains(balanced: Speed, other: Speed) -> bool:
     """Return whether another plan decodes the plan's batch faster by more than a tie."""
     before, after = (speed.decode[-1].full_tokens_per_second for speed in (balanced, other))
     return after * _WHOLE > before * (_WHOLE + _TIE)

@@ -9,11 +9,10 @@ so that a plan predicts the same on every machine.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from tpplan.core.axes import Axis
 from tpplan.core.limits import MOST
@@ -22,15 +21,17 @@ from tpplan.core.plan import SplitPlan
 from tpplan.core.speed import MIDDLE_BYTES, DeviceTime, LinkSpeed, Pass, Speed
 from tpplan.core.workspace import ITEM_BYTES
 from tpplan.errors import RequestError
-from tpplan.planner.costs import Cost
+from tpplan.planner.costs import Cost, Stage
 from tpplan.planner.ledger import demands
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tpplan.core.device import Device
-    from tpplan.core.model import Block, Parameter
-    from tpplan.planner.costs import Stage
+    from tpplan.core.model import Parameter
+
+#: For each stage and device, what a pass reads of each kind of weights.
+_Costs: TypeAlias = dict[Stage, list[dict[str, Cost]]]
 
 _SECOND = 10**9
 _THOUSANDTHS = 1000
@@ -131,13 +132,31 @@ def kind_of(parameter: Parameter, model: ModelSpec) -> str:
     return f"experts{bits}" if is_expert else "dense" if bits == 16 else f"codes{bits}"  # noqa: PLR2004
 
 
-def predict(plan: SplitPlan, model: ModelSpec, links: Iterable[LinkSpeed] = ()) -> Speed | None:
+@frozen
+class Part:
+    """The weights of a model that are multiplied by kernels of one kind.
+
+    Attributes:
+        kind: a key of :data:`KINDS`.
+        model: the model with these weights only.
+        scale: what their bytes are multiplied and divided by.
+    """
+
+    kind: str
+    model: ModelSpec
+    scale: tuple[int, int] = (1, 1)
+
+
+def predict(
+    plan: SplitPlan, model: ModelSpec, links: Iterable[LinkSpeed] = (), parts: Sequence[Part] = ()
+) -> Speed | None:
     """Return what a plan predicts of tpplan's decoder; None if the bandwidth of a device in use is unknown.
 
     Args:
         plan: the plan, for this model.
         model: the model.
         links: links that were measured.
+        parts: its weights, if they are to be thought of as stored otherwise, see :func:`quantised`.
 
     Raises:
         RequestError: a pass takes longer than a plan can say, by absurd speeds.
@@ -146,7 +165,7 @@ def predict(plan: SplitPlan, model: ModelSpec, links: Iterable[LinkSpeed] = ()) 
     if not all(bandwidth_of(plan.devices[i]) for i in used):
         return None
     links = tuple(link for link in links if link.first in used and link.second in used)
-    predictor = _Predictor(plan, model, used, links, _by_kind(model))
+    predictor = _Predictor(plan, model, used, links, tuple(parts) or _parts(model))
     prompt = min(PROMPT, plan.request.max_rows, plan.request.sequence_tokens)
     known = all(plan.devices[i].matrix_flops_per_second for i in used)
     decode = tuple(predictor.decode(batch) for batch in dict.fromkeys((1, plan.request.batch)))
@@ -188,14 +207,16 @@ class _Predictor:
         model: its model.
         used: the devices in use.
         links: measured links between them.
-        by_kind: for each kind of weights the model with no others.
+        parts: its weights, by kind.
+        costs: what passes of so many rows read, by the parts, as far as it was computed.
     """
 
     plan: SplitPlan
     model: ModelSpec
     used: tuple[int, ...]
     links: tuple[LinkSpeed, ...]
-    by_kind: Mapping[str, ModelSpec]
+    parts: tuple[Part, ...]
+    costs: dict[int, _Costs] = field(factory=dict, eq=False)
 
     def decode(self, rows: int) -> Pass:
         """Return the times of a step of ``rows`` sequences."""
@@ -205,7 +226,7 @@ class _Predictor:
         tokens = min(rows * request.sequence_tokens, request.cache.tokens)
         between = _STEP_NS
         between += sum(
-            len(block.layers) * _at(KINDS[_layer_kind(block, self.model)].layer_ns, rows) for block in blocks
+            len(block.layers) * _at(KINDS[self._layer_kind(i)].layer_ns, rows) for i, block in enumerate(blocks)
         )
 
         def reading(i: int, stage: Stage) -> tuple[int, int]:
@@ -279,16 +300,19 @@ class _Predictor:
         times = tuple(DeviceTime(i, weights[i], cache[i], exchanges, rest[i]) for i in self.used)
         return Pass(rows, times, without + exchanges, total + exchanges)
 
-    def _stages(self, rows: int) -> dict[Stage, list[dict[str, Cost]]]:
+    def _stages(self, rows: int) -> _Costs:
         """Return for each stage and device what a pass of ``rows`` tokens reads of each kind of weights.
 
         Experts are read if any of these tokens is routed to them. What all devices hold is a stage of its own.
         """
+        if rows in self.costs:
+            return self.costs[rows]
         plan = self.plan
         bounds = {(split.axis, split.layers): split.bounds for split in plan.splits}
-        found: dict[Stage, list[dict[str, Cost]]] = {}
-        for name, model in self.by_kind.items():
-            wanted = demands(model, plan.request, len(plan.devices), rows=rows)
+        found = self.costs.setdefault(rows, {})
+        for part in self.parts:
+            name, wanted = part.kind, demands(part.model, plan.request, len(plan.devices), rows=rows)
+            wanted = wanted if part.scale == (1, 1) else wanted.with_weights(*part.scale)
             common = [wanted.common] * len(plan.devices)
             parts = [(d.stage, [d.cost(*cut) for cut in pairwise(bounds[d.axis, d.layers])]) for d in wanted.axes]
             for stage, costs in [(("", ""), common), *parts]:
@@ -296,6 +320,15 @@ class _Predictor:
                 for i, cost in enumerate(costs):
                     own[i][name] = own[i].get(name, Cost()) + cost
         return found
+
+    def _layer_kind(self, block: int) -> str:
+        """Return the kind of most of the weights of the layers of a block: of their experts, if they have any."""
+        sizes: dict[str, int] = {}
+        for part in self.parts:
+            held = sum(p.bytes for p in part.model.blocks[block].parameters) if part.model.blocks else 0
+            if held:
+                sizes[part.kind] = sizes.get(part.kind, 0) + held * part.scale[0] // part.scale[1]
+        return max(sizes, key=lambda name: (name.startswith("experts"), sizes[name]), default="dense")
 
     def _exchanges(self, rows: int) -> int:
         """Return the nanoseconds that a pass spends on sums between devices, or on gathers of as many bytes."""
@@ -320,9 +353,26 @@ class _Predictor:
         return [*self.links, *([_GUESSED] if len(self.links) < pairs else [])]
 
 
-def _by_kind(model: ModelSpec) -> dict[str, ModelSpec]:
-    """Return for each kind of weights of a model the model with no others."""
-    found = {}
+def quantised(model: ModelSpec, hundredths: int) -> tuple[Part, ...]:
+    """Return a model's weights as if its layers took so many hundredths of a bit per weight, and the others 16 bits."""
+    bits = next(each for each, least in ((16, 1200), (8, 600), (4, 0)) if hundredths >= least)
+    dense = "dense" if bits == KINDS["dense"].bits else f"codes{bits}"
+    of = {name: f"experts{bits}" if name.startswith("experts") else dense for name in KINDS}
+    outside = outside_elements(model)
+    held = sum(p.bytes for p in model.parameters)
+    inside = (model.parameter_count - outside) * hundredths, 800 * max(1, model.weight_bytes - held)
+    layers = (Part(of[part.kind], part.model, inside) for part in _parts(evolve(model, parameters=())))
+    return *layers, Part("dense", evolve(model, blocks=()), (2 * outside, max(1, held)))
+
+
+def outside_elements(model: ModelSpec) -> int:
+    """Return the weights outside the layers, however they are stored: those of the embedding and the output matrix."""
+    return model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+
+
+def _parts(model: ModelSpec) -> tuple[Part, ...]:
+    """Return the weights of a model by kind."""
+    found = []
     for name in sorted(
         {kind_of(p, model) for p in (*model.parameters, *(p for b in model.blocks for p in b.parameters))}
     ):
@@ -331,8 +381,8 @@ def _by_kind(model: ModelSpec) -> dict[str, ModelSpec]:
             return tuple(p for p in parameters if kind_of(p, model) == name)
 
         blocks = tuple(evolve(block, parameters=of_kind(block.parameters)) for block in model.blocks)
-        found[name] = evolve(model, blocks=blocks, parameters=of_kind(model.parameters))
-    return found
+        found.append(Part(name, evolve(model, blocks=blocks, parameters=of_kind(model.parameters))))
+    return tuple(found)
 
 
 def _share(plan: SplitPlan, device: int) -> int:
@@ -346,15 +396,6 @@ def _multiplying(cost: Cost, kind: Kind, rows: int, device: Device) -> int:
     """Return the nanoseconds in which a device multiplies rows by the weights that each of them reads, if known."""
     rate = device.matrix_flops_per_second * kind.prefill // _THOUSANDTHS
     return 2 * (cost.reads - cost.cache) * 8 // kind.bits * rows * _SECOND // rate if rate else 0
-
-
-def _layer_kind(block: Block, model: ModelSpec) -> str:
-    """Return the kind of most of the weights of a layer: of its experts, if it has any."""
-    sizes: dict[str, int] = {}
-    for parameter in block.parameters:
-        name = kind_of(parameter, model)
-        sizes[name] = sizes.get(name, 0) + parameter.bytes
-    return max(sizes, key=lambda name: (name.startswith("experts"), sizes[name]), default="dense")
 
 
 def _moving(link: LinkSpeed, size: int) -> int:

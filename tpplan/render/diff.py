@@ -43,9 +43,12 @@ def diff(changes: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
 
 
 def _inputs(changes: dict[str, Any]) -> list[Line]:
-    """Say which values of the model and the request differ."""
-    rows = [[("~", "warn"), (field["path"], ""), *_values(field)] for field in changes["fields"]]
-    return [line("Inputs", "head"), *table(rows, "<<<<<")] if rows else []
+    """Say which values of the model and the request differ, and what was chosen by them."""
+    lines: list[Line] = []
+    for title, fields in (("Inputs", changes["fields"]), ("Chosen by auto", changes.get("chosen", ()))):
+        rows = [[("~", "warn"), (field["path"], ""), *_values(field)] for field in fields]
+        lines += [line(title, "head"), *table(rows, "<<<<<")] if rows else []
+    return lines
 
 
 def _devices(changes: dict[str, Any]) -> list[Line]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _LONGEST_TITLE = 60
 _LONGEST_DEVICES = 60
+_NAMED = 3
 
 
 def fit(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
@@ -28,15 +29,14 @@ def fit(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     lines = [head, line(f"  {now}; {beside}", "dim")]
     if report.get("assumed"):
         lines += [line(f"  {part}", "warn") for part in wrapped(f"assumed: {report['assumed']}", columns - 2)]
-    return [*lines, BLANK, *_table(report), BLANK, *_verdict(report, columns)]
+    return [*lines, BLANK, *_table(report), BLANK, *_unknown(report, columns), *_verdict(report, columns)]
 
 
 def _table(report: dict[str, Any]) -> list[Line]:
     """Return a row per context: tokens a second by cache kind, and the bits per weight that would fit."""
     kinds = [cell["cache"] for cell in report["rows"][0]["cells"]]
-    rows: list[list[Span]] = [
-        [("context", "dim"), *((kind, "dim") for kind in kinds), ("bits", "dim"), ("which is", "dim")]
-    ]
+    titles = ("context", *kinds, "bits", "which is", "tokens/s")
+    rows: list[list[Span]] = [[(title, "dim") for title in titles]]
     for row in report["rows"]:
         is_asked = row["context"] == report["context"]
         bits = _bits(row["most_bits_tenths"]) if row["most_bits_tenths"] else "-"
@@ -46,17 +46,35 @@ def _table(report: dict[str, Any]) -> list[Line]:
                 *(_cell(cell) for cell in row["cells"]),
                 (bits, ""),
                 (row["quantisation"] or "none", "dim" if not row["quantisation"] else ""),
+                (f"{rate:,}" if (rate := row["quantisation_tokens_per_second"]) else "-", "" if rate else "dim"),
             ]
         )
     longest: list[Span] = [(f"{one['context']:,}" if one["context"] else "-", "dim") for one in report["longest"]]
-    rows.append([("longest", "dim"), *longest, ("", ""), ("", "")])
-    is_known = any(cell["tokens_per_second"] for row in report["rows"] for cell in row["cells"])
-    what = "tokens/s with a full cache" if is_known else "whether it fits"
+    rows.append([("longest", "dim"), *longest, ("", ""), ("", ""), ("", "")])
+    is_known = any(
+        rate
+        for row in report["rows"]
+        for rate in (row["quantisation_tokens_per_second"], *(cell["tokens_per_second"] for cell in row["cells"]))
+    )
+    what = "tokens/s with a full cache, estimated" if is_known else "whether it fits"
+    if not is_known:
+        rows = [row[:-1] for row in rows]
     title: Line = (
         ("What fits", "head"),
         (f", by context and cache: {what}; bits per weight that fit with {report['cache']}", "dim"),
     )
-    return [title, *table(rows, ">" + ">" * len(kinds) + "><")]
+    return [title, *table(rows, ">" + ">" * len(kinds) + "><>"[: 2 + is_known])]
+
+
+def _unknown(report: dict[str, Any], columns: int) -> list[Line]:
+    """Say why no speed is told, and what to do about it."""
+    places = report.get("without_bandwidth", ())
+    if not places:
+        return []
+    named = ", ".join(f"{i} ({report['devices'][i]})" for i in places[:_NAMED]) + ", …" * (len(places) > _NAMED)
+    text = f"no tokens/s, because the bandwidth of device {named} is unknown: name GPUs of the catalogue, such as "
+    text += "RTX4090:20GiB, or give bandwidth_bytes_per_second in a devices file"
+    return [line(part, "warn") for part in wrapped(text, columns)]
 
 
 def _cell(cell: dict[str, Any]) -> Span:
@@ -73,6 +91,7 @@ def _verdict(report: dict[str, Any], columns: int) -> list[Line]:
         return [line(f"{asked} fit", "good")]
     found = report.get("suggestions", ())
     lines = [line(f"{asked} do not fit{'; each of these alone makes them fit' if found else ''}", "warn")]
+    found = [one | {"option": "other weights"} if one["kind"] == "quantisation" else one for one in found]
     named = [one for one in found if "option" in one]
     rows: list[list[Span]] = [[("  " + one["option"], "head"), (one["message"], "dim")] for one in named]
     lines += table(rows, "<<") if rows else []
