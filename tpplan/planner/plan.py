@@ -9,6 +9,7 @@ from attrs import evolve, fields
 from tpplan.core.plan import AUTO, Cache, Request, Reserve, SplitPlan, least_version
 from tpplan.planfile.verify import verify
 from tpplan.planner.attempt import attempt, nearest_attempt
+from tpplan.planner.ledger import demands
 from tpplan.planner.place import Effort
 from tpplan.planner.request import check_devices, check_kinds, resolve
 from tpplan.planner.speed import bandwidth_of, predict
@@ -90,8 +91,9 @@ def faster(
     if not known or not (speed := predict(balanced, model, links)):
         return balanced
     latency, other = evolve(balanced.request, strategy="latency"), balanced
+    wanted = demands(model, latency, len(balanced.devices))
     for each in dict.fromkeys((Effort.QUICK, effort)):
-        found = attempt(model, balanced.devices, latency, effort=each)
+        found = attempt(model, balanced.devices, latency, effort=each, wanted=wanted)
         if not found or found.lacking:
             return with_speed(balanced, speed)
         other = found.plan()
