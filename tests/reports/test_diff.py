@@ -288,10 +288,7 @@ def test_what_auto_chose_was_not_asked_for() -> None:
     model = spec(num_hidden_layers=16, hidden_size=2048, intermediate_size=8192)
     slow = Device(name="slow", budget_bytes=24 * GIB, bandwidth_bytes_per_second=300 * 10**9)
     fast = Device(name="fast", budget_bytes=8 * GIB, bandwidth_bytes_per_second=900 * 10**9)
-    before, after = (
-        plan(model, devices, cache=Cache(tokens=4096), strategy="auto")
-        for devices in ((slow, fast), (slow, attrs.evolve(fast, bandwidth_bytes_per_second=100 * 10**9)))
-    )
+    before = plan(model, [slow, fast], cache=Cache(tokens=4096), strategy="auto")
     assert before.request.strategy == "latency"
     equal = plan(model, [attrs.evolve(slow, name="fast"), slow], cache=Cache(tokens=4096), strategy="auto")
     assert equal.request.strategy == "balanced"
@@ -307,6 +304,3 @@ def test_what_auto_chose_was_not_asked_for() -> None:
     named = plan(model, [slow, fast], cache=Cache(tokens=4096))
     assert diff(named, before).fields[-1].path == "request.strategy"
     assert Reason.REQUEST in diff(named, before).reasons
-    again = diff(before, after)
-    if after.request.strategy == "latency":
-        assert any(one.delta_reads_bytes for one in again.memory)

@@ -175,13 +175,15 @@ def fit(
     check_devices(devices, request)
     context = context or model.max_context
     table = _Table(Trials(model, devices, request), links)
+    rows = tuple(table.row(each) for each in _contexts(model, context))
+    row = next(row for row in rows if row.context == context)
     suggestions: tuple[Advice, ...] = ()
     if not (fits := table.fits(cache, context)):
         try:
             plan(model, devices, cache=request.cache, layout=layout, batch=batch, max_rows=max_rows)
             fits = True
         except InfeasibleError as error:
-            suggestions = table.advised(error_report(error, gpus).error.suggestions, context)
+            suggestions = _advised(error_report(error, gpus).error.suggestions, row.quantisation, model)
     return FitReport(
         model=model.name,
         weight_format=model.weight_format,
@@ -193,7 +195,7 @@ def fit(
         context=context,
         cache=cache,
         fits=fits,
-        rows=tuple(table.row(each) for each in _contexts(model, context)),
+        rows=rows,
         longest=tuple(LongestContext(cache=kind, context=table.longest(kind)) for kind in CACHE_KINDS),
         suggestions=suggestions,
         without_bandwidth=tuple(i for i, device in enumerate(devices) if not bandwidth_of(device)),
@@ -264,16 +266,6 @@ class _Table:
             best = speed if speed and (best is None or gains(best, speed)) else best
         return best.decode[-1].full_tokens_per_second if best else 0
 
-    def advised(self, others: tuple[Advice, ...], context: int) -> tuple[Advice, ...]:
-        """Return advice with the largest quantisation that fits, before any for other devices."""
-        name = self.row(context).quantisation
-        bits = dict(_whole_bits(self.trials.model)).get(name, 0)
-        if not name:
-            return others
-        words = f"quantise the weights to {bits // _TENTHS}.{bits % _TENTHS} bits each, as {name} does"
-        own = Advice(kind="quantisation", value=name, device=-1, message=words)
-        return (*(one for one in others if one.device < 0), own, *(one for one in others if one.device >= 0))
-
     def longest(self, kind: str) -> int:
         """Return the longest context that fits in a cache kind."""
         most = self.trials.model.max_context
@@ -282,6 +274,16 @@ class _Table:
         return CONTEXT_STEP * most_that_fit(
             lambda steps: self.fits(kind, steps * CONTEXT_STEP), (most - 1) // CONTEXT_STEP
         )
+
+
+def _advised(others: tuple[Advice, ...], quantisation: str, model: ModelSpec) -> tuple[Advice, ...]:
+    """Return advice with a quantisation that fits, if any does, before any for other devices."""
+    if not quantisation:
+        return others
+    bits = dict(_whole_bits(model))[quantisation]
+    words = f"quantise the weights to {bits // _TENTHS}.{bits % _TENTHS} bits each, as {quantisation} does"
+    own = Advice(kind="quantisation", value=quantisation, device=-1, message=words)
+    return (*(one for one in others if one.device < 0), own, *(one for one in others if one.device >= 0))
 
 
 def _whole_bits(model: ModelSpec) -> list[tuple[str, int]]:
