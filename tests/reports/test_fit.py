@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,18 @@ def test_speed_of_a_quantisation_by_arithmetic() -> None:
     read = layers * bits / 8 * KINDS["codes4"].slower[0] / 1000 + 2 * head * KINDS["dense"].slower[0] / 1000
     step = (read + 4096 * 131072) / 250e9 + 32 * KINDS["codes4"].layer_ns[0] / 1e9 + 60e-6
     assert row.quantisation_tokens_per_second == pytest.approx(1 / step, abs=1)
+
+
+def test_a_quantised_checkpoint_is_as_fast_in_another_quantisation(tmp_path: Path) -> None:
+    """However the file that is named stores its weights: the same model in 16 bits and in AWQ."""
+    config = json.loads((MODELS / "Llama-3.1-8B" / "config.json").read_text())
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": awq}))
+    folders = (MODELS / "Llama-3.1-8B", tmp_path)
+    dense, codes = (fit(tpplan.read_model(each), tpplan.parse_devices("RTX4060"), context=16384) for each in folders)
+    for one, other in zip(dense.rows[:3], codes.rows, strict=False):
+        assert one.quantisation == other.quantisation != ""
+        assert one.quantisation_tokens_per_second == pytest.approx(other.quantisation_tokens_per_second, rel=0.005)
 
 
 def test_the_weights_as_they_are_are_as_fast(report: FitReport) -> None:

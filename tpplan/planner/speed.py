@@ -123,13 +123,12 @@ _TWO_SHOT = 256 * 2**10
 
 def kind_of(parameter: Parameter, model: ModelSpec) -> str:
     """Return the kind of a parameter, a key of :data:`KINDS`."""
-    is_expert = any(segment.axis is Axis.EXPERT_INTERMEDIATE for dim in parameter.dims for segment in dim)
     if parameter.dtype.startswith(("F16", "BF16", "F32", "F64")):
         bits = 16
     else:
         eight = parameter.dtype.startswith(("F8", "I8")) or "8-bit" in model.weight_format
         bits = 8 if eight or model.weight_format.endswith("Q8_0") else 4
-    return f"experts{bits}" if is_expert else "dense" if bits == 16 else f"codes{bits}"  # noqa: PLR2004
+    return f"experts{bits}" if _is_expert(parameter) else "dense" if bits == 16 else f"codes{bits}"  # noqa: PLR2004
 
 
 @frozen
@@ -145,6 +144,11 @@ class Part:
     kind: str
     model: ModelSpec
     scale: tuple[int, int] = (1, 1)
+
+
+def _is_expert(parameter: Parameter) -> bool:
+    """Return whether a parameter is one of the experts that tokens are routed to."""
+    return any(segment.axis is Axis.EXPERT_INTERMEDIATE for dim in parameter.dims for segment in dim)
 
 
 def predict(
@@ -356,12 +360,17 @@ class _Predictor:
 def quantised(model: ModelSpec, hundredths: int) -> tuple[Part, ...]:
     """Return a model's weights as if its layers took so many hundredths of a bit per weight, and the others 16 bits."""
     bits = next(each for each, least in ((16, 1200), (8, 600), (4, 0)) if hundredths >= least)
-    dense = "dense" if bits == KINDS["dense"].bits else f"codes{bits}"
-    of = {name: f"experts{bits}" if name.startswith("experts") else dense for name in KINDS}
+    kinds = f"experts{bits}", "dense" if bits == KINDS["dense"].bits else f"codes{bits}"
     outside = outside_elements(model)
     held = sum(p.bytes for p in model.parameters)
     inside = (model.parameter_count - outside) * hundredths, 800 * max(1, model.weight_bytes - held)
-    layers = (Part(of[part.kind], part.model, inside) for part in _parts(evolve(model, parameters=())))
+    layers = []
+    for kind in kinds:
+        of_experts = kind.startswith("experts")
+        own = (tuple(p for p in b.parameters if _is_expert(p) == of_experts) for b in model.blocks)
+        blocks = tuple(evolve(b, parameters=some) for b, some in zip(model.blocks, own, strict=True))
+        if any(block.parameters for block in blocks):
+            layers.append(Part(kind, evolve(model, blocks=blocks, parameters=()), inside))
     return *layers, Part("dense", evolve(model, blocks=()), (2 * outside, max(1, held)))
 
 
