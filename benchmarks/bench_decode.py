@@ -104,6 +104,7 @@ def main() -> None:
             prefill=wanted.prefill,
             max_rows=wanted.max_rows,
             eager=wanted.eager,
+            devices=wanted.devices,
         )
         for who, one in runs(order, wanted.gpus, wanted.cuts, wanted.peers):
             execute(who, one, wanted.watchdog, tell)
@@ -141,9 +142,17 @@ def _wanted() -> argparse.Namespace:
     add("--max-rows", type=int, default=2048, help="of a pass of prompts, at most (default 2048)")
     add("--peers", type=_names(*PEERS), help="others, of nccl,transformers (default both, nccl if quantised)")
     add("--eager", action="store_true", help="read prompts once more, without graphs where they have some")
+    add("--devices", default="", help="a devices file with measured speeds: predictions stand beside what is measured")
     add("--json", action="store_true", help="print one JSON document; the table goes to standard error")
     add(_PROFILE, action="store_true", help=f"tell where the time goes instead; options: {_PROFILE} --help")
     wanted = parser.parse_args()
+    if wanted.devices:
+        try:
+            known = len(tpplan.parse_devices(wanted.devices))
+        except tpplan.TpplanError as error:
+            parser.error(str(error))
+        if known < max(wanted.gpus):
+            parser.error(f"{wanted.devices} has {known} devices, fewer than the {max(wanted.gpus)} of --gpus")
     if wanted.peers is None:
         wanted.peers = PEERS[:1] if wanted.quantise else PEERS  # transformers needs packages for codes
     return wanted

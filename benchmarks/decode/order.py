@@ -9,7 +9,10 @@ import torch
 from attrs import asdict, evolve, frozen
 
 import tpplan
+from tpplan.core.device import MEASURED
 from tpplan.hardware.catalogue import overhead
+from tpplan.hardware.spec import links_of, parse_devices
+from tpplan.planner.speed import predict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,6 +44,7 @@ class Order:
         max_rows: of a pass, at most.
         nccl: whether the same decoder also runs over NCCL.
         eager: whether prompts are read once more without graphs, where they have some.
+        devices: a devices file, by whose speeds steps and prompts are predicted; empty for no predictions.
         started: when the process was started, as ``time.time()`` says.
     """
 
@@ -55,6 +59,7 @@ class Order:
     max_rows: int = 2048
     nccl: bool = False
     eager: bool = False
+    devices: str = ""
     started: float = 0.0
 
     @property
@@ -92,6 +97,20 @@ class Order:
             batch=batch,
             max_rows=min(self.max_rows, batch * self.length),
         )
+
+    def predictions(self, plan: SplitPlan) -> dict[int, int]:
+        """Return the tokens a second that a plan predicts of each batch, by the speeds of the devices file, if any."""
+        if not self.devices:
+            return {}
+        names, measured = ("bandwidth_bytes_per_second", *MEASURED), parse_devices(self.devices)
+        devices = tuple(
+            evolve(device, **{name: getattr(found, name) for name in names})
+            for device, found in zip(plan.devices, measured, strict=False)
+        )
+        model, links = tpplan.read_model(self.directory), links_of(self.devices)
+        asked = (evolve(plan, devices=devices, request=evolve(plan.request, batch=batch)) for batch in self.batches)
+        speeds = zip(self.batches, (predict(each, model, links) for each in asked), strict=True)
+        return {batch: speed.decode[-1].tokens_per_second for batch, speed in speeds if speed}
 
     def _device(self) -> tpplan.Device:
         if self.backend == "cpu":

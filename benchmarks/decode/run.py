@@ -26,7 +26,7 @@ from tpplan.exec.tools.bench import run as bench_limits
 from tpplan.weights import iter_slices, load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from benchmarks.decode.rows import Row
     from tpplan.core.plan import SplitPlan
@@ -189,7 +189,7 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
         with part.guarded("memory bandwidth"):
             least = _least(part, order, context)
         memory.start()
-        _decode(part, order, decoder.steps, given, least)
+        _decode(part, order, decoder.steps, given, least, order.predictions(plan))
         _prefill(part, order, decoder, given)
         with part.guarded("memory"):
             memory.tell(part)
@@ -202,12 +202,17 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
             if graphs:  # of its own, too
                 decoder.prompt_graphs = decoder.new_prompt_graphs(graphs.sizes)
             other = Part(tell, gpus=order.gpus, cut=order.cut, who="NCCL")
-            _decode(other, order, decoder.new_steps, given, least)
+            _decode(other, order, decoder.new_steps, given, least, {})
             _prefill(other, order, decoder, given)
 
 
-def _decode(
-    part: Part, order: Order, steps_of: Callable[[int], Steps], given: Sequence[list[int]], least: Least | None
+def _decode(  # noqa: PLR0917
+    part: Part,
+    order: Order,
+    steps_of: Callable[[int], Steps],
+    given: Sequence[list[int]],
+    least: Least | None,
+    predicted: Mapping[int, int],
 ) -> None:
     """Tell how many tokens a second come of each batch, of the median step from the host's call to its tokens."""
     for batch in order.batches:
@@ -221,7 +226,10 @@ def _decode(
                 seconds.append(time.perf_counter() - start)
             median = statistics.median(seconds[WARM:])
             limit = batch / least.seconds(batch) if least else None
-            part.row(what, batch / median, "tokens/s", limit=limit, note=f"{median * 1e3:.2f} ms a step", tokens=tokens)
+            note = f"{median * 1e3:.2f} ms a step"
+            if batch in predicted:
+                note += f", predicted {predicted[batch]} tokens/s"
+            part.row(what, batch / median, "tokens/s", limit=limit, note=note, tokens=tokens)
 
 
 def _prefill(part: Part, order: Order, decoder: Decoder, given: Sequence[list[int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -205,3 +206,20 @@ def test_a_transport_can_be_asked_for(order: Order) -> None:
     run.measure(evolve(order, transport="host", batches=(1,)), rows.append)
     assert rows[0].note.endswith("transport host")
     assert list(next(row for row in rows if row.what == "decode, batch 1").tokens) == generated(order, order.plan())
+
+
+def test_predictions_by_a_devices_file(tmp_path: Path) -> None:
+    """They are those of a plan for the devices of the file; without one there are none."""
+    speeds = {"bandwidth_bytes_per_second": 10**12, "read_bytes_per_second": 9 * 10**11, "boundary_ns": 1000}
+    gpu = {"name": "x", "memory_bytes": 2**36, "budget_bytes": 2**36, **speeds}
+    link = {"first": 0, "second": 1, "kind": "pcie", "latency_ns": 10**6, "bytes_per_second": 10**10}
+    file = {"format_version": "1.1", "devices": [gpu, gpu], "links": [link]}
+    (tmp_path / "devices.json").write_text(json.dumps(file))
+    order = Order(
+        directory=str(MODEL.parent), gpus=2, backend="cpu", batches=(1,), devices=str(tmp_path / "devices.json")
+    )
+    (rate,) = order.predictions(order.plan()).values()
+    sums = 2 * tpplan.read_model(MODEL.parent).layer_count + 1
+    assert rate <= 1000 / sums  # a link of a millisecond
+    assert rate > 500 / sums
+    assert evolve(order, devices="").predictions(order.plan()) == {}

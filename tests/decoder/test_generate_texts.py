@@ -17,6 +17,7 @@ from tests.decoder.generate_cases import PROMPT, TIME, generate, write_checkpoin
 from tests.decoder_cases import LENGTH
 from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.core.speed import Pass, Speed
 from tpplan.decoder.generation.timing import Timing
 from tpplan.decoder.text.continuation import Continuation
 
@@ -196,3 +197,20 @@ def test_times_are_those_of_a_clock() -> None:
         assert len(list(timing.of(500, steps()))) == 3
     assert str(timing) == "500 prompt tokens (250 tokens/s), 5 new tokens (3.0 tokens/s)"
     assert str(Timing()) == "0 prompt tokens, 0 new tokens"
+
+
+def test_times_beside_what_the_plan_says() -> None:
+    """Of steps of as many texts as the plan predicts; where some texts ended early, nothing is compared."""
+    speed = Speed(tuple(Pass(rows, (), rows * 10**8, 10**9) for rows in (1, 2)))  # 10 tokens a second
+    now = [0.0]
+
+    def steps(*last: int | None) -> Iterator[tuple[int | None, ...]]:
+        for tokens in ((1, 2), (3, 4), last):
+            now[0] += 0.25
+            yield tokens
+
+    with patch("tpplan.decoder.generation.timing.perf_counter", lambda: now[0]):
+        for last, words in (((5, 6), "6 new tokens (8.0 tokens/s, the plan says 10)"), ((None, 5), "(6.0 tokens/s)")):
+            timing = Timing(speed)
+            assert len(list(timing.of(10, steps(*last)))) == 3
+            assert str(timing).endswith(words)

@@ -90,7 +90,7 @@ def test_a_full_pass_is_run(on_gpus: bool, sizes: list[int], expected: list[int]
         with (
             patch.object(decoder, "captured", side_effect=_captured),
             patch.object(decoder.forward, "prefill", wraps=decoder.forward.prefill) as run,
-            patch.object(warmup, "_on_gpus", return_value=on_gpus),
+            patch.object(warmup, "on_gpus", return_value=on_gpus),
         ):
             prepare(decoder)
     assert [len(call.args[0][0]) for call in run.call_args_list] == expected

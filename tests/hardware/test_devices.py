@@ -507,7 +507,7 @@ def _edited(path: tuple[str | int, ...], value: object) -> str:
         (("devices", 0, "uuid"), "GPU-1", "uuid"),
         (("links", 0, "second"), 2, "links[0]: joins 0 and 2, expected two of 2 devices"),
         (("links", 0, "first"), 1, "links[0]: joins 1 and 1, expected two of 2 devices"),
-        (("links", 0, "kind"), "rope", 'expected nvlink, xgmi or pcie, got "rope"'),
+        (("links", 0, "kind"), "rope", 'expected nvlink, xgmi, pcie or unknown, got "rope"'),
         (("host",), "me", "host"),
     ],
 )

@@ -55,6 +55,16 @@ def test_gpus_are_told_apart_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert links_of("2xRTX3060") == ()
 
 
+def test_a_measured_link_of_which_the_driver_says_nothing(tmp_path: Path) -> None:
+    """Its kind is unknown, on the screen and in the file, which planning reads."""
+    report = probe.with_speeds(evolve(nvidia_said("nvidia_uneven"), links=()), measured())
+    assert [link.kind for link in report.links] == ["unknown"]
+    text = "\n".join("".join(part for part, _ in each) for each in view(unstructure(report)))
+    assert "0–1  unknown link, peer access unknown, sums 4.3 µs and 25 GB/s" in text
+    devices_file.save(probe.devices_file(report), tmp_path / "devices.json")
+    assert links_of(str(tmp_path / "devices.json"))[0].latency_ns == 4321
+
+
 def test_without_measuring_a_file_is_as_before() -> None:
     """It has no key more, and its version stays."""
     text = devices_file.dumps(probe.devices_file(nvidia_said("nvidia_uneven")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from shutil import copyfile
 
@@ -104,3 +105,21 @@ def test_names_lead_nowhere_else(home: Path) -> None:
     for revision in ("bad", "out", "../main", "out/../main"):
         with pytest.raises(ModelError):
             read_model(f"meta-llama/Llama-3.1-8B@{revision}")
+
+
+@pytest.mark.parametrize("revision", ["/etc", "../../x", "a/../b", "a//b", "./a", "a/"])
+def test_a_revision_stays_in_its_directory(home: Path, tmp_path: Path, revision: str) -> None:
+    """Absolute paths and dots are refused, whether or not there is a file that holds a commit."""
+    cached(home, COMMIT, "main")
+    (tmp_path / "outside").write_text(COMMIT)
+    for each in (revision, f"/{tmp_path}/outside"):
+        with pytest.raises(ModelError, match=r"is no revision of meta-llama/Llama-3\.1-8B"):
+            local(f"meta-llama/Llama-3.1-8B@{each}")
+
+
+def test_a_long_reference_is_not_read_whole(home: Path) -> None:
+    """Of a file of 64 GiB, which takes no room, the commit is read and no more."""
+    snapshot = cached(home, COMMIT, "main")
+    reference = snapshot.parents[1] / "refs" / "main"
+    os.truncate(reference, 2**36)
+    assert local("meta-llama/Llama-3.1-8B") == snapshot

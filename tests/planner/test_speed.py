@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from attrs import evolve
@@ -13,13 +14,18 @@ from attrs import evolve
 import tpplan
 from tests.planning_cases import spec
 from tests.render_cases import plain
+from tpplan.cli.plans import remake
 from tpplan.core.axes import Axis
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, SplitPlan
 from tpplan.core.speed import LinkSpeed
+from tpplan.errors import RequestError
 from tpplan.files.codec import dumps, unstructure
 from tpplan.hardware.spec import parse_devices
 from tpplan.planfile import codec
+from tpplan.planner.attempt import Attempt, attempt
+from tpplan.planner.ledger import _power
+from tpplan.planner.place import Effort
 from tpplan.planner.plan import plan, replan
 from tpplan.planner.speed import KINDS, ROWS, predict
 from tpplan.render.html import page
@@ -281,6 +287,94 @@ def test_fewer_devices_are_faster_over_slow_links() -> None:
     assert alone
     assert then == alone.decode[0].full_tokens_per_second
     assert faster_with_fewer(made(1000), model) is None
+
+
+def test_measured_bandwidths_are_enough() -> None:
+    """Where the catalogue has none, measured ones choose the strategy, cut by it, and say which other one is faster."""
+    model, cache = spec(num_hidden_layers=16, hidden_size=2048, intermediate_size=8192), Cache("q8", 4096)
+    devices = [
+        evolve(d, bandwidth_bytes_per_second=0, read_bytes_per_second=d.bandwidth_bytes_per_second) for d in uneven()
+    ]
+    made = plan(model, devices, cache=cache, strategy="auto")
+    assert made.request.strategy == "latency"
+    assert made.splits == plan(model, uneven(), cache=cache, strategy="latency").splits
+    assert [share.requested_share_ppm for share in show_report(made).devices] == [250_000, 750_000]
+    found = of_other_strategy(plan(model, devices, cache=cache), model)
+    assert found
+    assert found[0] == "latency"
+    assert f"--strategy {'auto'}" not in remake(made, "plan.json", "model", "devices.json")  # which is the usual one
+    with pytest.raises(RequestError, match=r"unknown for device 0 \(slow\)"):
+        plan(model, [evolve(devices[0], read_bytes_per_second=0), devices[1]], cache=cache, strategy="latency")
+
+
+def test_measured_links_count_for_strategies_that_were_named() -> None:
+    """Over links that take all the time, both strategies are as fast; over guessed ones they are not."""
+    model, cache = spec(num_hidden_layers=16, hidden_size=2048, intermediate_size=8192), Cache("q8", 4096)
+    asked = plan(model, uneven(), cache=cache)
+    slow = LinkSpeed(first=0, second=1, latency_ns=50_000_000, bytes_per_second=10**9)
+    assert of_other_strategy(asked, model)
+    assert of_other_strategy(asked, model, (slow,)) is None
+
+
+def test_what_little_effort_finds_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since planning again, with all effort, would not find it: a plan would be stale when it is made."""
+    model, cache = spec(num_hidden_layers=16, hidden_size=2048, intermediate_size=8192), Cache("q8", 4096)
+
+    def only_quick(*args: Any, effort: Effort = Effort.BEST, **options: Any) -> Attempt | None:
+        is_by_bandwidth = args[2].strategy == "latency"
+        return None if is_by_bandwidth and effort is Effort.BEST else attempt(*args, effort=effort, **options)
+
+    monkeypatch.setattr("tpplan.planner.plan.attempt", only_quick)
+    assert plan(model, uneven(), cache=cache, strategy="auto").request.strategy == "balanced"
+
+
+def test_a_pool_is_read_as_far_as_sequences_fill_it() -> None:
+    """One sequence reads its context of 4,096 tokens, four read the 6,000 of the pool, by 131,072 bytes a token."""
+    model = tpplan.read_model(MODELS / "Llama-3.1-8B")
+    made = plan(model, [H100], cache=Cache(tokens=6000), context=4096, batch=4, strategy="auto")
+    assert made.speed
+    for step, tokens in zip(made.speed.decode, (4096, 6000), strict=True):
+        cached = tokens * 131072 / H100.read_bytes_per_second * 1e9
+        assert step.devices[0].cache_ns == int(cached)
+
+
+def test_a_device_that_multiplies_once_a_second() -> None:
+    """It takes two seconds a weight, for a prompt of one token; where that is beyond what plans say, it is named."""
+    model, slow = spec(), evolve(H100, matrix_flops_per_second=1)
+    made = plan(model, [slow], cache=Cache(tokens=16), max_rows=1, strategy="auto")
+    assert made.speed
+    weights = 4 * (4 * 512 * 512 + 3 * 512 * 2048 + 2 * 512)  # with norms, which are counted as matrices
+    assert made.speed.prefill[0].devices[0].weights_ns == pytest.approx(2 * weights * 1e9, rel=1e-3)
+    with pytest.raises(RequestError, match=r"device 0 \(H100\) multiplies 1 a second"):
+        plan(model, [slow], cache=Cache(tokens=2048), strategy="auto")
+    with pytest.raises(RequestError, match=r"device 0 \(H100\) reads 1 a second"):
+        plan(tpplan.read_model(MODELS / "Llama-3.1-8B"), [evolve(H100, read_bytes_per_second=1)], strategy="auto")
+    stuck = LinkSpeed(first=0, second=1, latency_ns=2**62, bytes_per_second=10**9)
+    with pytest.raises(RequestError, match=f"the longest wait {2**62} ns"):
+        plan(tpplan.read_model(MODELS / "Llama-3.1-8B"), [H100] * 2, strategy="auto", links=[stuck])
+
+
+def test_the_slowest_as_measured_is_left_out_first() -> None:
+    """Not the slowest by the catalogue."""
+    model = spec(num_hidden_layers=16, hidden_size=2048, intermediate_size=8192)
+    devices = [
+        evolve(uneven()[0], bandwidth_bytes_per_second=900 * 10**9, read_bytes_per_second=300 * 10**9),
+        evolve(uneven()[0], bandwidth_bytes_per_second=400 * 10**9, read_bytes_per_second=390 * 10**9),
+    ]
+    link = LinkSpeed(first=0, second=1, latency_ns=5_000_000, bytes_per_second=10**11)
+    made = plan(model, devices, cache=Cache("q8", 4096), strategy="auto", links=[link])
+    found = faster_with_fewer(made, model)
+    assert found
+    assert found[0] == (1,)
+
+
+def test_experts_of_millions_of_sequences() -> None:
+    """What a large batch reads of 512 experts, ten a token, is as exact as floating point, and counted at once."""
+    for rows in (64, 20_000, 3_000_000):
+        part, whole = _power(502, 512, rows)
+        assert part / whole == pytest.approx((502 / 512) ** rows, rel=1e-9)
+    part, whole = _power(2**40 - 1, 2**40, 10**6)
+    assert part / whole == pytest.approx(exp(-(10**6) / 2**40), rel=1e-12)
 
 
 def test_the_page_and_the_screen_tell_speed() -> None:

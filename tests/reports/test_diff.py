@@ -12,13 +12,17 @@ from hypothesis import given, settings
 
 from tests.examples import examples
 from tests.planfile.test_verify import ID, KV, RS, UNSLICED, VALID, edited, moved
+from tests.planning_cases import spec
 from tests.render_cases import plain
 from tests.strategies import plans
 from tpplan.core.axes import Axis, parse_layers
+from tpplan.core.device import Device
 from tpplan.core.model import NotPlanned
+from tpplan.core.plan import Cache
 from tpplan.errors import RequestError
 from tpplan.files.codec import dumps, unstructure
 from tpplan.planfile.verify import problems
+from tpplan.planner.plan import plan
 from tpplan.render.diff import diff as diff_view
 from tpplan.reports.diff import Bucket, BucketChange, Change, DevicePair, FieldChange, Reason, diff
 
@@ -277,3 +281,26 @@ def test_sizes_that_look_alike_are_told_apart() -> None:
     )
     (change,) = diff(a, b).fields
     assert (change.before, change.after) == ("x, 8.00 GiB (8589934592 bytes)", "x, 8.00 GiB (8589934597 bytes)")
+
+
+def test_what_auto_chose_was_not_asked_for() -> None:
+    """Where auto made both plans, another strategy is what it chose by the devices, and no other request."""
+    model = spec(num_hidden_layers=16, hidden_size=2048, intermediate_size=8192)
+    slow = Device(name="slow", budget_bytes=24 * GIB, bandwidth_bytes_per_second=300 * 10**9)
+    fast = Device(name="fast", budget_bytes=8 * GIB, bandwidth_bytes_per_second=900 * 10**9)
+    before = plan(model, [slow, fast], cache=Cache(tokens=4096), strategy="auto")
+    assert before.request.strategy == "latency"
+    equal = plan(model, [attrs.evolve(slow, name="fast"), slow], cache=Cache(tokens=4096), strategy="auto")
+    assert equal.request.strategy == "balanced"
+    found = diff(equal, before)
+    assert found.chosen == (FieldChange("request.strategy", "balanced", "latency"),)
+    assert (found.fields, found.reasons) == ((), (Reason.DEVICES,))
+    assert found.summary.startswith("auto chose latency instead of balanced; ")
+    text = plain(diff_view(unstructure(found)))
+    assert "Chosen by auto" in text
+    assert "Inputs" not in text
+    assert "reads" not in text  # which only one of both says
+    assert {one.delta_reads_bytes for one in found.memory} == {0}
+    named = plan(model, [slow, fast], cache=Cache(tokens=4096))
+    assert diff(named, before).fields[-1].path == "request.strategy"
+    assert Reason.REQUEST in diff(named, before).reasons

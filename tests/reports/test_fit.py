@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from attrs import evolve
+from gguf import GGMLQuantizationType
 
 import tpplan
+from tests.models.gguf.test_gguf import write
 from tests.planning_cases import spec
+from tests.render_cases import plain
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache
+from tpplan.files.codec import unstructure
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.plan import plan
-from tpplan.reports.fit import QUANTISATIONS, FitReport, fit
+from tpplan.planner.speed import KINDS
+from tpplan.render.fit import fit as view
+from tpplan.reports.fit import QUANTISATIONS, FitReport, _whole_bits, fit
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 GIB = 2**30
@@ -60,6 +67,8 @@ def test_a_wish_that_does_not_fit_gets_changes(report: FitReport) -> None:
         plan(model, devices, batch=4)
     assert [one.message for one in report.suggestions] == [one.message for one in caught.value.suggestions]
     assert report.suggestions[0].option == "--cache q4"
+    (row,) = [row for row in report.rows if row.context == 131072]
+    assert (row.quantisation, row.quantisation_tokens_per_second) == ("", 0)  # so no quantisation is advised
     assert fit(model, devices, batch=4, context=8192).suggestions == ()
     assert fit(model, devices, batch=4, context=8192).fits
 
@@ -76,6 +85,65 @@ def test_bits_by_arithmetic() -> None:
     outside = 2 * 128256 * 8192
     bits = dict(QUANTISATIONS)[row.quantisation] / 100
     assert (bits * (70_553_706_496 - outside) + 16 * outside) / 70_553_706_496 <= row.most_bits_tenths / 10
+
+
+def test_speed_of_a_quantisation_by_arithmetic() -> None:
+    """On one device: the layers' matrices in its bits and the output matrix in 16, over bandwidth, as of AWQ."""
+    model = tpplan.read_model(MODELS / "Llama-3.1-8B")
+    device = evolve(tpplan.parse_devices("RTX4060")[0], read_bytes_per_second=250 * 10**9)
+    row = fit(model, [device], context=4096).rows[0]
+    assert row.context == 4096
+    layers, head = 8_030_261_248 - 2 * 128256 * 4096, 128256 * 4096
+    bits = dict(QUANTISATIONS)[row.quantisation] / 100
+    assert 4 < bits < 6
+    read = layers * bits / 8 * KINDS["codes4"].slower[0] / 1000 + 2 * head * KINDS["dense"].slower[0] / 1000
+    step = (read + 4096 * 131072) / 250e9 + 32 * KINDS["codes4"].layer_ns[0] / 1e9 + 60e-6
+    assert row.quantisation_tokens_per_second == pytest.approx(1 / step, abs=1)
+
+
+def test_a_quantised_checkpoint_is_as_fast_in_another_quantisation(tmp_path: Path) -> None:
+    """However the file that is named stores its weights: the same model in 16 bits and in AWQ."""
+    config = json.loads((MODELS / "Llama-3.1-8B" / "config.json").read_text())
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": awq}))
+    folders = (MODELS / "Llama-3.1-8B", tmp_path)
+    dense, codes = (fit(tpplan.read_model(each), tpplan.parse_devices("RTX4060"), context=16384) for each in folders)
+    for one, other in zip(dense.rows[:3], codes.rows, strict=False):
+        assert one.quantisation == other.quantisation != ""
+        assert one.quantisation_tokens_per_second == pytest.approx(other.quantisation_tokens_per_second, rel=0.005)
+
+
+def test_the_weights_as_they_are_are_as_fast(report: FitReport) -> None:
+    """Where 16 bits fit, the speed of 16 bits is that of the model, by another way."""
+    for row in (row for row in report.rows if row.quantisation == "16 bits"):
+        assert row.quantisation_tokens_per_second == pytest.approx(row.cells[0].tokens_per_second, rel=0.001)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "F16"])
+def test_bits_of_a_file_in_gguf_count_weights(kind: str, tmp_path: Path) -> None:
+    """However its matrices are stored, the same model has as many weights outside its layers."""
+    write(tmp_path / "tiny.gguf", "llama", kinds=(getattr(GGMLQuantizationType, kind),))
+    model = tpplan.read_model(tmp_path / "tiny.gguf")
+    outside = 2 * 640 * 512
+    inside = model.parameter_count - outside
+    for name, tenths in _whole_bits(model):
+        bits = (inside * dict(QUANTISATIONS)[name] / 100 + 16 * outside) / (inside + outside)
+        assert 10 * bits <= tenths < 10 * bits + 1
+
+
+def test_another_quantisation_is_advised_before_other_cards() -> None:
+    """The largest that fits, which planning such weights confirms; and it is on the screen in this order."""
+    model, devices = tpplan.read_model(MODELS / "Llama-3.1-70B"), tpplan.parse_devices("2xRTX4090")
+    found = fit(model, devices, context=8192, gpus="2xRTX4090")
+    assert [one.kind for one in found.suggestions] == ["quantisation", "devices", "memory"]
+    assert found.suggestions[0].value == next(row.quantisation for row in found.rows if row.context == 8192)
+    text = plain(view(unstructure(found)))
+    assert text.index("other weights") < text.index("6xRTX4090") < text.index("112.64 GiB in all")
+    assert "tokens/s with a full cache, estimated" in text
+    unknown = fit(model, [*devices, Device(name="mine", budget_bytes=GIB)], context=8192)
+    assert unknown.without_bandwidth == (2,)
+    text = " ".join(plain(view(unstructure(unknown))).split())
+    assert "no tokens/s, because the bandwidth of device 2 (mine) is unknown: name GPUs of the catalogue" in text
 
 
 def test_bits_of_common_quantisations() -> None:

@@ -184,9 +184,9 @@ def plan(
         if not value:
             raise lacking("plan", name)
     on_plans.apart(output, reading=(model, gpus))
-    spec, gpu_list = on_plans.read_model(model), parse_devices(gpus, on_plans.note)
+    spec, gpu_list, links = on_plans.read_model(model), parse_devices(gpus, on_plans.note), links_of(gpus)
     with console.busy("planning"):
-        found = make(spec, gpu_list, options.request(spec), links_of(gpus))
+        found = make(spec, gpu_list, options.request(spec), links)
     if found.request.layout != (layout or "reduce"):
         on_plans.note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
     if full_window and not found.request.full_window:
@@ -195,7 +195,7 @@ def plan(
         length = found.request.sequence_tokens
         on_plans.note(f"{length} tokens per sequence are more than the {spec.max_context} that the model was made for")
     on_plans.note_idle(found, spec)
-    on_plans.note_faster(found, spec)
+    on_plans.note_faster(found, spec, links)
     on_plans.note_fewer(found, spec)
     if output:
         console.save(dumps(found), output)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import SplitPlan
+    from tpplan.core.speed import LinkSpeed
     from tpplan.reports.check import PlanCheck
     from tpplan.reports.export import ExportReport
 
@@ -173,11 +174,11 @@ def note_uncounted(plan: SplitPlan, *, on_screen: bool) -> None:
         console.say("hint", text, "hint")
 
 
-def note_faster(plan: SplitPlan, model: ModelSpec) -> None:
+def note_faster(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...]) -> None:
     """Say what the other strategy would give, where one of both decodes clearly faster."""
     from tpplan.reports.show import of_other_strategy  # noqa: PLC0415
 
-    if found := of_other_strategy(plan, model):
+    if found := of_other_strategy(plan, model, links):
         strategy, rates = found
         note(f"{rates[0]} tokens/s by this plan, {rates[1]} with --strategy {strategy} ({_CUTS[strategy]})")
 

@@ -40,6 +40,7 @@ class LinkKind(StrEnum):
     NVLINK = "nvlink"
     XGMI = "xgmi"
     PCIE = "pcie"
+    UNKNOWN = "unknown"  # measured, but the driver does not say
 
 
 class LinkPath(StrEnum):
@@ -101,7 +102,7 @@ class Link:
     Attributes:
         first: index of the first device.
         second: index of the second device, larger than ``first``.
-        kind: NVLink, xGMI or PCIe.
+        kind: NVLink, xGMI or PCIe, unknown where the driver does not say.
         path: nearest common ancestor of the two in the PCIe topology.
         peer_access: whether the driver reports peer access.
         latency_ns: measured nanoseconds of a sum of 8 KiB on both, 0 if not measured.

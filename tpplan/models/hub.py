@@ -29,7 +29,8 @@ def local(path: str | Path) -> Path:
     comes of reading it.
 
     Raises:
-        ModelError: the cache has the model, but not this revision, or without config.json.
+        ModelError: a revision leaves its directory; or the cache has the model, but not this revision, or without
+            config.json.
     """
     text = os.fspath(path)
     found = _ID.fullmatch(text)
@@ -37,6 +38,12 @@ def local(path: str | Path) -> Path:
         return Path(path)
     owner, name, revision = found.groups()
     folder = cache() / f"models--{owner}--{name}"
+    parts = (revision or "").split("/")
+    if revision and {"", ".", ".."} & {*parts}:
+        raise ModelError(
+            f"{revision!r} is no revision of {owner}/{name}: parts between slashes are empty or dots",
+            "name a branch, a tag or a commit behind the @",
+        )
     if ".." in text or not folder.is_dir():
         return Path(path)
     snapshot = _snapshot(folder, revision or _USUAL)
@@ -74,7 +81,8 @@ def cache() -> Path:
 def _snapshot(folder: Path, revision: str) -> Path | None:
     """Return the snapshot of a branch, a tag or a commit; None if there is none."""
     try:
-        commit = (folder / "refs" / revision).read_text(encoding="utf-8")[:_COMMIT].strip()
+        with (folder / "refs" / revision).open(encoding="utf-8") as file:
+            commit = file.read(_COMMIT).strip()
     except (OSError, ValueError):
         commit = revision
     snapshots = folder / "snapshots"

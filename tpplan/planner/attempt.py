@@ -17,6 +17,7 @@ from tpplan.planner.exllamav2 import exllamav2_counts
 from tpplan.planner.items import Bin, Item, Placement
 from tpplan.planner.ledger import demands, ledger
 from tpplan.planner.place import Effort, nearest, solve
+from tpplan.planner.speed import bandwidth_of
 from tpplan.planner.stages import solve_stages
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def attempt(
         left = [evolve(d, budget_bytes=d.budget_bytes - request.reserved(i)) for i, d in enumerate(devices)]
         counts = exllamav2_counts(model, whole, left)
         return None if counts is None else finish(model, devices, request, wanted, counts)
-    bins = [bin_of(device, wanted, request.strategy, request.reserved(i)) for i, device in enumerate(devices)]
+    rates = bandwidths(devices) if request.strategy == "latency" else (0,) * len(devices)
+    bins = [bin_of(device, wanted, request.reserved(i), rates[i]) for i, device in enumerate(devices)]
     solver = solve_stages if request.strategy == "latency" else solve
     counts = place(wanted, bins, request.strategy, lambda items, hosts: solver(items, hosts, effort))
     found = finish(model, devices, request, wanted, counts) if counts else None
@@ -103,7 +105,7 @@ def nearest_attempt(
 ) -> Attempt:
     """Return the cuts that lack the fewest bytes, or, if they lack hardly more, cuts in proportion to the budgets."""
     wanted = wanted or demands(model, request, len(devices))
-    bins = [bin_of(device, wanted, "balanced", request.reserved(i)) for i, device in enumerate(devices)]
+    bins = [bin_of(device, wanted, request.reserved(i)) for i, device in enumerate(devices)]
     plenty = [evolve(host, room=host.speed * _PLENTY) for host in bins]
     placed = (
         place(wanted, plenty, "balanced", lambda items, hosts: solve(items, hosts, Effort.ANY)),
@@ -169,11 +171,17 @@ def _item(demand: Demand, strategy: str) -> Item:
     return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.bytes, kept.bytes, attention)
 
 
-def bin_of(device: Device, wanted: Demands, strategy: str, reserved: int = 0) -> Bin:
-    """Return a device as a bin, with its room, and its budget or bandwidth as speed."""
+def bandwidths(devices: Sequence[Device]) -> tuple[int, ...]:
+    """Return the bandwidths that devices share reads by: the catalogue's, or if it lacks one, those measured."""
+    rates, measured = [device.bandwidth_bytes_per_second for device in devices], [*map(bandwidth_of, devices)]
+    return tuple(measured if all(measured) and not all(rates) else rates)
+
+
+def bin_of(device: Device, wanted: Demands, reserved: int = 0, bandwidth: int = 0) -> Bin:
+    """Return a device as a bin, with its room, and its bandwidth as speed, or its budget if that is 0."""
     room = device.budget_bytes - device.overhead_bytes - wanted.common.bytes - reserved
-    if strategy == "latency":
-        return Bin(room, device.bandwidth_bytes_per_second, wanted.common.reads)
+    if bandwidth:
+        return Bin(room, bandwidth, wanted.common.reads)
     return Bin(room, device.budget_bytes, wanted.common.bytes + device.overhead_bytes + reserved)
 
 

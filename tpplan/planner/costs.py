@@ -111,8 +111,8 @@ class Demand:
         return self.kept + self._elements(end - start) + self.head.part(heads, 1)
 
     def _elements(self, elements: int) -> Cost:
-        rows = self.split.workspace * unit_count(elements, self.unit)
-        return evolve(evolve(self.split, workspace=0).part(elements, self.size), workspace=rows)
+        part = self.split.part(elements, self.size)
+        return Cost(part.weights, part.cache, self.split.workspace * unit_count(elements, self.unit), part.reads)
 
 
 @frozen

@@ -139,10 +139,23 @@ class Trials:
 
     def fits_bits(self, request: Request, tenths: int) -> bool:
         """Return whether weights of so many tenths of a bit give a plan, if all tensors are smaller in proportion."""
+        return self.attempt(request, tenths, (Effort.ANY,)) is not None
+
+    def attempt(
+        self, request: Request, tenths: int = 0, efforts: tuple[Effort, ...] = (Effort.QUICK, Effort.ANY)
+    ) -> Attempt | None:
+        """Return what is found for another request, by the first effort that finds some; None if none does.
+
+        Args:
+            request: the request.
+            tenths: tenths of a bit per weight, if all tensors change in proportion; 0 for weights as they are.
+            efforts: how long to look.
+        """
         wanted = self.wanted(request, len(self.devices))
-        size = tenths * self.model.parameter_count, 80 * self.model.weight_bytes
-        found = attempt(self.model, self.devices, request, effort=Effort.ANY, wanted=wanted.with_weights(*size))
-        return found is not None and not found.lacking
+        if tenths:
+            wanted = wanted.with_weights(tenths * self.model.parameter_count, 80 * self.model.weight_bytes)
+        tries = (attempt(self.model, self.devices, request, effort=each, wanted=wanted) for each in efforts)
+        return next((each for each in tries if each and not each.lacking), None)
 
 
 def explain(best: Attempt) -> InfeasibleError:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tpplan.core.device import Device
     from tpplan.core.model import Attention, Block, LinearAttention, ModelSpec, Parameter
 
+#: Bits of powers that are exact, and those that longer ones are rounded to.
+_EXACT_BITS, _POWER_BITS = 2**17, 256
+
 
 def cache_bytes(elements: int, kind: str) -> int:
     """Return the bytes of a cache of ``elements`` elements, rounded up once for all of them."""
@@ -211,9 +214,23 @@ def _weights(parameter: Parameter, size: int, block: Block | None, rows: int) ->
         return Cost(weights=size)
     axes = {segment.axis for dim in parameter.dims for segment in dim}
     if block and block.experts and Axis.EXPERT_INTERMEDIATE in axes:
-        every, others = block.experts**rows, (block.experts - block.experts_per_token) ** rows
-        return Cost(weights=size, reads=-(-size * (every - others) // every))
+        missed = _power(block.experts - block.experts_per_token, block.experts, rows)
+        return Cost(weights=size, reads=-(-size * (missed[1] - missed[0]) // missed[1]))
     return Cost(weights=size, reads=size)
+
+
+def _power(part: int, whole: int, exponent: int) -> tuple[int, int]:
+    """Return a fraction to a power, exact while that is short, else rounded to :data:`_POWER_BITS` bits, in squares."""
+    if exponent * whole.bit_length() <= _EXACT_BITS:
+        return part**exponent, whole**exponent
+    one = 1 << _POWER_BITS
+    power, square = one, (part << _POWER_BITS) // whole
+    while exponent:
+        if exponent & 1:
+            power = power * square >> _POWER_BITS
+        square = square * square >> _POWER_BITS
+        exponent >>= 1
+    return power, one
 
 
 def _order(group: _Group) -> tuple[int, int, int]:

@@ -9,10 +9,11 @@ from attrs import evolve, fields
 from tpplan.core.plan import AUTO, Cache, Request, Reserve, SplitPlan, least_version
 from tpplan.planfile.verify import verify
 from tpplan.planner.attempt import attempt, nearest_attempt
+from tpplan.planner.ledger import demands
 from tpplan.planner.options import DEFAULT_MAX_ROWS
 from tpplan.planner.place import Effort
 from tpplan.planner.request import check_devices, check_kinds, resolve
-from tpplan.planner.speed import predict
+from tpplan.planner.speed import bandwidth_of, predict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,17 +95,18 @@ def faster(
 
     The latter is made with all effort only if little effort makes one that is faster.
     """
-    known = all(device.bandwidth_bytes_per_second for device in balanced.devices)
+    known = all(map(bandwidth_of, balanced.devices))
     if not known or not (speed := predict(balanced, model, links)):
         return balanced
     latency, other = evolve(balanced.request, strategy="latency"), balanced
+    wanted = demands(model, latency, len(balanced.devices))
     for each in dict.fromkeys((Effort.QUICK, effort)):
-        found = attempt(model, balanced.devices, latency, effort=each)
+        found = attempt(model, balanced.devices, latency, effort=each, wanted=wanted)
         if not found or found.lacking:
             return with_speed(balanced, speed)
         other = found.plan()
         other_speed = predict(other, model, links)
-        if not other_speed or not _gains(speed, other_speed):
+        if not other_speed or not gains(speed, other_speed):
             return with_speed(balanced, speed)
     return with_speed(other, other_speed)
 
@@ -117,7 +119,7 @@ def with_speed(plan: SplitPlan, speed: Speed | None) -> SplitPlan:
     return said
 
 
-def _gains(balanced: Speed, other: Speed) -> bool:
+def gains(balanced: Speed, other: Speed) -> bool:
     """Return whether another plan decodes the plan's batch faster by more than a tie."""
     before, after = (speed.decode[-1].full_tokens_per_second for speed in (balanced, other))
     return after * _WHOLE > before * (_WHOLE + _TIE)
@@ -146,5 +148,5 @@ def replan(model: ModelSpec, old: SplitPlan) -> SplitPlan:
 def asked_strategy(plan: SplitPlan) -> str:
     """Return the strategy that a plan was asked for: ``auto`` where that gives this plan, else the plan's own."""
     strategy = plan.request.strategy
-    is_known = all(device.bandwidth_bytes_per_second for device in plan.devices)
+    is_known = all(map(bandwidth_of, plan.devices))
     return AUTO if plan.speed or (strategy == "balanced" and not is_known) else strategy

@@ -14,6 +14,7 @@ from tpplan.core.model import ModelSpec
 from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request, Reserve
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import RequestError
+from tpplan.planner.speed import bandwidth_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,13 +118,16 @@ def check_devices(devices: Sequence[Device], request: Request) -> None:
         for i, device in enumerate(devices):
             _in_range(f"{name} of device {i} ({device.name})", getattr(device, name), least, MOST)
     _check_reserve(devices, request)
-    unknown = [f"{i} ({d.name})" for i, d in enumerate(devices) if not d.bandwidth_bytes_per_second]
+    unknown = [f"{i} ({d.name})" for i, d in enumerate(devices) if not bandwidth_of(d)]
     if request.strategy == "latency" and unknown:
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
         message = (
             f"the strategy latency needs every device's bandwidth, unknown for device {', '.join(unknown[:_NAMED])}"
         )
-        hint = "name GPUs of the catalogue, such as RTX4090:20GiB, or give bandwidth_bytes_per_second in a devices file"
+        hint = (
+            "name GPUs of the catalogue, such as RTX4090:20GiB, or give bandwidth_bytes_per_second in a devices file,"
+        )
+        hint += " or measure it: tpplan devices --measure -o devices.json"
         raise RequestError(message + more, hint)
 
 

@@ -9,26 +9,29 @@ so that a plan predicts the same on every machine.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from tpplan.core.axes import Axis
+from tpplan.core.limits import MOST
 from tpplan.core.model import ModelSpec
 from tpplan.core.plan import SplitPlan
 from tpplan.core.speed import MIDDLE_BYTES, DeviceTime, LinkSpeed, Pass, Speed
 from tpplan.core.workspace import ITEM_BYTES
-from tpplan.planner.costs import Cost
+from tpplan.errors import RequestError
+from tpplan.planner.costs import Cost, Stage
 from tpplan.planner.ledger import demands
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tpplan.core.device import Device
-    from tpplan.core.model import Block, Parameter
-    from tpplan.planner.costs import Stage
+    from tpplan.core.model import Parameter
+
+#: For each stage and device, what a pass reads of each kind of weights.
+_Costs: TypeAlias = dict[Stage, list[dict[str, Cost]]]
 
 _SECOND = 10**9
 _THOUSANDTHS = 1000
@@ -120,34 +123,77 @@ _TWO_SHOT = 256 * 2**10
 
 def kind_of(parameter: Parameter, model: ModelSpec) -> str:
     """Return the kind of a parameter, a key of :data:`KINDS`."""
-    is_expert = any(segment.axis is Axis.EXPERT_INTERMEDIATE for dim in parameter.dims for segment in dim)
     if parameter.dtype.startswith(("F16", "BF16", "F32", "F64")):
         bits = 16
     else:
         eight = parameter.dtype.startswith(("F8", "I8")) or "8-bit" in model.weight_format
         bits = 8 if eight or model.weight_format.endswith("Q8_0") else 4
-    return f"experts{bits}" if is_expert else "dense" if bits == 16 else f"codes{bits}"  # noqa: PLR2004
+    return f"experts{bits}" if _is_expert(parameter) else "dense" if bits == 16 else f"codes{bits}"  # noqa: PLR2004
 
 
-def predict(plan: SplitPlan, model: ModelSpec, links: Iterable[LinkSpeed] = ()) -> Speed | None:
+@frozen
+class Part:
+    """The weights of a model that are multiplied by kernels of one kind.
+
+    Attributes:
+        kind: a key of :data:`KINDS`.
+        model: the model with these weights only.
+        scale: what their bytes are multiplied and divided by.
+    """
+
+    kind: str
+    model: ModelSpec
+    scale: tuple[int, int] = (1, 1)
+
+
+def _is_expert(parameter: Parameter) -> bool:
+    """Return whether a parameter is one of the experts that tokens are routed to."""
+    return any(segment.axis is Axis.EXPERT_INTERMEDIATE for dim in parameter.dims for segment in dim)
+
+
+def predict(
+    plan: SplitPlan, model: ModelSpec, links: Iterable[LinkSpeed] = (), parts: Sequence[Part] = ()
+) -> Speed | None:
     """Return what a plan predicts of tpplan's decoder; None if the bandwidth of a device in use is unknown.
 
     Args:
         plan: the plan, for this model.
         model: the model.
         links: links that were measured.
+        parts: its weights, if they are to be thought of as stored otherwise, see :func:`quantised`.
+
+    Raises:
+        RequestError: a pass takes longer than a plan can say, by absurd speeds.
     """
     used = tuple(i for i, entry in enumerate(plan.memory) if entry.used_bytes)
     if not all(bandwidth_of(plan.devices[i]) for i in used):
         return None
     links = tuple(link for link in links if link.first in used and link.second in used)
-    predictor = _Predictor(plan, model, used, links, _by_kind(model))
+    predictor = _Predictor(plan, model, used, links, tuple(parts) or _parts(model))
     prompt = min(PROMPT, plan.request.max_rows, plan.request.sequence_tokens)
     known = all(plan.devices[i].matrix_flops_per_second for i in used)
-    return Speed(
-        decode=tuple(predictor.decode(batch) for batch in dict.fromkeys((1, plan.request.batch))),
-        prefill=(predictor.prefill(prompt),) if known else (),
-        links=links,
+    decode = tuple(predictor.decode(batch) for batch in dict.fromkeys((1, plan.request.batch)))
+    prefill = (predictor.prefill(prompt),) if known else ()
+    if any(one.total_ns > MOST for one in (*decode, *prefill)):
+        raise _too_slow(plan, links, used)
+    return Speed(decode=decode, prefill=prefill, links=links)
+
+
+def _too_slow(plan: SplitPlan, links: Iterable[LinkSpeed], used: Sequence[int]) -> RequestError:
+    """Return the error for devices or links by which a pass takes longer than a plan can say."""
+    rates = {f"device {i} ({plan.devices[i].name}) reads": bandwidth_of(plan.devices[i]) for i in used}
+    slow = {i: plan.devices[i].matrix_flops_per_second for i in used}
+    rates |= {f"device {i} ({plan.devices[i].name}) multiplies": rate for i, rate in slow.items() if rate}
+    rates |= {f"the link of devices {each.first} and {each.second} has": each.bytes_per_second for each in links}
+    what = min(rates, key=lambda name: rates[name])
+    message = (
+        f"a pass takes more than {MOST} ns by these speeds, of which the least is that {what} {rates[what]} a second"
+    )
+    waits = max((each.latency_ns for each in links), default=0)
+    waits = max(waits, *(plan.devices[i].boundary_ns for i in used))
+    return RequestError(
+        f"{message}, and the longest wait {waits} ns",
+        "correct them in the devices file, or leave them out to guess them",
     )
 
 
@@ -165,14 +211,16 @@ class _Predictor:
         model: its model.
         used: the devices in use.
         links: measured links between them.
-        by_kind: for each kind of weights the model with no others.
+        parts: its weights, by kind.
+        costs: what passes of so many rows read, by the parts, as far as it was computed.
     """
 
     plan: SplitPlan
     model: ModelSpec
     used: tuple[int, ...]
     links: tuple[LinkSpeed, ...]
-    by_kind: Mapping[str, ModelSpec]
+    parts: tuple[Part, ...]
+    costs: dict[int, _Costs] = field(factory=dict, eq=False)
 
     def decode(self, rows: int) -> Pass:
         """Return the times of a step of ``rows`` sequences."""
@@ -182,7 +230,7 @@ class _Predictor:
         tokens = min(rows * request.sequence_tokens, request.cache.tokens)
         between = _STEP_NS
         between += sum(
-            len(block.layers) * _at(KINDS[_layer_kind(block, self.model)].layer_ns, rows) for block in blocks
+            len(block.layers) * _at(KINDS[self._layer_kind(i)].layer_ns, rows) for i, block in enumerate(blocks)
         )
 
         def reading(i: int, stage: Stage) -> tuple[int, int]:
@@ -256,16 +304,19 @@ class _Predictor:
         times = tuple(DeviceTime(i, weights[i], cache[i], exchanges, rest[i]) for i in self.used)
         return Pass(rows, times, without + exchanges, total + exchanges)
 
-    def _stages(self, rows: int) -> dict[Stage, list[dict[str, Cost]]]:
+    def _stages(self, rows: int) -> _Costs:
         """Return for each stage and device what a pass of ``rows`` tokens reads of each kind of weights.
 
         Experts are read if any of these tokens is routed to them. What all devices hold is a stage of its own.
         """
+        if rows in self.costs:
+            return self.costs[rows]
         plan = self.plan
         bounds = {(split.axis, split.layers): split.bounds for split in plan.splits}
-        found: dict[Stage, list[dict[str, Cost]]] = {}
-        for name, model in self.by_kind.items():
-            wanted = demands(model, plan.request, len(plan.devices), rows=rows)
+        found = self.costs.setdefault(rows, {})
+        for part in self.parts:
+            name, wanted = part.kind, demands(part.model, plan.request, len(plan.devices), rows=rows)
+            wanted = wanted if part.scale == (1, 1) else wanted.with_weights(*part.scale)
             common = [wanted.common] * len(plan.devices)
             parts = [(d.stage, [d.cost(*cut) for cut in pairwise(bounds[d.axis, d.layers])]) for d in wanted.axes]
             for stage, costs in [(("", ""), common), *parts]:
@@ -273,6 +324,15 @@ class _Predictor:
                 for i, cost in enumerate(costs):
                     own[i][name] = own[i].get(name, Cost()) + cost
         return found
+
+    def _layer_kind(self, block: int) -> str:
+        """Return the kind of most of the weights of the layers of a block: of their experts, if they have any."""
+        sizes: dict[str, int] = {}
+        for part in self.parts:
+            held = sum(p.bytes for p in part.model.blocks[block].parameters) if part.model.blocks else 0
+            if held:
+                sizes[part.kind] = sizes.get(part.kind, 0) + held * part.scale[0] // part.scale[1]
+        return max(sizes, key=lambda name: (name.startswith("experts"), sizes[name]), default="dense")
 
     def _exchanges(self, rows: int) -> int:
         """Return the nanoseconds that a pass spends on sums between devices, or on gathers of as many bytes."""
@@ -297,9 +357,31 @@ class _Predictor:
         return [*self.links, *([_GUESSED] if len(self.links) < pairs else [])]
 
 
-def _by_kind(model: ModelSpec) -> dict[str, ModelSpec]:
-    """Return for each kind of weights of a model the model with no others."""
-    found = {}
+def quantised(model: ModelSpec, hundredths: int) -> tuple[Part, ...]:
+    """Return a model's weights as if its layers took so many hundredths of a bit per weight, and the others 16 bits."""
+    bits = next(each for each, least in ((16, 1200), (8, 600), (4, 0)) if hundredths >= least)
+    kinds = f"experts{bits}", "dense" if bits == KINDS["dense"].bits else f"codes{bits}"
+    outside = outside_elements(model)
+    held = sum(p.bytes for p in model.parameters)
+    inside = (model.parameter_count - outside) * hundredths, 800 * max(1, model.weight_bytes - held)
+    layers = []
+    for kind in kinds:
+        of_experts = kind.startswith("experts")
+        own = (tuple(p for p in b.parameters if _is_expert(p) == of_experts) for b in model.blocks)
+        blocks = tuple(evolve(b, parameters=some) for b, some in zip(model.blocks, own, strict=True))
+        if any(block.parameters for block in blocks):
+            layers.append(Part(kind, evolve(model, blocks=blocks, parameters=()), inside))
+    return *layers, Part("dense", evolve(model, blocks=()), (2 * outside, max(1, held)))
+
+
+def outside_elements(model: ModelSpec) -> int:
+    """Return the weights outside the layers, however they are stored: those of the embedding and the output matrix."""
+    return model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+
+
+def _parts(model: ModelSpec) -> tuple[Part, ...]:
+    """Return the weights of a model by kind."""
+    found = []
     for name in sorted(
         {kind_of(p, model) for p in (*model.parameters, *(p for b in model.blocks for p in b.parameters))}
     ):
@@ -308,8 +390,8 @@ def _by_kind(model: ModelSpec) -> dict[str, ModelSpec]:
             return tuple(p for p in parameters if kind_of(p, model) == name)
 
         blocks = tuple(evolve(block, parameters=of_kind(block.parameters)) for block in model.blocks)
-        found[name] = evolve(model, blocks=blocks, parameters=of_kind(model.parameters))
-    return found
+        found.append(Part(name, evolve(model, blocks=blocks, parameters=of_kind(model.parameters))))
+    return tuple(found)
 
 
 def _share(plan: SplitPlan, device: int) -> int:
@@ -323,15 +405,6 @@ def _multiplying(cost: Cost, kind: Kind, rows: int, device: Device) -> int:
     """Return the nanoseconds in which a device multiplies rows by the weights that each of them reads, if known."""
     rate = device.matrix_flops_per_second * kind.prefill // _THOUSANDTHS
     return 2 * (cost.reads - cost.cache) * 8 // kind.bits * rows * _SECOND // rate if rate else 0
-
-
-def _layer_kind(block: Block, model: ModelSpec) -> str:
-    """Return the kind of most of the weights of a layer: of its experts, if it has any."""
-    sizes: dict[str, int] = {}
-    for parameter in block.parameters:
-        name = kind_of(parameter, model)
-        sizes[name] = sizes.get(name, 0) + parameter.bytes
-    return max(sizes, key=lambda name: (name.startswith("experts"), sizes[name]), default="dense")
 
 
 def _moving(link: LinkSpeed, size: int) -> int:

@@ -68,7 +68,8 @@ def _link(link: dict[str, Any]) -> str:
     speed = ""
     if link.get("latency_ns"):
         speed = f", sums {link['latency_ns'] / 1000:.1f} µs and {link['bytes_per_second'] / 10**9:.0f} GB/s"
-    return f"{link['kind']}{through}, peer access {access}{speed}"
+    kind = "unknown link" if link["kind"] == "unknown" else link["kind"]
+    return f"{kind}{through}, peer access {access}{speed}"
 
 
 def _processes(processes: list[dict[str, Any]]) -> list[Line]:

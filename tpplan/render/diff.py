@@ -40,9 +40,12 @@ def diff(changes: dict[str, Any]) -> list[Block]:
 
 
 def _inputs(changes: dict[str, Any]) -> list[Block]:
-    """Say which values of the model and the request differ."""
-    rows = [[("~", "dim"), *_values(field)] for field in changes["fields"]]
-    return [Heading("Inputs"), _named([("", ""), *_VALUES], "<<<<<", rows)] if rows else []
+    """Say which values of the model and the request differ, and what was chosen by them."""
+    blocks: list[Block] = []
+    for title, fields in (("Inputs", changes["fields"]), ("Chosen by auto", changes.get("chosen", ()))):
+        rows = [[("~", "dim"), *_values(field)] for field in fields]
+        blocks += [Heading(title), _named([("", ""), *_VALUES], "<<<<<", rows)] if rows else []
+    return blocks
 
 
 def _named(heads: list[Span], sides: str, rows: list[list[Span]], gap: int = 0, hidden: int = 0) -> Table:

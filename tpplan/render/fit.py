@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _LONGEST_TITLE = 60
 _LONGEST_DEVICES = 60
+_NAMED = 3
 
 
 def fit(report: dict[str, Any]) -> list[Block]:
@@ -29,7 +30,7 @@ def fit(report: dict[str, Any]) -> list[Block]:
     ]
     if report.get("assumed"):
         blocks.append(Text(f"assumed: {report['assumed']}", "warn", INDENT))
-    return [*blocks, BLANK, *_table(report), BLANK, *_verdict(report)]
+    return [*blocks, BLANK, *_table(report), BLANK, *_unknown(report), *_verdict(report)]
 
 
 def _table(report: dict[str, Any]) -> list[Block]:
@@ -45,16 +46,34 @@ def _table(report: dict[str, Any]) -> list[Block]:
                 *(_cell(cell) for cell in row["cells"]),
                 (bits, ""),
                 (row["quantisation"] or "none", "dim" if not row["quantisation"] else ""),
+                (f"{rate:,}" if (rate := row["quantisation_tokens_per_second"]) else "-", "" if rate else "dim"),
             ]
         )
     longest: list[Span] = [(f"{one['context']:,}" if one["context"] else "-", "dim") for one in report["longest"]]
-    rows.append([("longest", "dim"), *longest, ("", ""), ("", "")])
-    is_known = any(cell["tokens_per_second"] for row in report["rows"] for cell in row["cells"])
-    what = "tokens/s with a full cache" if is_known else "whether it fits"
+    rows.append([("longest", "dim"), *longest, ("", ""), ("", ""), ("", "")])
+    is_known = any(
+        rate
+        for row in report["rows"]
+        for rate in (row["quantisation_tokens_per_second"], *(cell["tokens_per_second"] for cell in row["cells"]))
+    )
+    what = "tokens/s with a full cache, estimated" if is_known else "whether it fits"
     note = f", by context and cache: {what}; bits per weight that fit with {report['cache']}"
-    heads: list[Span] = [(name, "dim") for name in ("context", *kinds, "bits", "which is")]
-    sides = ">" + ">" * len(kinds) + "><"
+    heads: list[Span] = [(name, "dim") for name in ("context", *kinds, "bits", "which is", "tokens/s")]
+    if not is_known:
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
+    sides = ">" + ">" * len(kinds) + "><>"[: 2 + is_known]
     return [Heading("What fits", note), Table(heads=heads, sides=sides, rows=rows, first=1, unnamed=0)]
+
+
+def _unknown(report: dict[str, Any]) -> list[Block]:
+    """Say why no speed is told, and what to do about it."""
+    places = report.get("without_bandwidth", ())
+    if not places:
+        return []
+    named = ", ".join(f"{i} ({report['devices'][i]})" for i in places[:_NAMED]) + ", …" * (len(places) > _NAMED)
+    text = f"no tokens/s, because the bandwidth of device {named} is unknown: name GPUs of the catalogue, such as "
+    text += "RTX4090:20GiB, or give bandwidth_bytes_per_second in a devices file"
+    return [Text(text, "warn")]
 
 
 def _cell(cell: dict[str, Any]) -> Span:
@@ -71,6 +90,7 @@ def _verdict(report: dict[str, Any]) -> list[Block]:
         return [Text(f"{asked} fit", "good")]
     found = report.get("suggestions", ())
     said = f"{asked} do not fit{'; each of these alone makes them fit' if found else ''}"
+    found = [one | {"option": "other weights"} if one["kind"] == "quantisation" else one for one in found]
     rows: list[list[Span]] = [
         [("  " + one["option"], "head"), (one["message"], "dim")] for one in found if "option" in one
     ]

@@ -172,7 +172,7 @@ class MemoryChange:
         buckets: all buckets of the device; what is reserved only where one of the plans reserves something.
         before_reads_bytes: weights and cache that one token reads in the first plan; 0 if the plan does not say.
         after_reads_bytes: the same in the second plan.
-        delta_reads_bytes: bytes more that one token reads, or fewer if negative.
+        delta_reads_bytes: bytes more that one token reads, or fewer if negative; 0 if one of the plans does not say.
     """
 
     device: DevicePair
@@ -208,6 +208,7 @@ class PlanDiff:
         summary: one line for humans.
         reasons: why the plans differ.
         fields: values of the format, the model and the request that differ.
+        chosen: the strategies, if they differ because ``auto`` chose another; left out if they do not.
         devices: devices that differ between the plans.
         splits: splits that differ between the plans.
         split_count: number of splits compared, equal ones included.
@@ -225,6 +226,7 @@ class PlanDiff:
     memory: tuple[MemoryChange, ...]
     total: tuple[BucketChange, ...]
     speed: tuple[SpeedChange, ...] = ()
+    chosen: tuple[FieldChange, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.reasons)
@@ -244,17 +246,20 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
             raise RequestError(f"diff takes two plans, this is {type(one).__name__}", "read a file with tpplan.load")
     pairs = tuple(_pairs(a.devices, b.devices))
     fields = tuple(_field_changes(a, b, ""))
+    # only plans that auto made predict speed
+    chosen = tuple(change for change in fields if change.path == _STRATEGY) if a.speed and b.speed else ()
+    fields = tuple(change for change in fields if change not in chosen)
     devices = tuple(_device_changes(a, b, pairs))
     compared = [_split_change(axis, *cut, layers, pairs) for axis in Axis for cut, layers in _aligned(a, b, axis)]
     splits = tuple(change for change in compared if change)
     memory = tuple(_memory_changes(a, b, pairs))
     reasons = {_REASONS[change.path.partition(".")[0]] for change in fields} | ({Reason.DEVICES} if devices else set())
     speed = tuple(_speed_changes(a, b))
-    if (splits or memory or a.speed != b.speed) and not reasons:
+    if (splits or memory or chosen or a.speed != b.speed) and not reasons:
         reasons = {Reason.PLANNING}
     told = f"{len(splits)} of {len(compared)} splits change"
     return PlanDiff(
-        summary=_summary(_inputs(fields), devices, told, memory) if reasons else "the plans are equal",
+        summary=_summary(_inputs(fields), chosen, devices, told, memory) if reasons else "the plans are equal",
         reasons=tuple(reason for reason in Reason if reason in reasons),
         fields=fields,
         devices=devices,
@@ -263,6 +268,7 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
         memory=memory,
         total=tuple(_bucket_changes(a.memory, b.memory, _buckets(a, b))),
         speed=speed,
+        chosen=chosen,
     )
 
 
@@ -350,6 +356,9 @@ def _reserves(values: Iterable[Reserve]) -> str:
     return ", ".join(value.text for value in values)
 
 
+#: What ``auto`` chooses.
+_STRATEGY = "request.strategy"
+
 #: A prediction is compared by itself.
 _SPEED = "speed"
 
@@ -414,14 +423,15 @@ def _elements(split: Split | None, device: int | None) -> int:
 
 def _memory_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -> Iterator[MemoryChange]:
     """Yield the devices whose memory use differs between the plans."""
-    shown = _buckets(a, b)
+    shown, all_say = _buckets(a, b), all(any(entry.reads_bytes for entry in plan.memory) for plan in (a, b))
     for pair in pairs:
         before = () if pair.before is None else (a.memory[pair.before],)
         after = () if pair.after is None else (b.memory[pair.after],)
         buckets = tuple(_bucket_changes(before, after, shown))
         old, new = (sum(entry.reads_bytes for entry in entries) for entries in (before, after))
-        if old != new or any(bucket.delta_bytes for bucket in buckets):
-            yield MemoryChange(pair, buckets, old, new, new - old)
+        delta = new - old if all_say else 0
+        if delta or any(bucket.delta_bytes for bucket in buckets):
+            yield MemoryChange(pair, buckets, old, new, delta)
 
 
 def _buckets(a: SplitPlan, b: SplitPlan) -> tuple[Bucket, ...]:
@@ -450,7 +460,11 @@ def _inputs(fields: tuple[FieldChange, ...]) -> list[str]:
 
 
 def _summary(
-    inputs: list[str], devices: tuple[DeviceChange, ...], splits: str, memory: tuple[MemoryChange, ...]
+    inputs: list[str],
+    chosen: tuple[FieldChange, ...],
+    devices: tuple[DeviceChange, ...],
+    splits: str,
+    memory: tuple[MemoryChange, ...],
 ) -> str:
     """Return a one-line summary of the most important changes."""
     kinds = [device.change for device in devices]
@@ -461,6 +475,7 @@ def _summary(
         told.append(f"and {len(moves) - _TOLD} more")
     parts = (
         f"{' and '.join(inputs)} {'differ' if len(inputs) > 1 else 'differs'}" if inputs else "",
+        *(f"auto chose {change.after} instead of {change.before}" for change in chosen),
         splits,
         ", ".join(_devices(kinds.count(kind), kind) for kind in Change if kind in kinds),
         ", ".join(told),

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from attrs import evolve, frozen
 
 from tpplan.core.plan import CACHE_KINDS, Cache, Request
-from tpplan.core.speed import LinkSpeed
+from tpplan.core.speed import LinkSpeed, Speed
 from tpplan.files.codec import document
-from tpplan.planner.attempt import attempt
 from tpplan.planner.infeasible import CONTEXT_STEP, FEWEST_TENTHS, InfeasibleError, Trials, most_that_fit
 from tpplan.planner.place import Effort
-from tpplan.planner.plan import faster, plan
+from tpplan.planner.plan import faster, gains, plan
 from tpplan.planner.request import check_devices, resolve
+from tpplan.planner.speed import bandwidth_of, outside_elements, predict, quantised
 from tpplan.reports.error import Advice, error_report
 
 if TYPE_CHECKING:
@@ -80,12 +80,15 @@ class FitRow:
         most_bits_tenths: tenths of a bit per weight that fit at this context in the cache kind that was asked for, if
             all tensors change in proportion; 160 at most, 0 if not even 1.5 bits fit.
         quantisation: the largest common quantisation that fits; empty if none does.
+        quantisation_tokens_per_second: estimated for weights of that many bits, as in the cells; 0 if none fits, or a
+            bandwidth is unknown.
     """
 
     context: int
     cells: tuple[FitCell, ...]
     most_bits_tenths: int
     quantisation: str
+    quantisation_tokens_per_second: int
 
 
 @frozen(kw_only=True)
@@ -120,6 +123,8 @@ class FitReport:
         rows: contexts, ascending.
         longest: the longest context for each cache kind.
         suggestions: single changes with which what was asked for fits, the cheapest first; left out if it fits.
+        without_bandwidth: indices of the devices whose bandwidth is unknown, for which no speed is told; left out if
+            there are none.
     """
 
     model: str
@@ -135,6 +140,7 @@ class FitReport:
     rows: tuple[FitRow, ...]
     longest: tuple[LongestContext, ...]
     suggestions: tuple[Advice, ...] = ()
+    without_bandwidth: tuple[int, ...] = ()
 
 
 def fit(
@@ -171,13 +177,15 @@ def fit(
     check_devices(devices, request)
     context = context or model.max_context
     table = _Table(Trials(model, devices, request), links)
+    rows = tuple(table.row(each) for each in _contexts(model, context))
+    row = next(row for row in rows if row.context == context)
     suggestions: tuple[Advice, ...] = ()
     if not (fits := table.fits(cache, context)):
         try:
             plan(model, devices, cache=request.cache, layout=layout, batch=batch, max_rows=max_rows)
             fits = True
         except InfeasibleError as error:
-            suggestions = error_report(error, gpus).error.suggestions
+            suggestions = _advised(error_report(error, gpus).error.suggestions, row.quantisation, model)
     return FitReport(
         model=model.name,
         weight_format=model.weight_format,
@@ -189,9 +197,10 @@ def fit(
         context=context,
         cache=cache,
         fits=fits,
-        rows=tuple(table.row(each) for each in _contexts(model, context)),
+        rows=rows,
         longest=tuple(LongestContext(cache=kind, context=table.longest(kind)) for kind in CACHE_KINDS),
         suggestions=suggestions,
+        without_bandwidth=tuple(i for i, device in enumerate(devices) if not bandwidth_of(device)),
     )
 
 
@@ -228,12 +237,10 @@ class _Table:
 
     def cell(self, kind: str, context: int) -> FitCell:
         """Return whether there is a plan, and how fast the faster one is."""
-        model, devices, request = self.trials.model, self.trials.devices, self.asked(kind, context)
-        efforts = (attempt(model, devices, request, effort=each) for each in (Effort.QUICK, Effort.ANY))
-        found = next((each for each in efforts if each and not each.lacking), None)
+        found = self.trials.attempt(self.asked(kind, context))
         if found is None:
             return FitCell(cache=kind, fits=False, tokens_per_second=0)
-        speed = faster(found.plan(), model, self.links, effort=Effort.QUICK).speed
+        speed = faster(found.plan(), self.trials.model, self.links, effort=Effort.QUICK).speed
         return FitCell(cache=kind, fits=True, tokens_per_second=speed.decode[-1].full_tokens_per_second if speed else 0)
 
     def row(self, context: int) -> FitRow:
@@ -242,12 +249,24 @@ class _Table:
         request = self.asked(trials.request.cache.kind, context)
         bits = most_that_fit(lambda tenths: trials.fits_bits(request, tenths), _MOST_TENTHS)
         bits = bits if bits >= FEWEST_TENTHS else 0
+        quantisation = next((each for each in _whole_bits(trials.model) if each[1] <= bits), ("", 0))
         return FitRow(
             context=context,
             cells=tuple(self.cell(kind, context) for kind in CACHE_KINDS),
             most_bits_tenths=bits,
-            quantisation=next((name for name, whole in _whole_bits(trials.model) if whole <= bits), ""),
+            quantisation=quantisation[0],
+            quantisation_tokens_per_second=self._rate(request, *quantisation) if quantisation[0] else 0,
         )
+
+    def _rate(self, request: Request, quantisation: str, tenths: int) -> int:
+        """Return the tokens a second with weights of a quantisation, by the faster strategy; 0 if it is unknown."""
+        trials, parts = self.trials, quantised(self.trials.model, dict(QUANTISATIONS)[quantisation])
+        best: Speed | None = None
+        for strategy in ("balanced", "latency") if all(map(bandwidth_of, trials.devices)) else ():
+            found = trials.attempt(evolve(request, strategy=strategy), tenths)
+            speed = predict(found.plan(), trials.model, self.links, parts) if found else None
+            best = speed if speed and (best is None or gains(best, speed)) else best
+        return best.decode[-1].full_tokens_per_second if best else 0
 
     def longest(self, kind: str) -> int:
         """Return the longest context that fits in a cache kind."""
@@ -259,12 +278,22 @@ class _Table:
         )
 
 
+def _advised(others: tuple[Advice, ...], quantisation: str, model: ModelSpec) -> tuple[Advice, ...]:
+    """Return advice with a quantisation that fits, if any does, before any for other devices."""
+    if not quantisation:
+        return others
+    bits = dict(_whole_bits(model))[quantisation]
+    words = f"quantise the weights to {bits // _TENTHS}.{bits % _TENTHS} bits each, as {quantisation} does"
+    own = Advice(kind="quantisation", value=quantisation, device=-1, message=words)
+    return (*(one for one in others if one.device < 0), own, *(one for one in others if one.device >= 0))
+
+
 def _whole_bits(model: ModelSpec) -> list[tuple[str, int]]:
     """Return common quantisations, with the tenths of a bit per weight of the whole model, rounded up, largest first.
 
     Matrices of the layers are quantised; embeddings, the output matrix and vectors have 16 bits.
     """
-    outside = sum(parameter.elements for parameter in model.parameters)
+    outside = outside_elements(model)
     inside = max(1, model.parameter_count - outside)
     return sorted(
         ((name, -(-(inside * bits + outside * 1600) // (10 * (inside + outside)))) for name, bits in QUANTISATIONS),

@@ -9,15 +9,14 @@ from attrs import evolve, frozen
 
 from tpplan.core.plan import SplitPlan
 from tpplan.files.codec import document
-from tpplan.planner.attempt import attempt
+from tpplan.planner.attempt import attempt, bandwidths
 from tpplan.planner.place import Effort
 from tpplan.planner.speed import bandwidth_of, predict
 
 if TYPE_CHECKING:
-    from tpplan.core.device import Device
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import DeviceMemory
-    from tpplan.core.speed import Pass
+    from tpplan.core.speed import LinkSpeed, Pass
 
 PPM = 1_000_000
 #: Speeds that differ by less than one part in so many are not told apart.
@@ -128,7 +127,8 @@ def show_report(plan: SplitPlan) -> ShowReport:
     """Return the report on a valid plan."""
     basis = ShareBasis.BANDWIDTH if plan.request.strategy == "latency" else ShareBasis.BUDGET
     pairs = tuple(zip(plan.devices, plan.memory, strict=True))
-    asked = _shares([_capacity(device, basis) for device, _ in pairs])
+    by_bandwidth = basis is ShareBasis.BANDWIDTH
+    asked = _shares([*(bandwidths(plan.devices) if by_bandwidth else (d.budget_bytes for d in plan.devices))])
     got = _shares([_load(entry, basis) for _, entry in pairs])
     shares = tuple(
         DeviceShare(
@@ -182,10 +182,6 @@ def _pass_speed(one: Pass, tokens_per_second: int) -> PassSpeed:
     )
 
 
-def _capacity(device: Device, basis: ShareBasis) -> int:
-    return device.bandwidth_bytes_per_second if basis is ShareBasis.BANDWIDTH else device.budget_bytes
-
-
 def _load(entry: DeviceMemory, basis: ShareBasis) -> int:
     """Return the bytes that the plan distributes in proportion to capacity."""
     return entry.reads_bytes if basis is ShareBasis.BANDWIDTH else _taken(entry)
@@ -206,8 +202,15 @@ def _ppm(part: int, whole: int) -> int:
     return (2 * PPM * part + whole) // (2 * whole) if whole else 0
 
 
-def of_other_strategy(plan: SplitPlan, model: ModelSpec) -> tuple[str, tuple[int, int]] | None:
+def of_other_strategy(
+    plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...] = ()
+) -> tuple[str, tuple[int, int]] | None:
     """Return the other one of ``balanced`` and ``latency``, and the tokens a second by a plan and by that.
+
+    Args:
+        plan: the plan.
+        model: its model.
+        links: links that were measured; those of a plan that predicts are its own.
 
     Returns:
         None where they differ by less than a tenth, or no bandwidth says so.
@@ -215,16 +218,17 @@ def of_other_strategy(plan: SplitPlan, model: ModelSpec) -> tuple[str, tuple[int
     if plan.speed and plan.request.strategy == "balanced":  # the faster one was chosen
         return None
     other = {"balanced": "latency", "latency": "balanced"}.get(plan.request.strategy)
-    links = plan.speed.links if plan.speed else ()
-    now = plan.speed or predict(plan, model)
-    if other is None or now is None or not all(device.bandwidth_bytes_per_second for device in plan.devices):
+    links = plan.speed.links if plan.speed else links
+    now = plan.speed or predict(plan, model, links)
+    if other is None or now is None or not all(map(bandwidth_of, plan.devices)):
         return None
     found = attempt(model, plan.devices, evolve(plan.request, strategy=other), effort=Effort.QUICK)
     then = predict(found.plan(), model, links) if found and not found.lacking else None
     if then is None:
         return None
     rates = now.decode[-1].full_tokens_per_second, then.decode[-1].full_tokens_per_second
-    return (other, rates) if _APART * abs(rates[0] - rates[1]) >= min(rates) else None
+    apart = abs(rates[0] - rates[1])
+    return (other, rates) if apart and _APART * apart >= min(rates) else None
 
 
 def faster_with_fewer(plan: SplitPlan, model: ModelSpec) -> tuple[tuple[int, ...], tuple[int, int]] | None:
@@ -251,7 +255,7 @@ def faster_with_fewer(plan: SplitPlan, model: ModelSpec) -> tuple[tuple[int, ...
         request = evolve(plan.request, strategy="latency")
         found = attempt(model, tuple(plan.devices[i] for i in kept), request, effort=Effort.QUICK)
         speed = predict(found.plan(), model, links) if found and not found.lacking else None
-        if speed and (then := speed.decode[-1].full_tokens_per_second) * _APART >= now * (_APART + 1):
+        if speed and (then := speed.decode[-1].full_tokens_per_second) * _APART >= now * (_APART + 1) > 0:
             now_best = best[1][1] if best else 0
             best = (tuple(kept), (now, then)) if then > now_best else best
     return best

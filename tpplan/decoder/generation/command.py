@@ -10,6 +10,7 @@ from attrs import evolve
 from tpplan.decoder.decoder import Decoder
 from tpplan.decoder.generation.generate import generate
 from tpplan.decoder.generation.timing import Timing
+from tpplan.decoder.generation.warmup import on_gpus
 from tpplan.decoder.model.settings import check_model
 from tpplan.decoder.text.continuation import Continuation
 from tpplan.decoder.weights.gguf import check_room
@@ -59,8 +60,9 @@ def run(
     Raises:
         TpplanError: see :func:`loaded`.
     """
-    timing, batch = Timing(), task.plan.request.batch
+    batch = task.plan.request.batch
     with loaded(task, note) as decoder:
+        timing = Timing(task.plan.speed if on_gpus(decoder) else None)
         for first in range(0, len(task.prompts), batch):
             group = task.prompts[first : first + batch]
             for report in _continued(decoder, task, group, first, timing, tell if len(task.prompts) == 1 else None):

@@ -8,6 +8,7 @@ from attrs import evolve
 
 from tpplan.decoder.generation.generate import cached, check_prompts, generate
 from tpplan.decoder.generation.timing import Timing
+from tpplan.decoder.generation.warmup import on_gpus
 from tpplan.decoder.text.continuation import Continuation
 from tpplan.errors import RequestError
 
@@ -39,7 +40,7 @@ class Conversation:
         """
         system = task.order.system
         self.messages = [{"role": "system", "content": system}] if system else []
-        self.timing = Timing()
+        self.timing = Timing(task.plan.speed if on_gpus(decoder) else None)
         self._decoder, self._task, self._tokenizer, self._template = decoder, task, tokenizer, template
         self._turns = 0
 

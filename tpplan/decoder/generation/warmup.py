@@ -34,7 +34,7 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREED
     decoder.generations += 1  # a running generation has lost its cache
     graphs, most = decoder.prompt_graphs, decoder.context.max_rows
     sizes = graphs.sizes if graphs else ()
-    if most not in sizes and _on_gpus(decoder):
+    if most not in sizes and on_gpus(decoder):
         decoder.read(_prompts(decoder, most))
     for size in reversed(sizes):  # the largest first: others fit in its memory
         for _ in range(2):  # once without a graph, once captured
@@ -53,7 +53,7 @@ def _check(sequences: int, batch: int) -> None:
         raise RequestError(what, "plan with a larger --batch" if sequences > 0 else "prepare for one or more")
 
 
-def _on_gpus(decoder: Decoder) -> bool:
+def on_gpus(decoder: Decoder) -> bool:
     """Return whether the decoder runs on GPUs, which load kernels at the first call; virtual devices do not."""
     return next(iter(decoder.context.devices.values())).device.type == "cuda"
 

@@ -193,7 +193,7 @@ def with_speeds(report: DeviceReport, measured: MeasuredSpeeds) -> DeviceReport:
         link = told.get((first, second))
         speed = speeds.get(frozenset((found[first], found[second])))
         if speed:
-            link = link or Link(first=first, second=second, kind=LinkKind.PCIE)
+            link = link or Link(first=first, second=second, kind=LinkKind.UNKNOWN)
             link = evolve(
                 link,
                 latency_ns=speed.latency_ns,

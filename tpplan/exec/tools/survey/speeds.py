@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from tpplan.exec.tools.bench.clock import Clock, Run
 from tpplan.exec.tools.survey.timer import HIDDEN, ITEM_BYTES, synthetic_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _ROUNDS = 9
 _SECOND = 10**9
@@ -40,20 +40,35 @@ def measure(busy: Callable[[str], AbstractContextManager[None]] = lambda _: null
 
     Raises:
         DeviceError: torch sees no GPU.
-        ExecutionError: a GPU has too little memory, or fails.
+        ExecutionError: a GPU has too little free memory, or fails.
     """
     count = torch.cuda.device_count()
     if not count:
         raise DeviceError("torch sees no GPU on this machine", "tpplan devices asks the drivers instead of torch")
     gpus = []
     for i in range(count):
-        with busy(f"measuring GPU {i}"):
+        with busy(f"measuring GPU {i}"), _enough_memory(f"GPU {i}"):
             gpus.append(_gpu(torch.device("cuda", i)))
     links = []
     for first, second in combinations(range(count), 2):
-        with busy(f"measuring the link of GPUs {first} and {second}"):
+        with busy(f"measuring the link of GPUs {first} and {second}"), _enough_memory(f"GPUs {first} and {second}"):
             links.append(_link(first, second))
     return MeasuredSpeeds(tuple(gpus), tuple(links))
+
+
+@contextmanager
+def _enough_memory(what: str) -> Iterator[None]:
+    """Say it clearly where GPUs have too little free memory to be measured.
+
+    Raises:
+        ExecutionError: naming them.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        told = ". ".join(str(error).split(". ")[:2])
+        hint = "end other programs there (tpplan devices lists them), or leave out --measure"
+        raise ExecutionError(f"{what} has too little free memory to be measured: {told}", hint) from error
 
 
 def _gpu(place: torch.device) -> GpuSpeed:
