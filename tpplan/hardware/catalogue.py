@@ -22,9 +22,12 @@ from functools import cache
 from attrs import frozen
 
 from tpplan.core.device import UNMEASURED_OVERHEAD_BYTES
+from tpplan.core.entry_points import added
 from tpplan.errors import DeviceError
 
 MIB = 2**20
+#: Entry points of packages with GPUs of their own, each an instance of :class:`Gpu`.
+ENTRY_POINTS = "tpplan.gpus"
 
 
 @frozen
@@ -305,6 +308,8 @@ def lookup(name: str) -> tuple[Gpu, ...]:
     """
     if found := _index().get(_key(name)):
         return found
+    if found := tuple(gpu for gpu in _others() if _key(gpu.name) == _key(name)):
+        return found
     stem, gibibytes = split(name)
     if not gibibytes:
         return ()
@@ -378,6 +383,12 @@ def overhead(capability: str) -> Overhead:
 def system_share(total_bytes: int) -> int:
     """Return what a GPU that shares the system's memory leaves to the system: 2 %, at least 2 GiB."""
     return max(2 * 2**30, total_bytes // 50)
+
+
+@cache
+def _others() -> tuple[Gpu, ...]:
+    """Return the GPUs of other packages."""
+    return tuple(added(ENTRY_POINTS, Gpu, DeviceError))
 
 
 @cache

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
+from tpplan.core.entry_points import added
 from tpplan.core.model import ModelSpec
 from tpplan.errors import ModelError
 from tpplan.models.config import ELSEWHERE, Config
@@ -22,13 +23,14 @@ from tpplan.models.families.moe import MOE
 from tpplan.models.families.packed import PACKED
 from tpplan.models.families.parts import PARTS
 from tpplan.models.families.shape import TIED, read_shape
+from tpplan.models.families.table import Family
 from tpplan.models.families.ungated import UNGATED
 from tpplan.models.families.wrappers import NESTED, TEXT, WRAPPERS, text_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tpplan.models.families.table import Family, Shape
+    from tpplan.models.families.table import Shape
 
 FAMILIES: Final[dict[str, Family]] = {
     **DENSE,
@@ -41,6 +43,9 @@ FAMILIES: Final[dict[str, Family]] = {
     **LATENT,
     **HYBRID,
 }
+
+#: Entry points of packages with families of their own, each named by its ``model_type``.
+ENTRY_POINTS: Final = "tpplan.families"
 
 #: All language models, those that are no models of their own too.
 LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS}
@@ -158,6 +163,9 @@ def _family(config: Config) -> tuple[str, Family]:
     wrapper = WRAPPERS.get(model_type)
     inner = text_part(config)[0]
     families = LANGUAGE_MODELS if wrapper else FAMILIES
+    if inner and inner not in LANGUAGE_MODELS:
+        for other in added(ENTRY_POINTS, Family, ModelError, inner):
+            FAMILIES[inner] = LANGUAGE_MODELS[inner] = other
     if family := families.get(inner):
         return model_type, wrapper.around(family) if wrapper else family
     if not model_type:
