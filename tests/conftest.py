@@ -20,6 +20,12 @@ settings.register_profile("ci", deadline=None, suppress_health_check=_SLOW_IS_FI
 settings.register_profile("quick", deadline=None, suppress_health_check=_SLOW_IS_FINE, max_examples=10)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Start a worker more than there are cores, as many tests wait: for other processes, or for a time to run out."""
+    return (os.cpu_count() or 1) + 1
+
+
 #: Folders, files and functions of tests that take most of the time: they compare with transformers or an exact solver,
 #: compile kernels, run their sources lane by lane, start processes, or leave out each step of a program in turn.
 SLOW = {

@@ -102,12 +102,19 @@ def test_fit_as_markdown() -> None:
     assert done.code == 1
     _, (table, options), sides = parsed(done.out)
     report = json.loads(command(*asked, "--json").out)
-    assert table[0] == ["context", *(cell["cache"] for cell in report["rows"][0]["cells"]), "bits", "which is"]
+    assert table[0] == [
+        "context",
+        *(cell["cache"] for cell in report["rows"][0]["cells"]),
+        "bits",
+        "which is",
+        "tokens/s",
+    ]
     for row, one in zip(table[1:-1], report["rows"], strict=True):
         rates = [f"{cell['tokens_per_second']:,}" if cell["fits"] else "-" for cell in one["cells"]]
-        assert row[:-2] == [f"{one['context']:,}", *rates]
-    assert [row[0] for row in options[1:]] == [one["option"] for one in report["suggestions"] if "option" in one]
-    assert sides[0] == [*["right"] * (len(table[0]) - 1), ""]
+        assert row[:-3] == [f"{one['context']:,}", *rates]
+    named = [one.get("option", "other weights") for one in report["suggestions"] if one["kind"] != "memory"]
+    assert [row[0] for row in options[1:]] == named
+    assert sides[0] == [*["right"] * (len(table[0]) - 2), "", "right"]
 
 
 HOSTILE = ["a|b", "`x`", "<b>x</b>", "&lt;", "*a* _b_", "[a](b:c)", "~~no~~", "\\|", "a\nb", "$x$", "x\\", "![i](j)"]

@@ -228,9 +228,13 @@ def test_the_transport_that_was_asked_for(path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        (("--backend", "metal"), "unknown backend 'metal'", "choose one of these"),
+        (("--backend", "metal"), "--backend is 'metal', expected auto, cpu or cuda", "tpplan bench --help"),
         (("--backend", "cuda"), "this machine has 0 CUDA devices", "or run on virtual devices with --backend cpu"),
-        (("--transport", "pigeon"), "unknown transport 'pigeon', expected auto, peer, host, events", "choose one"),
+        (
+            ("--transport", "pigeon"),
+            "--transport is 'pigeon', expected auto, peer, host or events",
+            "tpplan bench --help",
+        ),
         (("--rounds", "1"), "--rounds is 1, expected 2 to 1000", "7, the default"),
         (("--sizes", "8KiB,,1MiB"), "--sizes: '' is not a size", "list sizes such as 8KiB,64KiB,1MiB"),
         (("--sizes", "8kx"), "--sizes: size '8kx' has the unknown unit 'kx'", "list sizes such as"),

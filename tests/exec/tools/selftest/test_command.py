@@ -214,12 +214,16 @@ def test_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        (("--backend", "metal"), "unknown backend 'metal'", "choose one of these"),
+        (
+            ("--backend", "metal"),
+            "--backend is 'metal', expected auto, cpu or cuda",
+            "tpplan selftest --help lists what there is",
+        ),
         (("--backend", "cuda"), "this machine has 0 CUDA devices", "or run on virtual devices with --backend cpu"),
         (
             ("--transport", "pigeon"),
-            "unknown transport 'pigeon', expected peer, host, events",
-            "name one of these, or leave --transport out to test them all",
+            "--transport is 'pigeon', expected peer, host or events",
+            "tpplan selftest --help lists what there is",
         ),
     ],
 )
