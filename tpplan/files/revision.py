@@ -73,7 +73,7 @@ class Revision:
         """Return a path as git names it."""
         folder, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 (a link is a file to git)
         found = os.path.relpath(os.path.join(os.path.realpath(folder), name), self.root)  # noqa: PTH118
-        if PurePath(found).parts[0] == os.pardir or PurePath(found).is_absolute():
+        if PurePath(found).parts[:1] == (os.pardir,) or PurePath(found).is_absolute():
             raise UsageError(f"{path!r} is outside of the repository {self.root!r}", "name plans within it")
         return found.replace(os.sep, "/")
 
