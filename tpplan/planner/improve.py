@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from attrs import frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tpplan.planner.items import Bin, Item
     from tpplan.planner.search import Budget
@@ -23,7 +23,7 @@ _FEW = 12
 _SHAKES = 6
 
 #: Room and load of a bin.
-_Side: TypeAlias = tuple[int, int]
+Side: TypeAlias = tuple[int, int]
 
 
 def numbers() -> Iterator[int]:
@@ -35,7 +35,9 @@ def numbers() -> Iterator[int]:
 
 
 @frozen
-class _Move:
+class Move:
+    """Units of an item from one bin to another, and perhaps units of a second item back."""
+
     giver: int
     taker: int
     item: int
@@ -107,9 +109,9 @@ class Improver:
             source, target = full[giver % len(full)], usable[taker % len(usable)]
             amounts = [*_amounts(row[source], row[target], item.minimum)] if source != target else []
             if amounts:
-                self._apply(_Move(source, target, i % len(self.items), amounts[n % len(amounts)]))
+                self._apply(Move(source, target, i % len(self.items), amounts[n % len(amounts)]))
 
-    def _apply(self, move: _Move) -> None:
+    def _apply(self, move: Move) -> None:
         self._add(move.item, move.giver, -move.units)
         self._add(move.item, move.taker, move.units)
         self._add(move.back, move.taker, -move.back_units)
@@ -124,7 +126,7 @@ class Improver:
                 worst, lack, load, speed = b, missing, side[1], s
         return worst
 
-    def _best_move(self, giver: int) -> _Move | None:
+    def _best_move(self, giver: int) -> Move | None:
         """Return the move after which both bins lack the least room, then take the least time; None if none helps."""
         (room, load), speed = self.sides[giver], self.bins[giver].speed
         best = _Best(load, speed)
@@ -149,7 +151,7 @@ class Improver:
         sides, speeds = (self.sides[giver], self.sides[taker]), (self.bins[giver].speed, self.bins[taker].speed)
         for i, item in enumerate(self.items):
             held = self.units[i][giver], self.units[i][taker]
-            for n in _even(item, held, sides, speeds):
+            for n in even(item, held, sides, speeds):
                 self.budget.left -= 1
                 if self._may_leave(i, held, n):
                     moved = _with(sides[0], item, held[0], -n), _with(sides[1], item, held[1], n)
@@ -177,7 +179,7 @@ class Improver:
                 least, most = _with(given, back, theirs[1], 1), _with(taken, back, theirs[0], -theirs[0])
                 if not best.may_be_beaten(least, speeds[0], lack) or not best.may_be_beaten(most, speeds[1], lack):
                     continue
-                for m in _even(back, theirs, (taken, given), speeds[::-1]):
+                for m in even(back, theirs, (taken, given), speeds[::-1]):
                     self.budget.left -= 1
                     if self._may_leave(j, theirs, m):
                         sides = _with(given, back, theirs[1], m), _with(taken, back, theirs[0], -m)
@@ -199,17 +201,17 @@ class _Best:
     """
 
     def __init__(self, load: int, speed: int) -> None:
-        self.move: _Move | None = None
+        self.move: Move | None = None
         self.change, self.load, self.speed = 0, load, speed
 
-    def may_be_beaten(self, side: _Side, speed: int, lack: int) -> bool:
+    def may_be_beaten(self, side: Side, speed: int, lack: int) -> bool:
         """Return whether a move may be better after which one bin has at most this room and at least this load."""
         change = max(0, -side[0]) - lack
         if change == 0 and lack:
             return False
         return change < self.change or (change == self.change and side[1] * self.speed < self.load * speed)
 
-    def compare(self, sides: tuple[_Side, _Side], speeds: tuple[int, int], lack: int, move: tuple[int, ...]) -> None:
+    def compare(self, sides: tuple[Side, Side], speeds: tuple[int, int], lack: int, move: tuple[int, ...]) -> None:
         """Keep a move after which two bins have these sides, if it is better."""
         given, taken = sides
         change = max(0, -given[0]) + max(0, -taken[0]) - lack
@@ -218,32 +220,34 @@ class _Best:
         slower = given[1] * speeds[1] >= taken[1] * speeds[0]
         load, speed = (given[1], speeds[0]) if slower else (taken[1], speeds[1])
         if change < self.change or load * self.speed < self.load * speed:
-            self.move, self.change, self.load, self.speed = _Move(*move), change, load, speed
+            self.move, self.change, self.load, self.speed = Move(*move), change, load, speed
 
 
-def _with(side: _Side, item: Item, have: int, more: int) -> _Side:
+def _with(side: Side, item: Item, have: int, more: int) -> Side:
     """Return a bin's room and load after adding ``more`` units (removing, if negative) to ``have`` of an item."""
-    if not more:
-        return side
-    starts = (not have) - (have + more == 0)
-    return side[0] - item.cost * more - item.kept * starts, side[1] + item.load * more + item.kept_load * starts
+    size, load = item.change(have, more)
+    return side[0] - size, side[1] + load
 
 
-def _even(item: Item, held: tuple[int, int], sides: tuple[_Side, _Side], speeds: tuple[int, int]) -> list[int]:
+def even(item: Item, held: tuple[int, int], sides: tuple[Side, Side], speeds: tuple[int, int]) -> list[int]:
     """Return numbers of units to move from the first to the second of two bins, which hold so many.
 
     They equalise the times, just fill the second or just relieve the first one, or are the fewest or all.
     """
-    have, there = held
     giver, taker = sides
-    amounts = {have, item.minimum, 1}
+    amounts = {held[0], item.minimum, 1}
     if item.cost:
         amounts |= {-(giver[0] // item.cost), taker[0] // item.cost}
     if item.load:
-        even = (giver[1] * speeds[1] - taker[1] * speeds[0]) // (item.load * (speeds[0] + speeds[1]))
-        amounts |= {even, even + 1}
-    least = item.minimum
-    return sorted(n for n in amounts if 0 < n <= have and not 0 < have - n < least and there + n >= least)
+        equal = (giver[1] * speeds[1] - taker[1] * speeds[0]) // (item.load * (speeds[0] + speeds[1]))
+        amounts |= {equal, equal + 1}
+    return allowed(item, held, amounts)
+
+
+def allowed(item: Item, held: tuple[int, int], amounts: Iterable[int]) -> list[int]:
+    """Return those numbers of units that leave the first and give the second of two bins none or enough of an item."""
+    (have, there), least = held, item.minimum
+    return sorted({n for n in amounts if 0 < n <= have and not 0 < have - n < least and there + n >= least})
 
 
 def _amounts(have: int, there: int, minimum: int) -> Iterator[int]:

@@ -41,6 +41,13 @@ class Item:
     attention: bool = False
     stage: Stage = ("", "")
 
+    def change(self, have: int, more: int) -> tuple[int, int]:
+        """Return the bytes and the load that ``more`` units (fewer, if negative) add to a bin that has ``have``."""
+        if not more:
+            return 0, 0
+        starts = (not have) - (have + more == 0)
+        return self.cost * more + self.kept * starts, self.load * more + self.kept_load * starts
+
     def upper(self, room: int, limit: int) -> int:
         """Return the most units that fit into ``room`` bytes and a load of ``limit``, 0 if below the minimum."""
         room -= self.kept

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from attrs import evolve, frozen
+from attrs import evolve
 
-from tpplan.planner.improve import numbers
+from tpplan.planner.improve import Move, allowed, even, numbers
 from tpplan.planner.items import SHIFT
 from tpplan.planner.place import Effort, solve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tpplan.planner.items import Bin, Item, Placement
 
@@ -77,18 +77,6 @@ def _apart(items: Sequence[Item], bins: Sequence[Bin], effort: Effort) -> Placem
     return tuple(rows[i] for i in range(len(items)))
 
 
-@frozen
-class _Move:
-    """Units of an item from one bin to another, and perhaps units of a second item back."""
-
-    giver: int
-    taker: int
-    item: int
-    units: int
-    back: int = 0
-    back_units: int = 0
-
-
 class _Search:
     """A placement under improvement.
 
@@ -106,7 +94,7 @@ class _Search:
         self.loads = [[0] * len(bins) for _ in stages]
         for i, item in enumerate(items):
             for b in self.usable:
-                room, load = _held(item, self.units[i][b])
+                room, load = item.change(0, self.units[i][b])
                 self.rooms[b] -= room
                 self.loads[self.stage_of[i]][b] += load
         self.score: _Score = (0, 0, 0)
@@ -142,11 +130,11 @@ class _Search:
             item, row = self.items[i % len(self.items)], self.units[i % len(self.items)]
             full = [b for b, have in enumerate(row) if have]
             source, target = full[giver % len(full)], self.usable[taker % len(self.usable)]
-            amounts = self._allowed(item, (row[source], row[target]), (1, item.minimum, row[source] // 2, row[source]))
+            amounts = allowed(item, (row[source], row[target]), (1, item.minimum, row[source] // 2, row[source]))
             if source != target and amounts:
-                self._apply(_Move(source, target, i % len(self.items), amounts[n % len(amounts)]))
+                self._apply(Move(source, target, i % len(self.items), amounts[n % len(amounts)]))
 
-    def _apply(self, move: _Move) -> None:
+    def _apply(self, move: Move) -> None:
         for item, source, target, n in (
             (move.item, move.giver, move.taker, move.units),
             (move.back, move.taker, move.giver, move.back_units),
@@ -171,11 +159,9 @@ class _Search:
 
     def _change(self, item: int, b: int, more: int) -> tuple[int, int]:
         """Return the bytes and the load that more units of an item add to a bin."""
-        have, one = self.units[item][b], self.items[item]
-        starts = (not have) - (have + more == 0) if more else 0
-        return one.cost * more + one.kept * starts, one.load * more + one.kept_load * starts
+        return self.items[item].change(self.units[item][b], more)
 
-    def _best_move(self) -> _Move | None:
+    def _best_move(self) -> Move | None:
         best, score = None, self.score
         for move in self._moves():
             self.steps -= 1
@@ -184,7 +170,7 @@ class _Search:
                 best, score = move, after
         return best
 
-    def _after(self, move: _Move) -> _Score:
+    def _after(self, move: Move) -> _Score:
         """Return the score after a move."""
         giver, taker = pair = move.giver, move.taker
         lack, total, uneven = self.score
@@ -213,7 +199,7 @@ class _Search:
             uneven += (one * one + two * two - times[giver] * times[giver] - times[taker] * times[taker]) >> SHIFT
         return lack, total, uneven
 
-    def _moves(self) -> Iterator[_Move]:
+    def _moves(self) -> Iterator[Move]:
         """Yield moves out of the bin that lacks most, or else out of the slowest of each stage."""
         lacking = min(self.usable, key=lambda b: self.rooms[b])
         if self.rooms[lacking] < 0:
@@ -226,39 +212,19 @@ class _Search:
                     if taker != giver:
                         yield from self._between(giver, taker, i)
 
-    def _between(self, giver: int, taker: int, i: int) -> Iterator[_Move]:
+    def _between(self, giver: int, taker: int, i: int) -> Iterator[Move]:
         """Yield moves of an item from one bin to another, alone and in exchange for units of other items."""
         for n in self._amounts(i, giver, taker, self.rooms[giver], self.rooms[taker]):
-            yield _Move(giver, taker, i, n)
+            yield Move(giver, taker, i, n)
             left = self.rooms[giver] - self._change(i, giver, -n)[0], self.rooms[taker] - self._change(i, taker, n)[0]
             if left[1] < 0:
                 for j in range(len(self.items)):
                     if j != i and self.units[j][taker]:
                         for m in self._amounts(j, taker, giver, left[1], left[0]):
-                            yield _Move(giver, taker, i, n, j, m)
+                            yield Move(giver, taker, i, n, j, m)
 
     def _amounts(self, i: int, giver: int, taker: int, room: int, other_room: int) -> list[int]:
         """Return numbers of units to move: few, all, such that both take as long, or as the rooms ask for."""
-        item, stage = self.items[i], self.stage_of[i]
-        have, there = self.units[i][giver], self.units[i][taker]
-        wanted = {1, 2, item.minimum, have}
-        if item.cost:
-            wanted |= {-(room // item.cost), other_room // item.cost}
-        if item.load:
-            loads, speeds = self.loads[stage], (self.bins[giver].speed, self.bins[taker].speed)
-            even = (loads[giver] * speeds[1] - loads[taker] * speeds[0]) // (item.load * sum(speeds))
-            wanted |= {even, even + 1}
-        return self._allowed(item, (have, there), wanted)
-
-    @staticmethod
-    def _allowed(item: Item, held: tuple[int, int], wanted: Iterable[int]) -> list[int]:
-        """Return those numbers of units that leave and give a bin at least the minimum."""
-        have, there = held
-        return sorted(
-            {n for n in wanted if 0 < n <= have and not 0 < have - n < item.minimum and there + n >= item.minimum}
-        )
-
-
-def _held(item: Item, units: int) -> tuple[int, int]:
-    """Return the bytes and the load of units of an item in a bin."""
-    return (item.kept + item.cost * units, item.kept_load + item.load * units) if units else (0, 0)
+        item, loads = self.items[i], self.loads[self.stage_of[i]]
+        held, sides = (self.units[i][giver], self.units[i][taker]), ((room, loads[giver]), (other_room, loads[taker]))
+        return allowed(item, held, {2, *even(item, held, sides, (self.bins[giver].speed, self.bins[taker].speed))})
