@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import accumulate, pairwise, product
 from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,6 +149,24 @@ def test_devices_wait_for_each_other_after_every_stage() -> None:
     full = (read + cache * max(shares[Axis.KV_HEADS])) * 1e9 + rest
     assert step.total_ns == pytest.approx(full, rel=1e-6)
     assert step.total_ns > max(one.total_ns for one in step.devices)
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [("H200,4xRTX3060", 4), ("H200,5xRTX3060", 1)])
+def test_replicated_heads_that_every_device_has_count(gpus: str, batch: int) -> None:
+    """Of all cuts by which each small card has one to three heads, none is faster than the plan's."""
+    model, devices = tpplan.read_model(MODELS / "Qwen2.5-7B"), parse_devices(gpus)
+    cache = Cache(tokens=32768 * batch)
+    made = plan(model, devices, cache=cache, batch=batch, strategy="latency", kv="replicate")
+
+    def time(bounds: tuple[int, ...]) -> int:
+        splits = tuple(evolve(s, bounds=bounds) if s.axis is Axis.KV_HEADS else s for s in made.splits)
+        speed = predict(evolve(made, splits=splits), model)
+        assert speed
+        return speed.decode[-1].total_ns
+
+    heads, others = made.split(Axis.KV_HEADS).size, product((1, 2, 3), repeat=len(devices) - 1)
+    cuts = [(0, *accumulate((heads - sum(counts), *counts))) for counts in others]
+    assert time(made.bounds(Axis.KV_HEADS)) == min(map(time, cuts))
 
 
 @pytest.mark.parametrize("gpus", ["2xRTX4090", "RTX5090,RTX4060Ti-16GB,RTX3060", "H100,A100-80GB"])

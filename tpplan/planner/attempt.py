@@ -142,7 +142,8 @@ def place(
     for i in first:
         # Heads are replicated so that every device has some: each gets one before the others are placed.
         bins = [_with_one(items[i], host) for host in bins]
-        items[i] = evolve(items[i], count=items[i].count - len(bins), kept=0, kept_load=0)
+        one = items[i].kept_load + items[i].load
+        items[i] = evolve(items[i], count=items[i].count - len(bins), kept=0, kept_load=0, borne=one)
     costly = [i for i, item in items.items() if item.count and (item.cost or item.kept)]
     placed = solver([items[i] for i in costly], bins)
     if placed is None:
@@ -167,7 +168,9 @@ def _item(demand: Demand, strategy: str) -> Item:
     minimum = minimum_units(demand.axis, demand.size, demand.unit)
     attention = demand.axis in {Axis.KV_HEADS, Axis.LINEAR_HEADS}
     if strategy == "latency":
-        return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.reads, kept.reads, attention, demand.stage)
+        return Item(
+            demand.units, minimum, unit.bytes, kept.bytes, unit.reads, kept.reads, attention, stage=demand.stage
+        )
     return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.bytes, kept.bytes, attention)
 
 

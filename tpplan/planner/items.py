@@ -28,6 +28,7 @@ class Item:
         kept: fixed cost in bytes of a bin that holds any unit.
         load: load per unit.
         kept_load: fixed load of a bin that holds any unit.
+        borne: load of it that every bin has already, in the item's stage.
         stage: the stage of a pass that loads belong to; of balanced plans all belong to one.
         attention: whether units are attention heads, which more bins should hold where that costs next to nothing.
     """
@@ -39,6 +40,7 @@ class Item:
     load: int
     kept_load: int
     attention: bool = False
+    borne: int = 0
     stage: Stage = ("", "")
 
     def change(self, have: int, more: int) -> tuple[int, int]:

@@ -78,18 +78,21 @@ def solve(items: Sequence[Item], bins: Sequence[Bin], effort: Effort = Effort.BE
     it is used up (many bins, many coarse units, hardly any slack), the result is the best placement so far, or None.
     With less effort, an existing placement may be missed in tight cases.
     """
-    return _sorted(items, bins, lambda items, bins: _Solver(items, bins, effort).solve())
+    return in_order(items, bins, lambda items, bins: _Solver(items, bins, effort).solve())
 
 
 def nearest(items: Sequence[Item], bins: Sequence[Bin]) -> Placement | None:
     """Return a placement that lacks little room, summed over all bins; None if no bin can be used at all."""
-    return _sorted(items, bins, lambda items, bins: _Solver(items, bins).nearest())
+    return in_order(items, bins, lambda items, bins: _Solver(items, bins).nearest())
 
 
-def _sorted(
+def in_order(
     items: Sequence[Item], bins: Sequence[Bin], solver: Callable[[list[Item], list[Bin]], Placement | None]
 ) -> Placement | None:
-    """Call a solver with items from coarse to fine and bins from roomy to tight, without bins that cannot be used."""
+    """Return what a solver places, given items from coarse to fine and bins from roomy to tight, whatever their order.
+
+    Bins that cannot be used are not among them.
+    """
     usable = (b for b, host in enumerate(bins) if host.room >= 0)
     order = sorted(usable, key=lambda b: (-bins[b].room, -bins[b].speed, bins[b].load, b))
     ranks = sorted(range(len(items)), key=lambda i: (-items[i].cost, -items[i].load, i))

@@ -14,7 +14,7 @@ from attrs import evolve
 
 from tpplan.planner.improve import Move, allowed, even, numbers
 from tpplan.planner.items import SHIFT
-from tpplan.planner.place import Effort, solve
+from tpplan.planner.place import Effort, in_order, solve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 #: Room that no item fills.
 _PLENTY = 1 << 200
 #: Moves that are considered, by effort; they are counted, because time differs between machines.
-_STEPS = {Effort.ANY: 5_000, Effort.QUICK: 20_000, Effort.BEST: 60_000}
+_STEPS = {Effort.ANY: 5_000, Effort.QUICK: 20_000, Effort.BEST: 120_000}
 #: A placement within 1/1024 of the bound is good enough.
 _TOLERANCE_BITS = 10
-_SHAKES, _PATIENCE = 4, 40
+_SHAKES, _PATIENCE = 4, 100
+#: How much more a stage counts than others where it is tried first.
+_MORE = 8
 
 #: Bytes that bins lack, the time of the pass, and a measure of how uneven stages are, which decides between others.
 _Score: TypeAlias = tuple[int, int, int]
@@ -38,12 +40,16 @@ def solve_stages(items: Sequence[Item], bins: Sequence[Bin], effort: Effort = Ef
 
     Args:
         items: the items, with their stages.
-        bins: the bins; what they bear without any items counts for no stage.
+        bins: the bins; of what they bear without these items, only what items say of it counts for their stage.
         effort: how long to look.
 
     Returns:
         None if no placement was found that fits.
     """
+    return in_order(items, bins, lambda items, bins: _solve(items, bins, effort))
+
+
+def _solve(items: Sequence[Item], bins: Sequence[Bin], effort: Effort) -> Placement | None:
     apart = _apart(items, bins, effort)
     if apart is None:
         return None
@@ -52,24 +58,44 @@ def solve_stages(items: Sequence[Item], bins: Sequence[Bin], effort: Effort = Ef
     if best.score[0] == 0:
         return apart
     best.run()
-    start = solve(items, bins, effort if best.score[0] else Effort.QUICK)
-    if start is None and best.score[0]:
-        return None
-    if start is not None:
+    found = [best]
+    for start in _starts(items, bins, effort, Effort.QUICK if best.score[0] == 0 else effort):
         other = _Search(items, bins, start, _STEPS[effort])
         other.run()
-        best = min(best, other, key=lambda each: each.score)
+        found.append(other)
+    best = min(found, key=lambda each: each.score)
+    if best.score[0]:
+        return None
     if effort is Effort.BEST:
         best = best.shaken(bound + (bound >> _TOLERANCE_BITS))
     return best.placement
 
 
+def _starts(items: Sequence[Item], bins: Sequence[Bin], effort: Effort, first: Effort) -> Iterator[Placement]:
+    """Yield placements that fit, by the longest time of a bin for all of its load, whatever the stages.
+
+    With the best effort, also those for which one stage counts more than the others.
+
+    Args:
+        items: the items.
+        bins: the bins.
+        effort: how long to look in all.
+        first: how long to look for the first of them.
+    """
+    found = [solve(items, bins, first)]
+    for stage in dict.fromkeys(item.stage for item in items) if effort is Effort.BEST else ():
+        own = [evolve(i, load=_MORE * i.load, kept_load=_MORE * i.kept_load) if i.stage == stage else i for i in items]
+        found.append(solve(own, bins, Effort.QUICK))
+    yield from filter(None, found)
+
+
 def _apart(items: Sequence[Item], bins: Sequence[Bin], effort: Effort) -> Placement | None:
-    """Return the fastest placement of every stage, whatever room the bins have, if any has some."""
-    roomy = [evolve(host, room=_PLENTY if host.room >= 0 else -1, load=0) for host in bins]
+    """Return the fastest placement of every stage, whatever room the bins have."""
     rows: dict[int, tuple[int, ...]] = {}
     for stage in dict.fromkeys(item.stage for item in items):
         own = [i for i, item in enumerate(items) if item.stage == stage]
+        borne = sum(items[i].borne for i in own)
+        roomy = [evolve(host, room=_PLENTY, load=borne) for host in bins]
         found = solve([items[i] for i in own], roomy, effort)
         if found is None:
             return None
@@ -88,12 +114,12 @@ class _Search:
         self.items, self.bins, self.steps = items, bins, steps
         stages = [*dict.fromkeys(item.stage for item in items)]
         self.stage_of = [stages.index(item.stage) for item in items]
-        self.usable = [b for b, host in enumerate(bins) if host.room >= 0]
         self.units = [list(row) for row in placement]
         self.rooms = [host.room for host in bins]
         self.loads = [[0] * len(bins) for _ in stages]
         for i, item in enumerate(items):
-            for b in self.usable:
+            self.loads[self.stage_of[i]] = [load + item.borne for load in self.loads[self.stage_of[i]]]
+            for b in range(len(bins)):
                 room, load = item.change(0, self.units[i][b])
                 self.rooms[b] -= room
                 self.loads[self.stage_of[i]][b] += load
@@ -118,9 +144,8 @@ class _Search:
             other._scatter(scatter)
             other.run()
             best.steps = other.steps
-            stale += 1
-            if other.score < best.score:
-                best, stale = other, 0
+            stale = 0 if other.score[:2] < best.score[:2] else stale + 1
+            best = other if other.score[:2] <= best.score[:2] else best
         return best
 
     def _scatter(self, numbers: Iterator[int]) -> None:
@@ -129,7 +154,7 @@ class _Search:
             i, giver, taker, n = (next(numbers) for _ in range(4))
             item, row = self.items[i % len(self.items)], self.units[i % len(self.items)]
             full = [b for b, have in enumerate(row) if have]
-            source, target = full[giver % len(full)], self.usable[taker % len(self.usable)]
+            source, target = full[giver % len(full)], taker % len(self.bins)
             amounts = allowed(item, (row[source], row[target]), (1, item.minimum, row[source] // 2, row[source]))
             if source != target and amounts:
                 self._apply(Move(source, target, i % len(self.items), amounts[n % len(amounts)]))
@@ -153,7 +178,7 @@ class _Search:
         ]
         self.times = times
         self.slowest = [sorted(range(len(row)), key=lambda b: -row[b])[:3] for row in times]
-        lack = sum(max(0, -room) for room in (self.rooms[b] for b in self.usable))
+        lack = sum(max(0, -room) for room in self.rooms)
         total = sum(row[slow[0]] for row, slow in zip(times, self.slowest, strict=True))
         self.score = lack, total, sum(time * time for row in times for time in row) >> SHIFT
 
@@ -201,14 +226,14 @@ class _Search:
 
     def _moves(self) -> Iterator[Move]:
         """Yield moves out of the bin that lacks most, or else out of the slowest of each stage."""
-        lacking = min(self.usable, key=lambda b: self.rooms[b])
+        lacking = min(range(len(self.bins)), key=lambda b: self.rooms[b])
         if self.rooms[lacking] < 0:
             givers = [(lacking, i) for i, item in enumerate(self.items) if item.cost or item.kept]
         else:
             givers = [(self.slowest[s][0], i) for i, s in enumerate(self.stage_of)]
         for giver, i in givers:
             if self.units[i][giver]:
-                for taker in self.usable:
+                for taker in range(len(self.bins)):
                     if taker != giver:
                         yield from self._between(giver, taker, i)
 
