@@ -227,6 +227,37 @@ def test_plans_are_compared_with_a_revision() -> None:
     assert "plans/other.json: new\n" in done.out
 
 
+def test_whole_repositories_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is told once, however its folder is named, from wherever, and whatever patterns git is told to take."""
+    git("init", "-q")
+    assert command("plan", "--all").code == 0
+    git("add", ".")
+    git("commit", "-qm", "plans")
+    monkeypatch.setenv("GIT_GLOB_PATHSPECS", "1")
+    for here, asked in (
+        (".", "."),
+        (".", "**/*.json"),
+        (".", str(Path.cwd())),
+        ("models", ".."),
+        ("models", "../plans/*"),
+    ):
+        with monkeypatch.context() as inside:
+            inside.chdir(here)
+            done = command("diff", "--against", "HEAD", asked)
+        assert (done.code, "new" in done.out) == (0, False), (here, asked, done.err)
+
+
+def test_a_link_leads_out_of_the_folder() -> None:
+    """A plan would be written where a manifest may not write."""
+    Path("team").mkdir()
+    Path("out").mkdir()
+    Path("team/plans").symlink_to(Path("out").resolve(), target_is_directory=True)
+    text = MANIFEST.replace('"models/', '"../models/').replace('"machines/', '"../machines/')
+    Path("team/tpplan.toml").write_text(text, encoding="utf-8")
+    assert "file leads by a link to" in refused("plan", "--manifest", "team/tpplan.toml")
+    assert not [*Path("out").iterdir()]
+
+
 def test_what_git_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """No repository, no such revision, no such plan, a plan outside, and no git are told in words."""
     assert command("plan", "--all").code == 0

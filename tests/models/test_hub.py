@@ -117,6 +117,14 @@ def test_a_revision_stays_in_its_directory(home: Path, tmp_path: Path, revision:
             local(f"meta-llama/Llama-3.1-8B@{each}")
 
 
+def test_a_pipe_is_no_reference(home: Path) -> None:
+    """Nobody writes into it, so reading it would take for ever."""
+    snapshot = cached(home, COMMIT, "main")
+    os.mkfifo(snapshot.parents[1] / "refs" / "pipe")
+    with pytest.raises(ModelError, match="has no revision pipe"):
+        local("meta-llama/Llama-3.1-8B@pipe")
+
+
 def test_a_long_reference_is_not_read_whole(home: Path) -> None:
     """Of a file of 64 GiB, which takes no room, the commit is read and no more."""
     snapshot = cached(home, COMMIT, "main")

@@ -38,8 +38,8 @@ def diff(plans: tuple[str, ...], name: str, manifest: str, form: str) -> Revisio
         raise UsageError(f"--manifest does not go with {'PLANS' if name else 'a diff of two plans'}", hint)
     found = revision(name, os.path.dirname(manifest))  # noqa: PTH120 (an empty one is the current directory)
     named = [path for argument in plans for path in _named(argument, found)]
-    paths = tuple(dict.fromkeys(map(os.path.normpath, named))) if plans else of_manifest.files_since(manifest, found)
-    before = {os.path.normpath(path): content for path, content in found.files(paths).items()}
+    paths = tuple(dict.fromkeys(map(os.path.relpath, named))) if plans else of_manifest.files_since(manifest, found)
+    before = {os.path.relpath(path): content for path, content in found.files(paths).items()}
     files: dict[str, tuple[bytes | None, bytes | None]] = {}
     for path in paths:
         is_here = os.path.lexists(path)
@@ -61,7 +61,7 @@ def _named(argument: str, revision: Revision) -> list[str]:
     Raises:
         UsageError: there are none.
     """
-    here, whole = places_of(argument), os.path.normpath(argument)
+    here, whole = places_of(argument), os.path.relpath(argument)
     if is_pattern(argument):
         plain = takewhile(lambda part: not is_pattern(part), PurePath(whole).parts[:-1])
         inside = revision.files((str(PurePath(*plain)),))

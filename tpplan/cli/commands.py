@@ -177,7 +177,7 @@ def plan(
     if all_ or manifest:
         from tpplan.cli import manifest as on_manifest  # noqa: PLC0415
 
-        given = {"MODEL": model, "--gpus": gpus, "-o": output, "an option of a plan": options != Options()}
+        given = {"MODEL": model, "--gpus": gpus, "-o": output, **dict.fromkeys(options.unusual, True)}
         report = on_manifest.plan(manifest, given, json=json)
         return OK if report.ok else NO if report.only_infeasible else FAILED
     for name, value in (("MODEL", model), ("--gpus", gpus)):
@@ -364,6 +364,8 @@ def check(
     from tpplan.reports.check import check as compare  # noqa: PLC0415
 
     chosen = form_of(form, json=json)
+    if gpus and not (model or all_ or manifest):
+        raise lacking("check", "--model")
     if all_ or manifest or not model:
         from tpplan.cli import manifest as on_manifest  # noqa: PLC0415
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Final
 
 from attrs import frozen
@@ -120,12 +120,15 @@ def _git(folder: str, *arguments: str, otherwise: TpplanError | None = None) -> 
         done = subprocess.run(  # noqa: S603 (no shell, and what users name is behind -- or --end-of-options)
             ["git", *arguments],  # noqa: S607 (whichever git the user has)
             cwd=folder,
+            env={name: value for name, value in os.environ.items() if not name.endswith("_PATHSPECS")},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_PATIENCE,
             check=False,
         )
     except FileNotFoundError as error:
+        if not Path(folder).is_dir():
+            raise UsageError(f"there is no folder {folder[:60]!r}", "name one that is in a git repository") from error
         raise TpplanError("git is not installed, or not on the PATH", "install git") from error
     except subprocess.TimeoutExpired as error:
         raise TpplanError(f"git {arguments[0]} did not end within {_PATIENCE} seconds", "try it in a shell") from error

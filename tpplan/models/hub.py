@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -80,11 +81,11 @@ def cache() -> Path:
 
 def _snapshot(folder: Path, revision: str) -> Path | None:
     """Return the snapshot of a branch, a tag or a commit; None if there is none."""
-    try:
-        with (folder / "refs" / revision).open(encoding="utf-8") as file:
-            commit = file.read(_COMMIT).strip()
-    except (OSError, ValueError):
-        commit = revision
+    reference, commit = folder / "refs" / revision, revision
+    with suppress(OSError, ValueError):
+        if reference.is_file():  # a pipe would be waited for
+            with reference.open(encoding="utf-8") as file:
+                commit = file.read(_COMMIT).strip()
     snapshots = folder / "snapshots"
     if _HASH.fullmatch(commit) and (snapshots / commit).is_dir():
         return snapshots / commit

@@ -118,6 +118,8 @@ def loads(data: bytes, path: str) -> Manifest:
         found += [Problem(FORM, where, f"has no {key}") for key in missing]
         if isinstance(file, str):
             place = os.path.realpath(_from(folder, file))
+            if not _no_plan_file(file) and not Path(place).is_relative_to(os.path.realpath(folder)):
+                found.append(Problem(FORM, where, f"file leads by a link to {place!r}, outside the manifest's folder"))
             if place in names:
                 found.append(Problem(FORM, where, f"has the same file as {names[place]}"))
             names[place] = where
