@@ -235,15 +235,15 @@ class _Predictor:
 
         def reading(i: int, stage: Stage) -> tuple[int, int]:
             device = self.plan.devices[i]
-            bandwidth, weights, cached = bandwidth_of(device), 0, 0
+            bandwidth, weights, cache = bandwidth_of(device), 0, 0
             for name, cost in stages[stage][i].items():
                 size = (cost.reads - cost.cache) * _at(KINDS[name].slower, rows)
                 one = size * _SECOND // _THOUSANDTHS // bandwidth
                 if of_token:
                     one = max(one, _multiplying(of_token[stage][i][name], KINDS[name], rows, device))
                 weights += one
-                cached = cost.cache * tokens // request.cache.tokens * _SECOND // bandwidth
-            return weights, cached
+                cache = cost.cache  # the same in all of them
+            return weights, cache * tokens // request.cache.tokens * _SECOND // bandwidth
 
         rest = {i: between * (self.plan.devices[i].boundary_ns or _BOUNDARY_NS) // _BOUNDARY_NS for i in self.used}
         return self._pass(rows, {stage: {i: reading(i, stage) for i in self.used} for stage in stages}, rest)
