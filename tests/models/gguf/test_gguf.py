@@ -22,7 +22,7 @@ from tpplan.core.plan import Cache
 from tpplan.errors import ModelError
 from tpplan.models.config import parse_config
 from tpplan.models.families import spec_from_config
-from tpplan.models.gguf.architectures import ARCHITECTURES, name_of
+from tpplan.models.gguf.architectures import ARCHITECTURES
 from tpplan.models.gguf.header import TYPES, read_gguf
 from tpplan.models.reader import read_model
 from tpplan.planner.plan import plan
@@ -47,15 +47,35 @@ COMMON: dict[str, int] = {
     "attention.key_length": 64,
 }
 EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 256}
-MORE: dict[str, dict[str, int]] = {
+SHARED = EXPERTS | {"expert_shared_count": 2, "leading_dense_block_count": 1}
+MLA = SHARED | {"attention.kv_lora_rank": 256, "rope.dimension_count": 32}
+#: As files have it since llama.cpp attends to the latents themselves, all heads together; and before.
+NEW_MLA = MLA | {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 256 + 32,
+    "attention.value_length": 256,
+    "attention.key_length_mla": 64 + 32,
+    "attention.value_length_mla": 64,
+}
+OLD_MLA = MLA | {"attention.head_count_kv": 8, "attention.key_length": 64 + 32, "attention.value_length": 64}
+MORE: dict[str, dict[str, Any]] = {
     "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length": 512},
     "qwen3moe": EXPERTS,
     "mixtral": {"expert_count": 4, "expert_used_count": 2},
-    "glm4moe": EXPERTS | {"expert_shared_count": 2, "leading_dense_block_count": 1},
-    "dots1": EXPERTS | {"expert_shared_count": 2, "leading_dense_block_count": 1},
+    "glm4moe": SHARED,
+    "dots1": SHARED,
     "gemma2": {"attention.sliding_window": 1024},
     "gemma3": {"attention.sliding_window": 1024},
+    "gpt-oss": EXPERTS | {"feed_forward_length": 256, "attention.sliding_window": 128},
+    "deepseek2": NEW_MLA | {"attention.q_lora_rank": 256},
+    "deepseek2-old": OLD_MLA | {"attention.q_lora_rank": 256},
+    "deepseek2-lite": NEW_MLA,
+    "olmo3": {"attention.sliding_window": 1024, "attention.sliding_window_pattern": [False, True]},
 }
+#: Models whose files have another architecture than their name; and types of them.
+ARCHES = {"mixtral": "llama", "deepseek2-old": "deepseek2", "deepseek2-lite": "deepseek2", "olmo3": "olmo2"}
+MODEL_TYPES = {"deepseek2-old": "deepseek_v2", "deepseek2-lite": "deepseek_v2", "olmo3": "olmo3"}
+NAMES = [*ARCHITECTURES, *MODEL_TYPES]
 VOCAB = 640
 
 
@@ -64,17 +84,25 @@ def config_of(name: str) -> dict[str, Any]:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     routed = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     routed |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
+    latent = routed | {"num_key_value_heads": 8, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64}
+    latent |= {"v_head_dim": 64, "q_lora_rank": 256, "head_dim": None}
+    local = {"num_local_experts": 4, "num_experts_per_tok": 2}
     more: dict[str, dict[str, Any]] = {
         "qwen2moe": experts | {"shared_expert_intermediate_size": 512},
         "qwen3moe": experts,
-        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "mixtral": local,
         "glm4moe": routed,
         "dots1": routed,
         "gemma2": {"sliding_window": 1024},
         "gemma3": {"sliding_window": 1024},
+        "gpt-oss": local | {"intermediate_size": 256, "sliding_window": 128},
+        "deepseek2": latent,
+        "deepseek2-old": latent,
+        "deepseek2-lite": latent | {"q_lora_rank": None},
+        "olmo3": {"sliding_window": 1024, "layer_types": ["full_attention", "sliding_attention"]},
     }
     return {
-        "model_type": ARCHITECTURES[name].model_type,
+        "model_type": MODEL_TYPES.get(name) or ARCHITECTURES[name].model_type,
         "num_hidden_layers": 2,
         "max_position_embeddings": 4096,
         "hidden_size": 512,
@@ -94,24 +122,39 @@ def spec_of(name: str) -> ModelSpec:
     return spec_from_config(parse_config(json.dumps(config_of(name)).encode(), "config.json"), name)
 
 
+def converted(tensor: str, shape: tuple[int, ...], name: str) -> dict[str, tuple[int, ...]]:
+    """Return a checkpoint's tensor as llama.cpp's converter stores it, by names that the gguf package's map knows."""
+    tensor = tensor.replace("correction_bias", "correction.bias")
+    if tensor.endswith("sinks"):
+        return {f"{tensor}.weight": shape}
+    if tensor.endswith("kv_b_proj.weight") and name != "deepseek2-old":
+        start, heads, nope = tensor.removesuffix("kv_b_proj.weight"), 8, 64
+        value = shape[0] // heads - nope
+        return {f"{start}k_b_proj.weight": (heads, shape[1], nope), f"{start}v_b_proj.weight": (heads, value, shape[1])}
+    if name == "gpt-oss" and ".experts." in tensor:
+        stem, _, kind = tensor.removesuffix("_bias").rpartition(".")
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        *first, last = shape
+        if tensor.endswith("_bias"):
+            return {f"{stem}.{part}.bias": (*first, last // len(parts)) for part in parts}
+        experts, inputs = first
+        return {f"{stem}.{part}.weight": (experts, last // len(parts), inputs) for part in parts}
+    return {tensor: shape}
+
+
 def shapes_of(model: ModelSpec, name: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a GGUF file's tensors by name, by the map of the gguf package."""
-    arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}["llama" if name == "mixtral" else name]
+    arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[ARCHES.get(name, name)]
     names = gguf.get_tensor_name_map(arch, 2)
     found: dict[str, tuple[int, ...]] = {}
-    for block in model.blocks:
-        for parameter in block.parameters:
-            for layer in block.layers:
-                named = parameter.name.replace("{layer}", str(layer)).replace("correction_bias", "correction.bias")
-                stem, _, kind = named.rpartition(".")
-                stem = stem.replace(".experts.{expert}.", ".experts.")  # as llama.cpp's converter merges them
-                own = names.get_name(stem)
-                assert own, stem
-                shape = (*((parameter.copies,) if parameter.copies > 1 else ()), *parameter.shape)
-                found[f"{own}.{kind}"] = shape
-    for parameter in model.parameters:
-        stem, _, kind = parameter.name.rpartition(".")
-        found[f"{names.get_name(stem)}.{kind}"] = parameter.shape
+    placed = [(each, layer) for block in model.blocks for each in block.parameters for layer in block.layers]
+    for parameter, layer in [*placed, *((each, 0) for each in model.parameters)]:
+        shape = (*((parameter.copies,) if parameter.copies > 1 else ()), *parameter.shape)
+        named = parameter.name.replace("{layer}", str(layer)).replace(".experts.{expert}.", ".experts.")
+        for stored, own in converted(named, shape, name).items():
+            stem, _, kind = stored.rpartition(".")
+            assert names.get_name(stem), stem
+            found[f"{names.get_name(stem)}.{kind}"] = own
     return found
 
 
@@ -125,7 +168,7 @@ def kind_of(name: str, shape: Sequence[int], kinds: Sequence[Any]) -> Any:
 
 def write(path: Path, name: str, kinds: Sequence[Any] = (Q.Q4_K, Q.Q6_K, Q.Q8_0), **changes: Any) -> dict[str, int]:
     """Write a small model with the gguf package; return the bytes of its tensors by name."""
-    arch = "llama" if name == "mixtral" else name
+    arch = ARCHES.get(name, name)
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**COMMON, **MORE.get(name, {}), **changes}.items():
         if value is not None:
@@ -148,7 +191,7 @@ def write(path: Path, name: str, kinds: Sequence[Any] = (Q.Q4_K, Q.Q6_K, Q.Q8_0)
     return sizes
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_model_of_every_architecture(name: str, tmp_path: Path) -> None:
     """It is the one of the same config.json, but for how weights are stored, which is as in the file, to the byte."""
     sizes = write(tmp_path / "small.gguf", name)
@@ -159,19 +202,11 @@ def test_a_model_of_every_architecture(name: str, tmp_path: Path) -> None:
     ours, theirs = ({evolve(b, layers=(), parameters=()) for b in spec.blocks} for spec in (found, logical))
     assert ours == theirs
     assert sorted(layer for block in found.blocks for layer in block.layers) == [0, 1]
-    assert (found.architecture, found.max_context, found.dtype) == (logical.architecture, 4096, logical.dtype)
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_names_are_those_of_the_package(name: str) -> None:
-    """Of every parameter of a family's small model."""
-    ours, model = set(), spec_of(name)
-    placed = [(parameter, block.layers) for block in model.blocks for parameter in block.parameters]
-    for parameter, layers in [*((parameter, (0,)) for parameter in model.parameters), *placed]:
-        own = name_of(parameter.name, ARCHITECTURES[name])
-        assert own, parameter.name
-        ours |= {own.replace("{layer}", str(layer)) for layer in layers}
-    assert ours == set(shapes_of(model, name))
+    assert (found.architecture, found.max_context, found.dtype) == (
+        logical.architecture,
+        logical.max_context,
+        logical.dtype,
+    )
 
 
 def test_layers_that_predict_are_none(tmp_path: Path) -> None:
@@ -216,6 +251,22 @@ def test_cuts_are_between_blocks(tmp_path: Path) -> None:
         assert split.unit * width % 256 == 0
         assert all((end - start) * width % 256 == 0 for start, end in pairwise(split.bounds))
     assert sum(entry.weights_bytes for entry in made.memory) >= read_model(tmp_path / "small.gguf").weight_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2moe", "gemma3", "phi3", "gpt-oss", "deepseek2", "deepseek2-old"])
+def test_a_plan_is_that_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    """In 16 bits, every axis is cut where it is in a plan for the config.json, and the cache takes the same bytes."""
+    write(tmp_path / "small.gguf", name, [Q.BF16])
+    file, checkpoint = read_model(tmp_path / "small.gguf"), evolve(spec_of(name), dtype="bfloat16")
+    assert file.parameter_count == checkpoint.parameter_count
+    size = checkpoint.weight_bytes  # and 12 MiB for cache and workspace
+    devices = [Device(name="x", budget_bytes=size * part // 100 + 12 * 2**20, overhead_bytes=0) for part in (80, 40)]
+    plans = [plan(each, devices, cache=Cache(tokens=256), max_rows=64) for each in (file, checkpoint)]
+    ours, theirs = ({split.axis: split.bounds for split in made.splits} for made in plans)
+    assert ours == theirs
+    assert [m.cache_bytes for m in plans[0].memory] == [m.cache_bytes for m in plans[1].memory]
+    cut = [bounds for bounds in ours.values() if len(bounds) > 2]
+    assert len(cut) == len(ours)
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:

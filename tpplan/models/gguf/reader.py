@@ -16,8 +16,9 @@ from tpplan.models.config import Config
 from tpplan.models.families import spec_from_config
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.matching import BUFFERS
-from tpplan.models.gguf.architectures import Architecture, architecture_of, config_of, name_of
+from tpplan.models.gguf.architectures import Architecture, architecture_of, name_of
 from tpplan.models.gguf.header import SPLIT, Gguf, read_gguf
+from tpplan.models.gguf.metadata import config_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,7 +101,7 @@ def read_gguf_model(path: Path) -> GgufModel:
     file = read_gguf(path)
     architecture = architecture_of(file, path.name)
     config = config_of(file, architecture, path.name)
-    logical = spec_from_config(config, path.stem)
+    logical = spec_from_config(config, path.stem, stored=architecture.stored)
     match = _Match(file, architecture, path.name)
     spec = rebuild(logical, match.stored)
     spec = evolve(
