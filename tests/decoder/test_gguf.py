@@ -35,43 +35,106 @@ Q = gguf.GGMLQuantizationType
 MIB = 2**20
 HEAD_DIM = COMMON["attention.key_length"]
 CAPS = 5.0, 3.0
+THETA = {"rope_theta": 10000.0}
+PLAIN = {"rope_type": "default", **THETA}
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 16.0, "beta_slow": 2.0, **THETA}
+YARN |= {"original_max_position_embeddings": 128}
 #: Numbers of the metadata by architecture; Granite's are as small as its models'.
 FACTORS = {
     "gemma2": {"attn_logit_softcapping": CAPS[0], "final_logit_softcapping": CAPS[1]},
     "granite": {"attention.scale": 0.1, "embedding_scale": 2.0, "residual_scale": 0.5, "logit_scale": 4.0},
 }
-MULTIPLIERS = {
+#: The same in words of a config.json, where they differ from what it says of the small models.
+MORE_WORDS: dict[str, dict[str, Any]] = {
     "granite": {
         "attention_multiplier": 0.1,
         "embedding_multiplier": 2.0,
         "residual_multiplier": 0.5,
         "logits_scaling": 4.0,
-    }
+    },
+    "gpt-oss": {"sliding_window": 4},
+    "gemma3": {"sliding_window": 4, "query_pre_attn_scalar": HEAD_DIM},
 }
+#: Kinds of RoPE: in words of a config.json.
+ROPES: dict[str, dict[str, Any]] = {
+    "yarn": YARN,
+    "gpt-oss": {**YARN, "truncate": False},
+    "linear": {"rope_type": "linear", "factor": 8.0, **THETA},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        **THETA,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + i / 64 for i in range(HEAD_DIM // 2)],
+        "long_factor": [1.0 + i / 4 for i in range(HEAD_DIM // 2)],
+        "factor": 128.0,
+        "original_max_position_embeddings": 32,
+        **THETA,
+    },
+    "partial": {**PLAIN, "partial_rotary_factor": 0.5},
+}
+#: The kind that small models have, where it is not the default.
+OWN_ROPES = {"gpt-oss": "gpt-oss", "glm4": "partial"}
 
 
-def written(path: Path, name: str) -> None:
-    """Write a small model of random numbers, in the types of mixed files."""
+def divisors(rope: dict[str, Any]) -> np.ndarray:
+    """Return by what Llama 3.1's RoPE divides each frequency, by the lengths of waves, as llama.cpp's converter does."""
+    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((context / waves - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+
+
+def write_rope(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    """Write a RoPE as llama.cpp's converter does."""
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(HEAD_DIM * rope.get("partial_rotary_factor", 1)))
+    kind = rope["rope_type"]
+    if kind in {"yarn", "linear"}:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", divisors(rope))
+    if kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(rope["factor"]) / np.log(original))))
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+
+
+def written(path: Path, name: str, kind: str = "") -> None:
+    """Write a small model of random numbers, in the types of mixed files; ``kind`` is that of its RoPE."""
     arch = "llama" if name == "mixtral" else name
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**COMMON, **MORE.get(name, {})}.items():
         writer.add_uint32(f"{arch}.{key}", 4 if "sliding" in key else value)
     for key, factor in {**FACTORS.get(name, {}), "attention.layer_norm_rms_epsilon": 1e-5}.items():
         writer.add_float32(f"{arch}.{key}", factor)
-    writer.add_float32(f"{arch}.rope.freq_base", 10000.0)
+    write_rope(writer, ROPES.get(kind or OWN_ROPES.get(name, ""), PLAIN))
     writer.add_uint32(f"{arch}.vocab_size", VOCAB)
-    writer.add_uint32(f"{arch}.rope.dimension_count", HEAD_DIM)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
     random = np.random.default_rng(7)
     for tensor, shape in shapes_of(spec_of(name), name).items():
-        kind = kind_of(tensor, shape, [Q.Q4_1, Q.Q8_0, Q.Q5_0])
+        stored = kind_of(tensor, shape, [Q.Q4_1, Q.Q8_0, Q.Q5_0])
+        if name == "gpt-oss" and "exps.weight" in tensor:
+            stored = Q.MXFP4
         values: Any = random.standard_normal(shape, np.float32)
         scale = (1 / 20 if "gemma" in name else 1 / 2) if "embd" in tensor else 1 / np.sqrt(np.float32(shape[-1]))
         values = values * np.float32(scale)
-        if kind is Q.F32:
+        if stored is Q.F32 or len(shape) == 1 or "bias" in tensor:
             writer.add_tensor(tensor, values + 1 if tensor.endswith("norm.weight") else values)
         else:
-            writer.add_tensor(tensor, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(tensor, gguf.quants.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -100,25 +163,32 @@ def theirs(path: Path, name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=torch.float32)
 
 
-def by_hand(path: Path, name: str) -> Any:
-    """Return transformers' model with the file's numbers, by the names of the package gguf."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    more = {"rms_norm_eps": 1e-5, "pad_token_id": None, "rope_parameters": rope, **MULTIPLIERS.get(name, {})}
-    config = AutoConfig.for_model(**config_of(name), **more)
+def by_hand(path: Path, name: str, kind: str = "") -> Any:
+    """Return transformers' model with the file's numbers, by the names of the package gguf, and a kind of RoPE."""
+    rope = ROPES.get(kind or OWN_ROPES.get(name, ""), PLAIN)
+    more = {"rms_norm_eps": 1e-5, "pad_token_id": None, "rope_parameters": rope, **MORE_WORDS.get(name, {})}
+    config = AutoConfig.for_model(**{**config_of(name), **more})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}["llama" if name == "mixtral" else name]
     names, back = gguf.get_tensor_name_map(arch, 2), LlamaTensorProcessor(config.to_dict())
     stored = {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in gguf.GGUFReader(path).tensors}
 
     def number(key: str) -> torch.Tensor:
-        stem = key.removesuffix(".weight")
-        if stem.endswith("experts.gate_up_proj"):
-            return torch.cat([number(key.replace("gate_up", part)) for part in ("gate", "up")], 1)
-        own = f"{names.get_name(stem)}.weight"
+        parts = [number(key.replace("gate_up", part)) for part in ("gate", "up")] if "experts.gate_up" in key else []
+        if parts and name == "gpt-oss":
+            return torch.stack(parts, -1).flatten(-2)
+        if parts:
+            return torch.cat(parts, 1)
+        stem, _, end = key.rpartition(".")
+        if end not in {"weight", "bias"}:  # experts and sinks
+            stem, end = key.removesuffix("_bias"), "bias" if key.endswith("_bias") else "weight"
+        own = f"{names.get_name(stem)}.{end}"
         values = stored[own]
-        if name in {"granite", "smollm3", "mixtral"}:
+        if name in {"llama", "granite", "smollm3", "mixtral"}:
             values = back.process(values, own).weights
-        return torch.tensor(values - 1 if name == "gemma" and key.endswith("norm.weight") else values)
+        if name == "gpt-oss" and values.ndim == 3:
+            values = values.swapaxes(1, 2)
+        return torch.tensor(values - 1 if name in {"gemma", "gemma3"} and key.endswith("norm.weight") else values)
 
     model.load_state_dict({key: number(key) for key in model.state_dict() if key != "lm_head.weight"}, strict=False)
     if config.tie_word_embeddings:
@@ -156,30 +226,58 @@ def test_parts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     assert cut == {0, 1}
 
 
+def generated(path: Path, name: str, prompt: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return tokens through an uneven plan; in 32 bits, which the file does not say."""
+    own = ARCHITECTURES[name]
+    monkeypatch.setitem(ARCHITECTURES, name, evolve(own, fixed={**own.fixed, "torch_dtype": "float32"}))
+    uneven(path).save(tmp_path / "p.json")
+    arguments = ("--token-ids", ",".join(map(str, prompt)), "--max-new-tokens", 6, "--backend", "cpu", "--json")
+    done = command("generate", tmp_path / "p.json", "--model", path, *arguments)
+    assert done.code == 0, done.err
+    new: list[int] = json.loads(done.out)["new_tokens"]
+    return new
+
+
+def likeliest(model: Any, prompt: list[int], new: list[int]) -> list[int]:
+    """Return transformers' likeliest token in the place of each new one."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *new]])).logits[0, len(prompt) - 1 : -1]
+    assert bool((logits.max(-1).values > 2 * logits.std(-1)).all())
+    found: list[int] = logits.argmax(-1).tolist()
+    return found
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
     [
         *("llama", "qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3"),
-        *("granite", "smollm3", "mixtral"),
+        *("granite", "smollm3", "mixtral", "glm4", "seed_oss", "ernie4_5", "hunyuan-dense", "gpt-oss"),
     ],
 )
 def test_tokens_are_likeliest_for_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token through an uneven plan is transformers' likeliest; in 32 bits, which the file does not say."""
-    own = ARCHITECTURES[name]
-    monkeypatch.setitem(ARCHITECTURES, name, evolve(own, fixed={**own.fixed, "torch_dtype": "float32"}))
-    path = tmp_path / "small.gguf"
+    """Each token through an uneven plan is transformers' likeliest."""
+    path, prompt = tmp_path / "small.gguf", [5, 17, 99, 3, 250]
     written(path, name)
-    uneven(path).save(tmp_path / "p.json")
-    prompt = [5, 17, 99, 3, 250]
-    arguments = ("--token-ids", ",".join(map(str, prompt)), "--max-new-tokens", 6, "--backend", "cpu", "--json")
-    done = command("generate", tmp_path / "p.json", "--model", path, *arguments)
-    assert done.code == 0, done.err
-    new = json.loads(done.out)["new_tokens"]
-    with torch.inference_mode():
-        logits = theirs(path, name)(torch.tensor([[*prompt, *new]])).logits[0, len(prompt) - 1 : -1]
-    assert new == logits.argmax(-1).tolist()
-    assert bool((logits.max(-1).values > 2 * logits.std(-1)).all())
+    new = generated(path, name, prompt, tmp_path, monkeypatch)
+    assert new == likeliest(theirs(path, name), prompt, new)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("llama", "llama3"), ("qwen3", "yarn"), ("qwen2", "linear"), ("gemma3", "linear"), ("phi3", "longrope")),
+        *(("phi3", "partial"), ("llama", "linear"), ("ernie4_5", "llama3")),
+    ],
+)
+def test_scaled_and_partial_rope(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are transformers' likeliest with the scaling of the file, and others without it."""
+    path, prompt = tmp_path / "small.gguf", [7 * i % 631 for i in range(1, 45)]
+    written(path, name, kind)
+    new = generated(path, name, prompt, tmp_path, monkeypatch)
+    assert new == likeliest(by_hand(path, name, kind), prompt, new)
+    assert new != likeliest(by_hand(path, name, "none"), prompt, new)
 
 
 def test_room_for_numbers(tmp_path: Path) -> None:
@@ -205,23 +303,3 @@ def test_room_for_numbers(tmp_path: Path) -> None:
     with pytest.raises(ExecutionError, match=words) as error:
         check_room(tight, model, 2)
     assert "--backend cpu" in error.value.hint
-
-
-def test_scaled_rope_is_refused(tmp_path: Path) -> None:
-    """Metadata does not say how Llama 3.1 scales it; the factors are a tensor."""
-    path = tmp_path / "small.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in COMMON.items():
-        writer.add_uint32(f"llama.{key}", value)
-    for tensor, shape in shapes_of(spec_of("llama"), "llama").items():
-        writer.add_tensor(tensor, np.zeros(shape, np.float32))
-    writer.add_tensor("rope_freqs.weight", np.ones(HEAD_DIM // 2, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    made = plan(read_model(path), [Device(name="x", budget_bytes=64 * MIB, overhead_bytes=0)], cache=Cache(tokens=64))
-    made.save(tmp_path / "p.json")
-    done = command("generate", tmp_path / "p.json", "--model", path, "--token-ids", "1,2")
-    assert done.code == 2
-    assert "small.gguf: the decoder does not compute a scaled RoPE from GGUF" in done.err

@@ -174,7 +174,7 @@ def _stack(
     quantised: dict[str, Quantised],
     stacked: dict[str, Stacked],
 ) -> None:
-    """Replace the matrices of so many experts by one tensor or stack; nothing if a device has none.
+    """Replace the matrices of so many experts by one tensor or stack, and their biases; nothing if a device has none.
 
     Args:
         name: name of the matrices, with ``{expert}`` in it.
@@ -190,6 +190,9 @@ def _stack(
         tensors[name] = torch.unflatten(torch.cat(found) if tensor is None else tensor, 0, (count, -1))
     elif own and own[0] in quantised:
         stacked[name] = Stacked.of([quantised.pop(each) for each in own], adjacent)
+    biases = [f"{name}.bias".replace("{expert}", str(i)) for i in range(count)]
+    if biases and biases[0] in tensors:
+        tensors[f"{name}.bias"] = torch.stack([tensors.pop(each) for each in biases])
 
 
 def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], dtype: torch.dtype) -> dict[str, Tensor]:
