@@ -83,7 +83,7 @@ OWN_ROPES = {"gpt-oss": "gpt-oss", "glm4": "partial"}
 
 
 def divisors(rope: dict[str, Any]) -> np.ndarray:
-    """Return by what Llama 3.1's RoPE divides each frequency, by the lengths of waves, as llama.cpp's converter does."""
+    """Return what Llama 3.1's RoPE divides each frequency by, from the length of its wave, as llama.cpp has it."""
     waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = np.clip((context / waves - low) / (high - low), 0, 1)
@@ -121,6 +121,9 @@ def written(path: Path, name: str, kind: str = "") -> None:
     for key, factor in {**FACTORS.get(name, {}), "attention.layer_norm_rms_epsilon": 1e-5}.items():
         writer.add_float32(f"{arch}.{key}", factor)
     write_rope(writer, ROPES.get(kind or OWN_ROPES.get(name, ""), PLAIN))
+    if name == "gemma3" and kind:
+        writer.add_rope_freq_base_swa(THETA["rope_theta"])
+        writer.add_sliding_window_pattern([True, False])
     writer.add_uint32(f"{arch}.vocab_size", VOCAB)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
     random = np.random.default_rng(7)
@@ -129,7 +132,7 @@ def written(path: Path, name: str, kind: str = "") -> None:
         if name == "gpt-oss" and "exps.weight" in tensor:
             stored = Q.MXFP4
         values: Any = random.standard_normal(shape, np.float32)
-        scale = (1 / 20 if "gemma" in name else 1 / 2) if "embd" in tensor else 1 / np.sqrt(np.float32(shape[-1]))
+        scale = (1 / 400 if "gemma" in name else 1 / 2) if "embd" in tensor else 1 / np.sqrt(np.float32(shape[-1]))
         values = values * np.float32(scale)
         if stored is Q.F32 or len(shape) == 1 or "bias" in tensor:
             writer.add_tensor(tensor, values + 1 if tensor.endswith("norm.weight") else values)
@@ -167,8 +170,13 @@ def by_hand(path: Path, name: str, kind: str = "") -> Any:
     """Return transformers' model with the file's numbers, by the names of the package gguf, and a kind of RoPE."""
     rope = ROPES.get(kind or OWN_ROPES.get(name, ""), PLAIN)
     more = {"rms_norm_eps": 1e-5, "pad_token_id": None, "rope_parameters": rope, **MORE_WORDS.get(name, {})}
+    if name == "phi3":
+        more["original_max_position_embeddings"] = rope.get("original_max_position_embeddings", 4096)
+    if name == "gemma3":
+        more["layer_types"] = ["sliding_attention", "full_attention"]
+        more["rope_parameters"] = {"sliding_attention": PLAIN, "full_attention": rope}
     config = AutoConfig.for_model(**{**config_of(name), **more})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}["llama" if name == "mixtral" else name]
     names, back = gguf.get_tensor_name_map(arch, 2), LlamaTensorProcessor(config.to_dict())
     stored = {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in gguf.GGUFReader(path).tensors}

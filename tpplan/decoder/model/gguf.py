@@ -1,4 +1,4 @@
-"""What the decoder reads of a GGUF file beside its metadata: the factors of RoPE that are tensors; and what it refuses."""
+"""What the decoder reads of a GGUF file beside its metadata, the factors of RoPE that are tensors; what it refuses."""
 
 from __future__ import annotations
 

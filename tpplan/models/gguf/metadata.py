@@ -131,8 +131,8 @@ def _latent(data: Mapping[str, Any], own: Mapping[str, Value], source: str) -> d
 
 def _scaling(own: Mapping[str, Value], model_type: str) -> dict[str, Any]:
     """Return the scaling of RoPE, as a config.json has it; empty without."""
-    factor = own.get("rope.scaling.factor")
-    kind = own.get("rope.scaling.type", "linear" if factor else "none")
+    usual = "linear" if own.get("rope.scaling.factor") else "longrope" if "rope.scaling.attn_factor" in own else "none"
+    kind = own.get("rope.scaling.type", usual)  # older files of Phi-3 have only what goes with the kind
     if kind in {"none", ""}:
         return {}
     found: dict[str, Any] = {"rope_type": kind}
