@@ -20,7 +20,7 @@ from tests.weight_plans import loaded
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, SplitPlan
 from tpplan.core.sizes import format_bytes
-from tpplan.decoder.weights.gguf import check_room, dequantised
+from tpplan.decoder.weights.gguf import check_room, dequantised, in_pairs
 from tpplan.errors import ExecutionError
 from tpplan.models.gguf.architectures import ARCHITECTURES
 from tpplan.models.gguf.reader import read_gguf_model
@@ -216,7 +216,7 @@ def test_parts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     weights = loaded(made, path)
     stored = {tensor.data_offset: tensor.data for tensor in gguf.GGUFReader(path).tensors}
     whole = {key: value.bfloat16() for key, value in theirs(path, name).state_dict().items()}
-    numbers = {d: dequantised(weights[d], model, torch.bfloat16, HEAD_DIM) for d in weights.tensors}
+    numbers = {d: dequantised(weights[d], model, torch.bfloat16)[0] for d in weights.tensors}
     cut = set()
     for part in iter_slices(made, model.spec):
         own = weights[part.device][part.name]
@@ -295,7 +295,7 @@ def test_room_for_numbers(tmp_path: Path) -> None:
     made, model = uneven(path), read_gguf_model(path)
     weights = loaded(made, path)
     sizes = {
-        device: sum(each.nbytes for each in dequantised(weights[device], model, torch.float16, HEAD_DIM).values())
+        device: sum(each.nbytes for each in dequantised(weights[device], model, torch.float16)[0].values())
         for device in weights.tensors
     }
 
@@ -311,3 +311,23 @@ def test_room_for_numbers(tmp_path: Path) -> None:
     with pytest.raises(ExecutionError, match=words) as error:
         check_room(tight, model, 2)
     assert "--backend cpu" in error.value.hint
+
+
+def test_experts_in_mxfp4_stay_codes(tmp_path: Path) -> None:
+    """Whatever their bytes are, they are the numbers of the package; and what they take is what the plan counts."""
+    random = np.random.default_rng(3)
+    raw = random.integers(0, 256, (6, 4 * 17), np.uint8)
+    raw[:, ::17] = random.integers(100, 150, (6, 4))  # exponents of numbers that bfloat16 has
+    matrix = in_pairs(torch.from_numpy(raw))
+    assert torch.equal(matrix.dense(0, 6, torch.float32), torch.from_numpy(gguf.quants.dequantize(raw, Q.MXFP4)))
+    path = tmp_path / "small.gguf"
+    written(path, "gpt-oss")
+    made, model = uneven(path), read_gguf_model(path)
+    weights = loaded(made, path)
+    for device, tensors in weights.tensors.items():
+        numbers, codes = dequantised(weights[device], model, torch.bfloat16)
+        experts = {name for name in tensors if ".experts." in name and name.endswith("weight")}
+        assert codes.keys() == experts
+        assert not numbers.keys() & experts
+        sizes = {name: matrix.codes.nbytes + matrix.scales.nbytes for name, matrix in codes.items()}
+        assert sizes == {name: tensors[name].nbytes for name in experts}

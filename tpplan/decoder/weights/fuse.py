@@ -191,8 +191,9 @@ def _stack(
     elif own and own[0] in quantised:
         stacked[name] = Stacked.of([quantised.pop(each) for each in own], adjacent)
     biases = [f"{name}.bias".replace("{expert}", str(i)) for i in range(count)]
-    if biases and biases[0] in tensors:
-        tensors[f"{name}.bias"] = torch.stack([tensors.pop(each) for each in biases])
+    zeros = next((torch.zeros_like(tensors[each]) for each in biases if each in tensors), None)
+    if zeros is not None:
+        tensors[f"{name}.bias"] = torch.stack([tensors.pop(each, zeros) for each in biases])
 
 
 def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], dtype: torch.dtype) -> dict[str, Tensor]:
