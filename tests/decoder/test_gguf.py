@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from tests.command import command
-from tests.models.gguf.test_gguf import COMMON, MORE, VOCAB, config_of, kind_of, shapes_of, spec_of
+from tests.models.gguf.test_gguf import COMMON, MORE, VOCAB, config_of, kind_of, shapes_of, spec_of, write
 from tests.weight_plans import loaded
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, SplitPlan
 from tpplan.core.sizes import format_bytes
+from tpplan.decoder.model.settings import settings_of
 from tpplan.decoder.weights.gguf import check_room, dequantised, in_pairs
-from tpplan.errors import ExecutionError
+from tpplan.errors import ExecutionError, ModelError
 from tpplan.models.gguf.architectures import ARCHITECTURES
 from tpplan.models.gguf.reader import read_gguf_model
 from tpplan.models.reader import read_model
@@ -53,12 +54,20 @@ MORE_WORDS: dict[str, dict[str, Any]] = {
         "logits_scaling": 4.0,
     },
     "gpt-oss": {"sliding_window": 4},
+    "exaone4": {"sliding_window": 4},
     "gemma3": {"sliding_window": 4, "query_pre_attn_scalar": HEAD_DIM},
 }
 #: Kinds of RoPE: in words of a config.json.
 ROPES: dict[str, dict[str, Any]] = {
     "yarn": YARN,
     "gpt-oss": {**YARN, "truncate": False},
+    "mistral3": {
+        **YARN,
+        "original_max_position_embeddings": 4,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "llama_4_scaling_beta": 0.25,
+    },
     "linear": {"rope_type": "linear", "factor": 8.0, **THETA},
     "llama3": {
         "rope_type": "llama3",
@@ -79,7 +88,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "partial": {**PLAIN, "partial_rotary_factor": 0.5},
 }
 #: The kind that small models have, where it is not the default.
-OWN_ROPES = {"gpt-oss": "gpt-oss", "glm4": "partial"}
+OWN_ROPES = {"gpt-oss": "gpt-oss", "glm4": "partial", "mistral3": "mistral3"}
 
 
 def divisors(rope: dict[str, Any]) -> np.ndarray:
@@ -102,6 +111,9 @@ def write_rope(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if kind == "llama3":
         writer.add_tensor("rope_freqs.weight", divisors(rope))
     if kind == "longrope":
@@ -117,7 +129,8 @@ def written(path: Path, name: str, kind: str = "") -> None:
     arch = "llama" if name == "mixtral" else name
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**COMMON, **MORE.get(name, {})}.items():
-        writer.add_uint32(f"{arch}.{key}", 4 if "sliding" in key else value)
+        add = writer.add_array if isinstance(value, list) else writer.add_uint32
+        add(f"{arch}.{key}", 4 if key.endswith("sliding_window") else value)
     for key, factor in {**FACTORS.get(name, {}), "attention.layer_norm_rms_epsilon": 1e-5}.items():
         writer.add_float32(f"{arch}.{key}", factor)
     write_rope(writer, ROPES.get(kind or OWN_ROPES.get(name, ""), PLAIN))
@@ -192,7 +205,7 @@ def by_hand(path: Path, name: str, kind: str = "") -> Any:
             stem, end = key.removesuffix("_bias"), "bias" if key.endswith("_bias") else "weight"
         own = f"{names.get_name(stem)}.{end}"
         values = stored[own]
-        if name in {"llama", "granite", "smollm3", "mixtral"}:
+        if name in {"llama", "granite", "smollm3", "mixtral", "mistral3"}:
             values = back.process(values, own).weights
         if name == "gpt-oss" and values.ndim == 3:
             values = values.swapaxes(1, 2)
@@ -260,7 +273,18 @@ def likeliest(model: Any, prompt: list[int], new: list[int]) -> list[int]:
     "name",
     [
         *("llama", "qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3"),
-        *("granite", "smollm3", "mixtral", "glm4", "seed_oss", "ernie4_5", "hunyuan-dense", "gpt-oss"),
+        *(
+            "granite",
+            "smollm3",
+            "mixtral",
+            "glm4",
+            "seed_oss",
+            "ernie4_5",
+            "hunyuan-dense",
+            "gpt-oss",
+            "exaone4",
+            "mistral3",
+        ),
     ],
 )
 def test_tokens_are_likeliest_for_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,3 +355,46 @@ def test_experts_in_mxfp4_stay_codes(tmp_path: Path) -> None:
         assert not numbers.keys() & experts
         sizes = {name: matrix.codes.nbytes + matrix.scales.nbytes for name, matrix in codes.items()}
         assert sizes == {name: tensors[name].nbytes for name in experts}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deepseek2", "small.gguf: the decoder does not compute models of type 'deepseek_v3'"),
+        ("starcoder2", "small.gguf: the decoder does not compute models of type 'starcoder2'"),
+    ],
+)
+def test_families_that_are_not_computed(name: str, words: str, tmp_path: Path) -> None:
+    """They are refused by name before anything is loaded, with those that are computed."""
+    path = tmp_path / "small.gguf"
+    write(path, name)
+    made = plan(read_model(path), [Device(name="x", budget_bytes=64 * MIB, overhead_bytes=0)], cache=Cache(tokens=64))
+    made.save(tmp_path / "p.json")
+    done = command("generate", tmp_path / "p.json", "--model", path, "--token-ids", "1,2")
+    assert done.code == 2
+    assert words in done.err
+    assert "it computes llama," in done.err
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"rope_freqs.weight": np.ones(5, np.float32)}, "long_factor has 5 numbers, expected 32"),
+        ({"rope_freqs.weight": np.ones(32, np.float16)}, "rope_freqs.weight is F16 of shape [32], expected one F32"),
+        ({"rope_freqs.weight": np.zeros(32, np.float32)}, "long_factor[0] is 0"),
+    ],
+)
+def test_factors_that_are_wrong(tensors: dict[str, np.ndarray], words: str, tmp_path: Path) -> None:
+    """The error names the tensor or the list that it stands for."""
+    path = tmp_path / "small.gguf"
+    write(path, "llama", tensors=tensors)
+    with pytest.raises(ModelError, match=re.escape(words)):
+        settings_of(path, read_model(path))
+
+
+def test_sections_of_images(tmp_path: Path) -> None:
+    """Vision models of GLM-4 have rows in another order, which the name of the architecture does not tell."""
+    path = tmp_path / "small.gguf"
+    write(path, "glm4", **{"rope.dimension_sections": [8, 12, 12, 0]})
+    with pytest.raises(ModelError, match="has a section for each direction in images"):
+        settings_of(path, read_model(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -28,7 +29,7 @@ from tpplan.models.reader import read_model
 from tpplan.planner.plan import plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from tpplan.core.model import ModelSpec
@@ -71,10 +72,22 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek2-old": OLD_MLA | {"attention.q_lora_rank": 256},
     "deepseek2-lite": NEW_MLA,
     "olmo3": {"attention.sliding_window": 1024, "attention.sliding_window_pattern": [False, True]},
+    "exaone4": {"attention.sliding_window": 1024, "attention.sliding_window_pattern": [True, False]},
+    "cohere2": {"attention.sliding_window": 1024},
+    "olmoe": EXPERTS | {"feed_forward_length": 256},
+    "phimoe": EXPERTS | {"feed_forward_length": 256, "attention.sliding_window": 1024},
+    "minimax-m2": EXPERTS | {"feed_forward_length": 256},
+    "granitemoe": EXPERTS | {"feed_forward_length": 256, "expert_shared_feed_forward_length": 512},
+    "granitemoe-alone": EXPERTS | {"feed_forward_length": 256},
+    "llama4": EXPERTS | {"interleave_moe_layer_step": 2},
+    "ernie4_5-moe": SHARED | {"interleave_moe_layer_step": 1},
+    "hunyuan-moe": EXPERTS | {"feed_forward_length": 256, "expert_shared_feed_forward_length": 256},
 }
 #: Models whose files have another architecture than their name; and types of them.
 ARCHES = {"mixtral": "llama", "deepseek2-old": "deepseek2", "deepseek2-lite": "deepseek2", "olmo3": "olmo2"}
+ARCHES["granitemoe-alone"] = "granitemoe"
 MODEL_TYPES = {"deepseek2-old": "deepseek_v2", "deepseek2-lite": "deepseek_v2", "olmo3": "olmo3"}
+MODEL_TYPES["granitemoe-alone"] = "granitemoe"
 NAMES = [*ARCHITECTURES, *MODEL_TYPES]
 VOCAB = 640
 
@@ -100,6 +113,25 @@ def config_of(name: str) -> dict[str, Any]:
         "deepseek2-old": latent,
         "deepseek2-lite": latent | {"q_lora_rank": None},
         "olmo3": {"sliding_window": 1024, "layer_types": ["full_attention", "sliding_attention"]},
+        "exaone4": {"sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"]},
+        "command-r": {"use_qk_norm": True},
+        "cohere2": {"sliding_window": 1024},
+        "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
+        "olmoe": experts | {"intermediate_size": 256},
+        "phimoe": local
+        | {"intermediate_size": 256, "sliding_window": 1024, "attention_bias": True, "lm_head_bias": True},
+        "minimax-m2": local | {"intermediate_size": 256},
+        "granitemoe": local | {"intermediate_size": 256, "shared_intermediate_size": 512},
+        "granitemoe-alone": local | {"intermediate_size": 256},
+        "llama4": local | {"intermediate_size": 256, "intermediate_size_mlp": 1024, "interleave_moe_layer_step": 2},
+        "ernie4_5-moe": {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 256,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+        "hunyuan-moe": {"num_experts": 4, "moe_topk": [2, 2], "intermediate_size": 256},
     }
     return {
         "model_type": MODEL_TYPES.get(name) or ARCHITECTURES[name].model_type,
@@ -112,7 +144,7 @@ def config_of(name: str) -> dict[str, Any]:
         "head_dim": 64,
         "vocab_size": VOCAB,
         "torch_dtype": "float16" if name == "llama" else "bfloat16",
-        "tie_word_embeddings": name in {"gemma", "gemma2", "gemma3"},
+        "tie_word_embeddings": name in {"gemma", "gemma2", "gemma3", "command-r", "cohere2"},
         **more.get(name, {}),
     }
 
@@ -122,7 +154,9 @@ def spec_of(name: str) -> ModelSpec:
     return spec_from_config(parse_config(json.dumps(config_of(name)).encode(), "config.json"), name)
 
 
-def converted(tensor: str, shape: tuple[int, ...], name: str) -> dict[str, tuple[int, ...]]:
+def converted(  # noqa: PLR0911 (one for each thing that the converter does)
+    tensor: str, shape: tuple[int, ...], name: str
+) -> dict[str, tuple[int, ...]]:
     """Return a checkpoint's tensor as llama.cpp's converter stores it, by names that the gguf package's map knows."""
     tensor = tensor.replace("correction_bias", "correction.bias")
     if tensor.endswith("sinks"):
@@ -131,7 +165,18 @@ def converted(tensor: str, shape: tuple[int, ...], name: str) -> dict[str, tuple
         start, heads, nope = tensor.removesuffix("kv_b_proj.weight"), 8, 64
         value = shape[0] // heads - nope
         return {f"{start}k_b_proj.weight": (heads, shape[1], nope), f"{start}v_b_proj.weight": (heads, value, shape[1])}
-    if name == "gpt-oss" and ".experts." in tensor:
+    if ".norms." in tensor:
+        start, number, _ = tensor.rsplit(".", 2)
+        heads = 8 if "q_layernorm" in tensor else 4
+        return {f"{start.removesuffix('.norms')}.weight": (heads, *shape)} if number == "0" else {}
+    if name.startswith("granitemoe") and "input_linear" in tensor:
+        *first, width, inputs = shape
+        own = "mlp.experts" if "block_sparse" in tensor else "mlp.shared_mlp"
+        start = tensor[: tensor.index("block_sparse" if "block_sparse" in tensor else "shared_mlp")]
+        return {f"{start}{own}.{part}_proj.weight": (*first, width // 2, inputs) for part in ("gate", "up")}
+    if name.startswith("granitemoe") and "shared_mlp.output_linear" in tensor:
+        return {tensor.replace("shared_mlp.output_linear", "mlp.shared_mlp.down_proj"): shape}
+    if name in {"gpt-oss", "llama4"} and tensor.endswith(("gate_up_proj", "down_proj", "_bias")):
         stem, _, kind = tensor.removesuffix("_bias").rpartition(".")
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
         *first, last = shape
@@ -159,20 +204,28 @@ def shapes_of(model: ModelSpec, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def kind_of(name: str, shape: Sequence[int], kinds: Sequence[Any]) -> Any:
-    """Return a type for a tensor: norms in 32 bits, matrices by turns in those that their columns allow."""
-    if len(shape) == 1:
+    """Return a type for a tensor: norms and biases in 32 bits, matrices by turns in those that their columns allow."""
+    if len(shape) == 1 or name.endswith("bias"):
         return Q.F32
     fitting = [kind for kind in kinds if not shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]]
     return fitting[len(name) % len(fitting)]
 
 
-def write(path: Path, name: str, kinds: Sequence[Any] = (Q.Q4_K, Q.Q6_K, Q.Q8_0), **changes: Any) -> dict[str, int]:
-    """Write a small model with the gguf package; return the bytes of its tensors by name."""
+def write(
+    path: Path,
+    name: str,
+    kinds: Sequence[Any] = (Q.Q4_K, Q.Q6_K, Q.Q8_0),
+    tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
+    **changes: Any,
+) -> dict[str, int]:
+    """Write a small model with the gguf package, and further tensors; return the bytes of its own by name."""
     arch = ARCHES.get(name, name)
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**COMMON, **MORE.get(name, {}), **changes}.items():
         if value is not None:
             (writer.add_array if isinstance(value, list) else writer.add_uint32)(f"{arch}.{key}", value)
+    for tensor, data in tensors.items():
+        writer.add_tensor(tensor, data)
     writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(5000)])
     sizes = {}
     for tensor, shape in shapes_of(spec_of(name), name).items():

@@ -25,7 +25,7 @@ _HINT: Final = (
 #: Types of models whose GGUF files say all that the decoder needs.
 COMPUTED: Final = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "phi3", "granite"),
-    *("smollm3", "glm4", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "gpt_oss"),
+    *("smollm3", "glm4", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "gpt_oss", "exaone4", "ministral3"),
 )
 
 

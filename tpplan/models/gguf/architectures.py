@@ -15,7 +15,8 @@ from attrs import evolve, frozen
 from tpplan.core.axes import Axis
 from tpplan.errors import ModelError
 from tpplan.models.families import FAMILIES
-from tpplan.models.families.rows import ALWAYS, gated, linear
+from tpplan.models.families.rows import ALWAYS, gated, linear, norm
+from tpplan.models.families.sparse import SHARED
 from tpplan.models.families.table import Family, Row
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ _FACTORS: Final = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+_EPSILON: Final = "attention.layer_norm_epsilon"
 _WINDOW: Final = {"sliding_window": "attention.sliding_window"}
 
 #: Names of modules in a layer, behind ``model.layers.N.``, and in a GGUF file, behind ``blk.N.``.
@@ -109,17 +111,18 @@ _IN_LAYER: Final = re.compile(r"model\.layers\.\{layer\}\.(.*)\.(weight|bias)")
 #: Tensors without a kind in their names, by the ends of those, and what they are called behind ``blk.N.``.
 _WITHOUT_KIND: Final = {"e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight"}
 
-#: Flags of the families, and the tensor of the first layer that has to be there for them, behind a ``!`` not to be.
+#: Flags of the families, and the tensor that has to be there for them, behind a ``!`` not to be.
 FLAGS: Final = {
-    "use_qk_norm": "attn_q_norm.weight",
-    "qk_layernorm": "attn_q_norm.weight",
-    "attention_bias": "attn_q.bias",
-    "qkv_bias": "attn_q.bias",
-    "use_qkv_bias": "attn_q.bias",
-    "use_bias": "attn_q.bias",
-    "attention_out_bias": "attn_output.bias",
-    "mlp_bias": "ffn_up.bias",
-    "use_parallel_residual": "!ffn_norm.weight",
+    "use_qk_norm": "blk.0.attn_q_norm.weight",
+    "qk_layernorm": "blk.0.attn_q_norm.weight",
+    "attention_bias": "blk.0.attn_q.bias",
+    "qkv_bias": "blk.0.attn_q.bias",
+    "use_qkv_bias": "blk.0.attn_q.bias",
+    "use_bias": "blk.0.attn_q.bias",
+    "attention_out_bias": "blk.0.attn_output.bias",
+    "mlp_bias": "blk.0.ffn_up.bias",
+    "lm_head_bias": "output.bias",
+    "use_parallel_residual": "!blk.0.ffn_norm.weight",
 }
 
 #: Files name no dtype of the activations. Those of these models fit into float16, which rounds an eighth as much.
@@ -172,6 +175,30 @@ _ABSORBED: Final = {
         Row("self_attn.v_b_proj.weight", "k v kr"),
     )
 }
+
+
+#: Norms of single heads, each a tensor of its own in checkpoints.
+_STACKED_NORMS: Final = {
+    f"self_attn.{part}_layernorm": norm(f"self_attn.{part}_layernorm", f"{part} d", when="qk_layernorm")
+    for part in ("q", "k")
+}
+#: Experts and shared experts whose gate and up projections are one tensor in checkpoints.
+_GRANITE_MOE: Final = {
+    "block_sparse_moe.input_linear": gated("mlp.experts.{expert}", "EX"),
+    "block_sparse_moe.output_linear": (),
+    "shared_mlp.input_linear": gated("mlp.shared_mlp", "SX", when=SHARED),
+    "shared_mlp.output_linear": (),
+}
+_LLAMA4: Final = {
+    "feed_forward.experts.gate_up_proj": gated("feed_forward.experts.{expert}", "EX"),
+    "feed_forward.experts.down_proj": (),
+}
+
+
+def _storing(model_type: str, others: Mapping[str, tuple[Row, ...]]) -> Family:
+    """Return a family's tables with other rows in the place of those whose names start so."""
+    family = FAMILIES[model_type]
+    return evolve(family, layer=_replaced(family.layer, others), sparse=_replaced(family.sparse, others))
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
@@ -251,6 +278,74 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         stored=_GPT_OSS,
     ),
     "deepseek2": Architecture("deepseek_v3", _MLA, {**_LAYER, **_LATENT, **_ROUTED, **_shared("mlp.shared_experts")}),
+    "mistral3": Architecture("ministral3", _KEYS, _LAYER, permuted=True),
+    "exaone4": Architecture("exaone4", {**_KEYS, **_WINDOW}, {**_LAYER, **_HEAD_NORMS, **_POST_NORMS}),
+    "arcee": Architecture("arcee", _KEYS, _LAYER, permuted=True),
+    "command-r": Architecture(
+        "cohere", {**_KEYS, "layer_norm_eps": _EPSILON, "logit_scale": "logit_scale"}, {**_LAYER, **_HEAD_NORMS}
+    ),
+    "cohere2": Architecture(
+        "cohere2", {**_KEYS, **_WINDOW, "layer_norm_eps": _EPSILON, "logit_scale": "logit_scale"}, _LAYER
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        {**_KEYS, "norm_epsilon": _EPSILON},
+        {**_LAYER, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    ),
+    "nemotron": Architecture("nemotron", {**_KEYS, "norm_eps": _EPSILON}, _LAYER),
+    "stablelm": Architecture(
+        "stablelm",
+        {**_KEYS, "layer_norm_eps": _EPSILON},
+        {**_LAYER, "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm"},
+        stored=_storing("stablelm", _STACKED_NORMS),
+    ),
+    "olmoe": Architecture("olmoe", {**_KEYS, **_EXPERTS}, {**_LAYER, **_HEAD_NORMS, **_ROUTED}),
+    "phimoe": Architecture("phimoe", {**_KEYS, **_EXPERTS, **_WINDOW}, {**_LAYER, **_MIXTRAL}),
+    "minimax-m2": Architecture("minimax_m2", {**_KEYS, **_EXPERTS}, {**_LAYER, **_HEAD_NORMS, **_MIXTRAL}),
+    "granitemoe": Architecture(
+        "granitemoeshared",
+        {**_KEYS, **_EXPERTS, **_FACTORS, "shared_intermediate_size": "expert_shared_feed_forward_length"},
+        {
+            **_LAYER,
+            **_ROUTED,
+            **_shared("mlp.shared_mlp"),
+            "block_sparse_moe.router.layer": "ffn_gate_inp",
+        },
+        permuted=True,
+        stored=_storing("granitemoeshared", _GRANITE_MOE),
+    ),
+    "llama4": Architecture(
+        "llama4_text",
+        {
+            **_KEYS,
+            **_EXPERTS,
+            "intermediate_size": "expert_feed_forward_length",
+            "intermediate_size_mlp": "feed_forward_length",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        {
+            **{name.replace("mlp.", "feed_forward."): own for name, own in {**_LAYER, **_ROUTED}.items()},
+            **_shared("feed_forward.shared_expert"),
+            "feed_forward.router": "ffn_gate_inp",
+        },
+        stored=_storing("llama4_text", _LLAMA4),
+    ),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        {
+            **_KEYS,
+            **_MANY,
+            "moe_num_shared_experts": "expert_shared_count",
+            "moe_layer_start_index": "leading_dense_block_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+        },
+        {**_LAYER, **_ROUTED, **_shared("mlp.shared_experts")},
+    ),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe",
+        {**_KEYS, **_EXPERTS},
+        {**_LAYER, **_LAYER_NORMS, **_ROUTED, **_shared("mlp.shared_mlp"), "mlp.gate.wg": "ffn_gate_inp"},
+    ),
     "mixtral": Architecture("mixtral", {**_KEYS, **_EXPERTS}, {**_LAYER, **_MIXTRAL}, permuted=True),
 }
 
@@ -281,13 +376,13 @@ def _variant(found: Architecture, file: Gguf) -> Architecture:
     tensors = {name.partition(".")[2].partition(".")[2] for name in file.tensors if name.startswith("blk.")}
     if found.model_type == "olmo2" and "olmo2.attention.sliding_window" in file.metadata:
         return evolve(found, model_type="olmo3", keys={**found.keys, **_WINDOW})
+    if found.model_type == "granitemoeshared" and "ffn_gate_shexp.weight" not in tensors:
+        return evolve(found, model_type="granitemoe", stored=_storing("granitemoe", _GRANITE_MOE))
     if found.model_type != "deepseek_v3":
         return found
     if "exp_probs_b.bias" not in tensors:
         found = evolve(found, model_type="deepseek_v2")
-    family = FAMILIES[found.model_type]
-    absorbed = evolve(family, layer=_replaced(family.layer, _ABSORBED)) if "attn_k_b.weight" in tensors else None
-    return evolve(found, stored=absorbed)
+    return evolve(found, stored=_storing(found.model_type, _ABSORBED) if "attn_k_b.weight" in tensors else None)
 
 
 def name_of(name: str, architecture: Architecture) -> str:

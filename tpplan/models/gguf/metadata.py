@@ -54,8 +54,7 @@ def config_of(file: Gguf, architecture: Architecture, source: str) -> Config:
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     for flag, tensor in FLAGS.items():
-        is_there = f"blk.0.{tensor.removeprefix('!')}" in file.tensors
-        data[flag] = is_there is not tensor.startswith("!")
+        data[flag] = (tensor.removeprefix("!") in file.tensors) is not tensor.startswith("!")
     if extra := own.get("nextn_predict_layers"):
         data["num_hidden_layers"] = _without(extra, data.get("num_hidden_layers"), source)
     data |= _heads(data, own, architecture, source)
@@ -141,16 +140,20 @@ def _scaling(own: Mapping[str, Value], model_type: str) -> dict[str, Any]:
         if value is not None:
             found[name] = value
     if kind == "yarn":
-        found |= _yarn(own.get("rope.scaling.yarn_log_multiplier"), model_type)
+        found |= _yarn(own, model_type)
     return {"rope_scaling": found}
 
 
-def _yarn(weight: Value | None, model_type: str) -> dict[str, Any]:
+def _yarn(own: Mapping[str, Value], model_type: str) -> dict[str, Any]:
     """Return what configs say of YaRN beside the keys that files have too."""
     if model_type == "gpt_oss":
         return {"truncate": False}  # llama.cpp rounds the ends of the ramp for all models; this one does not
-    if not isinstance(weight, float):
-        return {}
-    if model_type.startswith("deepseek"):
-        return dict.fromkeys(("mscale", "mscale_all_dim"), weight * _TENTHS)
-    return {"mscale": 1.0, "mscale_all_dim": weight}
+    found: dict[str, Any] = {}
+    weight = own.get("rope.scaling.yarn_log_multiplier")
+    if isinstance(weight, float) and weight:
+        found = {"mscale": 1.0, "mscale_all_dim": weight}
+        if model_type.startswith("deepseek"):
+            found = dict.fromkeys(found, weight * _TENTHS)
+    if "attention.temperature_scale" in own:
+        found["llama_4_scaling_beta"] = own["attention.temperature_scale"]
+    return found
