@@ -377,17 +377,26 @@ def test_families_that_are_not_computed(name: str, words: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("tensors", "words"),
+    ("factors", "words"),
     [
-        ({"rope_freqs.weight": np.ones(5, np.float32)}, "long_factor has 5 numbers, expected 32"),
-        ({"rope_freqs.weight": np.ones(32, np.float16)}, "rope_freqs.weight is F16 of shape [32], expected one F32"),
-        ({"rope_freqs.weight": np.zeros(32, np.float32)}, "long_factor[0] is 0"),
+        (
+            {"rope_freqs.weight": np.ones(5, np.float32)},
+            "rope_freqs.weight is F32 of shape [5], expected F32 of shape [32]",
+        ),
+        (
+            {"rope_freqs.weight": np.ones(32, np.float16)},
+            "rope_freqs.weight is F16 of shape [32], expected F32 of shape [32]",
+        ),
+        (
+            {"rope_freqs.weight": np.zeros(32, np.float32)},
+            "rope_freqs.weight has 0, expected numbers from 1e-06 to 1e+06",
+        ),
     ],
 )
-def test_factors_that_are_wrong(tensors: dict[str, np.ndarray], words: str, tmp_path: Path) -> None:
+def test_factors_that_are_wrong(factors: np.ndarray, words: str, tmp_path: Path) -> None:
     """The error names the tensor or the list that it stands for."""
     path = tmp_path / "small.gguf"
-    write(path, "llama", tensors=tensors)
+    write(path, "llama", tensors={"rope_freqs.weight": factors})
     with pytest.raises(ModelError, match=re.escape(words)):
         settings_of(path, read_model(path))
 

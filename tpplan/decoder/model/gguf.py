@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 #: Divisors of the frequencies, such as Llama 3.1's, and LongRoPE's for texts beyond the original context, and within.
 _DIVISORS: Final = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-#: Most pairs of elements of a head.
-_MOST: Final = 2**15
+#: Range of their numbers.
+_LEAST, _MOST = 1e-6, 1e6
+_AGAIN: Final = "convert the model again with llama.cpp's tools"
 _HINT: Final = (
     "compute from the model's safetensors files; tpplan export PLAN --for llama.cpp says how llama.cpp runs it"
 )
@@ -66,15 +67,17 @@ def config_with_factors(model: GgufModel) -> Config:
 
 
 def _read(model: GgufModel, name: str) -> list[float]:
-    """Return the numbers of a small tensor.
+    """Return the divisors of frequencies that a tensor holds.
 
     Raises:
-        ModelError: it has others than floats of 32 bits, too many, or cannot be read.
+        ModelError: they are not one for each pair of elements that RoPE turns, or no such numbers, or cannot be read.
     """
-    tensor = model.file.tensors[name]
-    if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MOST:
-        what = f"{name} is {tensor.kind} of shape {list(tensor.shape)}, expected one F32 for each pair of RoPE"
-        raise ModelError(f"{tensor.file}: {what}", "convert the model again with llama.cpp's tools")
+    tensor, turned = model.file.tensors[name], model.config.raw("rotary_dim")
+    width = next(block.attention.head_dim for block in model.spec.blocks if block.attention)
+    pairs = (turned if isinstance(turned, int) and 0 < turned < width else width) // 2
+    if tensor.kind != "F32" or tensor.shape != (pairs,):
+        what = f"{name} is {tensor.kind} of shape {list(tensor.shape)}, expected F32 of shape [{pairs}]"
+        raise ModelError(f"{tensor.file}: {what}, one for each pair that RoPE turns", _AGAIN)
     form = Struct(f"<{tensor.shape[0]}f")
     try:
         with opened(model.file.path.with_name(tensor.file)) as (file, _):
@@ -84,4 +87,9 @@ def _read(model: GgufModel, name: str) -> list[float]:
         raise ModelError(f"{tensor.file} cannot be read: {problem}", "check the path and its permissions") from problem
     if len(data) < form.size:
         raise ModelError(f"{tensor.file} became shorter while it was read", "fetch the file again")
-    return list(form.unpack(data))
+    factors = list(form.unpack(data))
+    if wrong := [each for each in factors if not _LEAST <= each <= _MOST]:
+        raise ModelError(
+            f"{tensor.file}: {name} has {wrong[0]:g}, expected numbers from {_LEAST:g} to {_MOST:g}", _AGAIN
+        )
+    return factors
