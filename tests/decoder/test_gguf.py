@@ -20,9 +20,11 @@ from tests.weight_plans import loaded
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, SplitPlan
 from tpplan.core.sizes import format_bytes
+from tpplan.decoder.decoder import Decoder
 from tpplan.decoder.model.settings import settings_of
 from tpplan.decoder.weights.gguf import check_room, dequantised, in_pairs
 from tpplan.errors import ExecutionError, ModelError
+from tpplan.exec import compile as compile_plan
 from tpplan.models.gguf.architectures import ARCHITECTURES
 from tpplan.models.gguf.reader import read_gguf_model
 from tpplan.models.reader import read_model
@@ -96,7 +98,7 @@ def divisors(rope: dict[str, Any]) -> np.ndarray:
     waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = np.clip((context / waves - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+    return np.asarray(1 / ((1 - smooth) / rope["factor"] + smooth), np.float32)
 
 
 def write_rope(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
@@ -337,6 +339,20 @@ def test_room_for_numbers(tmp_path: Path) -> None:
     assert "--backend cpu" in error.value.hint
 
 
+def test_a_decoder_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders of one's own, whose weights are loaded already, are refused as those of generate are."""
+    path = tmp_path / "small.gguf"
+    written(path, "llama")
+    made = uneven(path)
+    tight = evolve(made, memory=tuple(evolve(each, free_bytes=0) for each in made.memory))
+    weights = loaded(made, path)
+    monkeypatch.setattr("tpplan.decoder.weights.gguf._on_gpus", lambda _context: True)
+    with compile_plan(made, backend="cpu") as context:
+        monkeypatch.setattr(context, "plan", tight)
+        with pytest.raises(ExecutionError, match=r"device 0 \(x\) needs .* which leaves 0 B"):
+            Decoder(context, path, weights)
+
+
 def test_experts_in_mxfp4_stay_codes(tmp_path: Path) -> None:
     """Whatever their bytes are, they are the numbers of the package; and what they take is what the plan counts."""
     random = np.random.default_rng(3)
@@ -395,6 +411,7 @@ def test_factors_that_are_wrong(factors: np.ndarray, words: str, tmp_path: Path)
 def test_sections_of_images(tmp_path: Path) -> None:
     """Vision models of GLM-4 have rows in another order, which the name of the architecture does not tell."""
     path = tmp_path / "small.gguf"
-    write(path, "glm4", **{"rope.dimension_sections": [8, 12, 12, 0]})
+    sections: dict[str, Any] = {"rope.dimension_sections": [8, 12, 12, 0]}
+    write(path, "glm4", **sections)
     with pytest.raises(ModelError, match="has a section for each direction in images"):
         settings_of(path, read_model(path))

@@ -97,7 +97,12 @@ def config_of(name: str) -> dict[str, Any]:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     routed = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     routed |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
-    latent = routed | {"num_key_value_heads": 8, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64}
+    latent: dict[str, Any] = routed | {
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 64,
+    }
     latent |= {"v_head_dim": 64, "q_lora_rank": 256, "head_dim": None}
     local = {"num_local_experts": 4, "num_experts_per_tok": 2}
     more: dict[str, dict[str, Any]] = {
@@ -215,7 +220,8 @@ def write(
     path: Path,
     name: str,
     kinds: Sequence[Any] = (Q.Q4_K, Q.Q6_K, Q.Q8_0),
-    tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
+    *,
+    tensors: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
 ) -> dict[str, int]:
     """Write a small model with the gguf package, and further tensors; return the bytes of its own by name."""

@@ -44,9 +44,11 @@ def room_note(context: TPContext, model: GgufModel) -> str:
     Raises:
         ExecutionError: a device has too little.
     """
-    if not any(each.device.type == "cuda" for each in context.devices.values()):
-        return ""
-    return check_room(context.plan, model, context.dtype.itemsize)
+    return check_room(context.plan, model, context.dtype.itemsize) if _on_gpus(context) else ""
+
+
+def _on_gpus(context: TPContext) -> bool:
+    return any(each.device.type == "cuda" for each in context.devices.values())
 
 
 def check_room(plan: SplitPlan, model: GgufModel, itemsize: int) -> str:

@@ -95,10 +95,11 @@ def _heads(
     if "rope.dimension_count" in own:
         found["rotary_dim"] = own["rope.dimension_count"]
     if architecture.model_type in _SCALED:
-        heads, hidden = data.get("num_attention_heads"), data.get("hidden_size")
+        heads, hidden, scalar = (data.get(key) for key in ("num_attention_heads", "hidden_size", "head_dim"))
         is_largest = data.get("num_hidden_layers") == _SCALED[architecture.model_type]
-        is_known = isinstance(heads, int) and isinstance(hidden, int) and heads > 0
-        found["query_pre_attn_scalar"] = hidden // heads if is_largest and is_known else data.get("head_dim")
+        if is_largest and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            scalar = hidden // heads
+        found["query_pre_attn_scalar"] = scalar
     return found
 
 
