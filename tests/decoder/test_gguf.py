@@ -314,6 +314,13 @@ def test_scaled_and_partial_rope(name: str, kind: str, tmp_path: Path, monkeypat
     assert new != likeliest(by_hand(path, name, "none"), prompt, new)
 
 
+def leaving(made: SplitPlan, *free: int) -> SplitPlan:
+    """Return a plan for devices of which each has so many bytes more than it needs."""
+    pairs = list(zip(made.devices, made.memory, free, strict=True))
+    devices = [evolve(each, budget_bytes=each.budget_bytes + size - m.free_bytes) for each, m, size in pairs]
+    return evolve(made, devices=tuple(devices), memory=tuple(evolve(m, free_bytes=size) for _, m, size in pairs))
+
+
 def test_room_for_numbers(tmp_path: Path) -> None:
     """What blocks become takes two bytes an element on each device that has it; the plan's rest must be enough."""
     path = tmp_path / "small.gguf"
@@ -324,15 +331,9 @@ def test_room_for_numbers(tmp_path: Path) -> None:
         device: sum(each.nbytes for each in dequantised(weights[device], model, torch.float16)[0].values())
         for device in weights.tensors
     }
-
-    def leaving(*free: int) -> SplitPlan:
-        pairs = list(zip(made.devices, made.memory, free, strict=True))
-        devices = [evolve(each, budget_bytes=each.budget_bytes + size - m.free_bytes) for each, m, size in pairs]
-        return evolve(made, devices=tuple(devices), memory=tuple(evolve(m, free_bytes=size) for _, m, size in pairs))
-
-    note = check_room(leaving(sizes[0], sizes[1]), model, 2)
+    note = check_room(leaving(made, sizes[0], sizes[1]), model, 2)
     assert note.endswith(", ".join(f"{format_bytes(size)} on device {device}" for device, size in sizes.items()))
-    tight = leaving(sizes[0], sizes[1] - 1)
+    tight = leaving(made, sizes[0], sizes[1] - 1)
     words = re.escape(f"device 1 (x) needs {format_bytes(sizes[1])} for the numbers")
     with pytest.raises(ExecutionError, match=words) as error:
         check_room(tight, model, 2)
@@ -343,14 +344,14 @@ def test_a_decoder_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Decoders of one's own, whose weights are loaded already, are refused as those of generate are."""
     path = tmp_path / "small.gguf"
     written(path, "llama")
-    made = uneven(path)
-    tight = evolve(made, memory=tuple(evolve(each, free_bytes=0) for each in made.memory))
+    made = leaving(uneven(path), 0, 0)
     weights = loaded(made, path)
     monkeypatch.setattr("tpplan.decoder.weights.gguf._on_gpus", lambda _context: True)
-    with compile_plan(made, backend="cpu") as context:
-        monkeypatch.setattr(context, "plan", tight)
-        with pytest.raises(ExecutionError, match=r"device 0 \(x\) needs .* which leaves 0 B"):
-            Decoder(context, path, weights)
+    with (
+        compile_plan(made, backend="cpu") as context,
+        pytest.raises(ExecutionError, match=r"device 0 \(x\) needs .* which leaves 0"),
+    ):
+        Decoder(context, path, weights)
 
 
 def test_experts_in_mxfp4_stay_codes(tmp_path: Path) -> None:
