@@ -21,7 +21,10 @@ from tpplan.core.device import Device
 from tpplan.core.plan import Cache, SplitPlan
 from tpplan.core.sizes import format_bytes
 from tpplan.decoder.decoder import Decoder
+from tpplan.decoder.fast.launches.chosen import readable
+from tpplan.decoder.fast.launches.dense import KINDS
 from tpplan.decoder.model.settings import settings_of
+from tpplan.decoder.weights.fuse import fuse_weights
 from tpplan.decoder.weights.gguf import check_room, dequantised, in_pairs
 from tpplan.errors import ExecutionError, ModelError
 from tpplan.exec import compile as compile_plan
@@ -144,7 +147,7 @@ def written(path: Path, name: str, kind: str = "") -> None:
     random = np.random.default_rng(7)
     for tensor, shape in shapes_of(spec_of(name), name).items():
         stored = kind_of(tensor, shape, [Q.Q4_1, Q.Q8_0, Q.Q5_0])
-        if name == "gpt-oss" and "exps.weight" in tensor:
+        if name in {"gpt-oss", "qwen3moe"} and "exps.weight" in tensor:
             stored = Q.MXFP4
         values: Any = random.standard_normal(shape, np.float32)
         scale = (1 / 400 if "gemma" in name else 1 / 2) if "embd" in tensor else 1 / np.sqrt(np.float32(shape[-1]))
@@ -360,6 +363,7 @@ def test_experts_in_mxfp4_stay_codes(tmp_path: Path) -> None:
     raw = random.integers(0, 256, (6, 4 * 17), np.uint8)
     raw[:, ::17] = random.integers(100, 150, (6, 4))  # exponents of numbers that bfloat16 has
     matrix = in_pairs(torch.from_numpy(raw))
+    assert in_pairs(torch.empty(0, 34, dtype=torch.uint8)).shape == (0, 64)
     assert torch.equal(matrix.dense(0, 6, torch.float32), torch.from_numpy(gguf.quants.dequantize(raw, Q.MXFP4)))
     path = tmp_path / "small.gguf"
     written(path, "gpt-oss")
@@ -370,6 +374,12 @@ def test_experts_in_mxfp4_stay_codes(tmp_path: Path) -> None:
         experts = {name for name in tensors if ".experts." in name and name.endswith("weight")}
         assert codes.keys() == experts
         assert not numbers.keys() & experts
+        layers = [block for block in model.spec.blocks for _ in block.layers]
+        own = fuse_weights(numbers, codes, layers, settings_of(path, model.spec), torch.bfloat16)
+        experts_0 = "model.layers.0.mlp.experts.{expert}."
+        gate, up = (readable(own.stacked[f"{experts_0}{part}_proj"], KINDS) for part in ("gate", "up"))
+        assert gate is not None
+        assert gate == up  # kernels take both
         sizes = {name: matrix.codes.nbytes + matrix.scales.nbytes for name, matrix in codes.items()}
         assert sizes == {name: tensors[name].nbytes for name in experts}
 

@@ -164,6 +164,7 @@ def fuse_weights(
         else:
             for name in (experts.gate, experts.up, experts.down):
                 _stack(start + name, block.experts, found, quantised, stacked)
+            _alternate(start + experts.gate, start + experts.up, stacked)
     return DeviceWeights(found, quantised, stacked)
 
 
@@ -194,6 +195,18 @@ def _stack(
     zeros = next((torch.zeros_like(tensors[each]) for each in biases if each in tensors), None)
     if zeros is not None:
         tensors[f"{name}.bias"] = torch.stack([tensors.pop(each, zeros) for each in biases])
+
+
+def _alternate(gate: str, up: str, stacked: MutableMapping[str, Stacked]) -> None:
+    """Let the rows of MXFP4 gate and up projections alternate, as in gpt_oss: kernels find the scales of both alike."""
+    pair = [stacked[name].matrix for name in (gate, up) if name in stacked]
+    both = [matrix for matrix in pair if isinstance(matrix, Float4Matrix)]
+    if len(both) != len((gate, up)):
+        return
+    codes = torch.stack([matrix.codes for matrix in both], 1).flatten(0, 1)
+    scales = torch.stack([matrix.scales for matrix in both], 1).flatten(0, 1)
+    for i, name in enumerate((gate, up)):
+        stacked[name] = Stacked(Float4Matrix(codes[i::2], scales[i::2]), len(stacked[name]))
 
 
 def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], dtype: torch.dtype) -> dict[str, Tensor]:

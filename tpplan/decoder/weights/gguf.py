@@ -142,11 +142,11 @@ def in_pairs(blocks: Tensor) -> Float4Matrix:
         blocks: rows of blocks: a scale, and 16 bytes of which each has a column and the one 16 behind it.
     """
     _, _, size = _type_of(_FLOAT4)
-    parts_RGB = blocks.reshape(len(blocks), -1, size)
+    parts_RGB = torch.unflatten(blocks, 1, (blocks.shape[1] // size, size))
     bytes_RGB = parts_RGB[..., 1:]
     columns = torch.cat((bytes_RGB & 15, bytes_RGB >> 4), -1)
     codes = columns[..., ::2] | columns[..., 1::2] << 4
-    return Float4Matrix(codes.reshape(len(blocks), -1), parts_RGB[..., 0].contiguous())
+    return Float4Matrix(codes.flatten(1), parts_RGB[..., 0].contiguous())
 
 
 def halves(rows: Tensor, head_dim: int) -> Tensor:
