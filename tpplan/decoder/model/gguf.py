@@ -10,6 +10,8 @@ from tpplan.files.content import ContentError, opened
 from tpplan.models.families.contexts import ORIGINAL
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from tpplan.models.config import Config
     from tpplan.models.gguf.reader import GgufModel
 
@@ -19,9 +21,8 @@ _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 #: Range of their numbers.
 _LEAST, _MOST = 1e-6, 1e6
 _AGAIN: Final = "convert the model again with llama.cpp's tools"
-_HINT: Final = (
-    "compute from the model's safetensors files; tpplan export PLAN --for llama.cpp says how llama.cpp runs it"
-)
+_EXPORT: Final = "tpplan export PLAN --for llama.cpp says how llama.cpp runs it"
+_HINT: Final = f"compute from the model's safetensors files; {_EXPORT}"
 
 #: Types of models whose GGUF files say all that the decoder needs.
 COMPUTED: Final = (
@@ -30,8 +31,12 @@ COMPUTED: Final = (
 )
 
 
-def check_gguf(model: GgufModel) -> None:
+def check_gguf(model: GgufModel, families: Collection[str]) -> None:
     """Check that a GGUF file says all that the decoder needs to know of a model that it computes.
+
+    Args:
+        model: the file's header.
+        families: types of models that the decoder computes, from safetensors files at least.
 
     Raises:
         ModelError: the architecture has settings that are not read from it, or positions are those in images.
@@ -39,7 +44,8 @@ def check_gguf(model: GgufModel) -> None:
     source, prefix = model.file.path.name, model.file.metadata["general.architecture"]
     if model.spec.model_type not in COMPUTED:
         what = f"the decoder does not compute models of type {model.spec.model_type} from GGUF"
-        raise ModelError(f"{source}: {what}, but {', '.join(COMPUTED)}", _HINT)
+        hint = _HINT if model.spec.model_type in families else _EXPORT
+        raise ModelError(f"{source}: {what}, but {', '.join(COMPUTED)}", hint)
     if model.file.metadata.get(f"{prefix}.rope.dimension_sections"):
         what = "its RoPE has a section for each direction in images (rope.dimension_sections)"
         raise ModelError(f"{source}: {what}, whose order of rows the decoder does not know", _HINT)

@@ -284,8 +284,8 @@ def settings_of(checkpoint: str | Path | Source, model: ModelSpec) -> Settings:
             :func:`tpplan.decoder.model.stored.check_formats`.
     """
     if found := gguf_of(checkpoint):
+        check_gguf(found, FAMILIES)
         settings = Settings.read(config_with_factors(found), model)
-        check_gguf(found)
         experts = _GGUF_EXPERTS.get(model.model_type, settings.family.experts)
         return evolve(settings, family=evolve(settings.family, experts=experts))
     directory = directory_of(checkpoint)
