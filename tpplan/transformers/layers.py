@@ -85,7 +85,7 @@ class Operations:
 class Layers:
     """Changes the modules of one device's model."""
 
-    def __init__(self, model: nn.Module, device: int, operations: Operations, missing: Mapping[int, frozenset[Axis]]) -> None:
+    def __init__(self, model: Any, device: int, operations: Operations, missing: Mapping[int, frozenset[Axis]]) -> None:
         """Change nothing yet.
 
         Args:
@@ -113,6 +113,10 @@ class Layers:
             by_module.setdefault(path, {})[leaf] = stored
         for path, leaves in by_module.items():
             self._change(path, self._model.get_submodule(path), leaves)
+        head = self._model.get_output_embeddings()
+        if head.weight is (embedding := self._model.get_input_embeddings()).weight:
+            path = next(name for name, module in self._model.named_modules() if module is embedding)
+            self._project("the output matrix", head, by_module[path]["weight"])
 
     def _change(self, path: str, module: nn.Module, leaves: Mapping[str, Stored]) -> None:
         cut = {leaf: axis for leaf, stored in leaves.items() if (axis := self._cut(stored))}
