@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tpplan.transformers.counts import Counts, settings
+from tpplan.transformers.counts import BY_ATTRIBUTE, Counts, count_heads, settings
 from tpplan.transformers.load import dtypes, put
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.model import Block, ModelSpec
     from tpplan.core.plan import SplitPlan
-    from tpplan.transformers.load import Names
+    from tpplan.transformers.load import Names, Stored
 
 
 def blocks_by_layer(model: ModelSpec) -> list[Block]:
@@ -62,6 +62,9 @@ def build(plan: SplitPlan, model: ModelSpec, config: Any, device: int) -> tuple[
         if signature not in others:
             others[signature] = on_meta(_having(config, own))
         layers_of(made)[layer] = layers_of(others[signature])[layer]
+    if config.model_type in BY_ATTRIBUTE:
+        for layer, each, block in zip(layers_of(made), counts, blocks, strict=True):
+            count_heads(layer, each, block)
     return made, counts
 
 
@@ -76,20 +79,26 @@ def _having(config: Any, values: Mapping[str, int]) -> Any:
 
 def layers_of(model: Any) -> nn.ModuleList:
     """Return the list of a model's layers."""
-    inner = model.base_model
-    found: nn.ModuleList = next(
-        module for name, module in inner.named_modules() if isinstance(module, nn.ModuleList) and "." not in name
-    )
-    return found
+    count = model.config.get_text_config().num_hidden_layers
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
 
 
-def fill(made: Any, names: Names, tensors: Mapping[str, Tensor], place: torch.device, *, tied: bool) -> None:
+def fill(  # noqa: PLR0917 (what a model is filled from)
+    made: Any,
+    names: Names,
+    tensors: Mapping[str, Tensor],
+    counts: Sequence[Counts],
+    place: torch.device,
+    *,
+    tied: bool,
+) -> None:
     """Give a model its values: weights, zeros for what its device has no part of, and tables.
 
     Args:
         made: a model of :func:`build`.
         names: where transformers has the tensors.
         tensors: the device's slices by name.
+        counts: what the device has of each layer.
         place: the device.
         tied: whether the output matrix is the embedding.
     """
@@ -100,7 +109,8 @@ def fill(made: Any, names: Names, tensors: Mapping[str, Tensor], place: torch.de
         filled.add(name)
     for name, tensor in made.state_dict().items():
         if name in names.sources and name not in filled:
-            put(made, name, torch.zeros((), dtype=tensor.dtype, device=place).expand(tensor.shape))
+            shape = _least(names.sources[name], counts, tensor.shape)
+            put(made, name, torch.zeros((), dtype=tensor.dtype, device=place).expand(shape))
     if tied:
         made.get_output_embeddings().weight = made.get_input_embeddings().weight
     for module in made.modules():
@@ -108,7 +118,19 @@ def fill(made: Any, names: Names, tensors: Mapping[str, Tensor], place: torch.de
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=place)  # noqa: SLF001
     _initialise_buffers(made)
+    for module in made.modules():
+        if hasattr(module, "nf"):  # what a Conv1D calls its outputs
+            module.nf = module.weight.shape[1]
     made.requires_grad_(requires_grad=False).eval()
+
+
+def _least(stored: Stored, counts: Sequence[Counts], built: Sequence[int]) -> Sequence[int]:
+    """Return the shape of a tensor of which a device has no part, where modules count the least of heads and columns."""
+    parameter, layer = stored.parameter, stored.layer
+    if layer is None or len(parameter.shape) != len(built):
+        return built
+    own = counts[layer]
+    return [sum(own.part(segment) for segment in dim) for dim in parameter.dims]
 
 
 def _initialise_buffers(made: Any) -> None:

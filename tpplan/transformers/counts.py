@@ -11,7 +11,7 @@ from tpplan.core.axes import Axis, slices_of, unit_count
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tpplan.core.model import Block
+    from tpplan.core.model import Block, Segment
     from tpplan.core.plan import Split, SplitPlan
 
 
@@ -24,12 +24,14 @@ class Counts:
 
     Attributes:
         sizes: elements of each axis that the layer has; of replicated KV heads, heads.
+        whole: the same of the whole layer.
         missing: the axes of which the device has none.
         kv_head_of: for each query head of the device, which of its KV heads it reads, if that does not follow from
             their numbers; else empty.
     """
 
     sizes: tuple[tuple[Axis, int], ...]
+    whole: tuple[tuple[Axis, int], ...]
     missing: frozenset[Axis]
     kv_head_of: tuple[int, ...] = ()
 
@@ -46,11 +48,18 @@ class Counts:
         of: tuple[int, ...] = ()
         if block.attention and Axis.KV_HEADS not in missing:
             of = _kv_heads(plan, block, layer, device)
-        return cls(tuple(sizes.items()), frozenset(missing), of)
+        return cls(tuple(sizes.items()), tuple(block.sizes()), frozenset(missing), of)
 
     def size(self, axis: Axis) -> int:
         """Return the elements of an axis; 0 if the layer has no such axis."""
         return dict(self.sizes).get(axis, 0)
+
+    def part(self, segment: Segment) -> int:
+        """Return the elements of a segment of one of the layer's tensors that a device has."""
+        whole = dict(self.whole)
+        if segment.axis not in whole:
+            return segment.length
+        return segment.length // whole[segment.axis] * self.size(segment.axis)
 
 
 def heads_of(split: Split, device: int) -> tuple[int, int]:
@@ -84,6 +93,38 @@ KEYS: Final[Mapping[Axis, tuple[str, ...]]] = {
 }
 
 
+#: Families whose modules take the size of a head from the hidden size and the number of heads, so that a config cannot
+#: say that there are fewer. Their attributes are set instead, by what they count.
+BY_ATTRIBUTE: Final = frozenset({"falcon", "gpt2", "gpt_neox", "gptj", "opt", "stablelm"})
+_ATTRIBUTES: Final[Mapping[Axis, tuple[str, ...]]] = {
+    Axis.Q_HEADS: ("num_heads", "num_attention_heads"),
+    Axis.KV_HEADS: ("num_kv_heads", "num_key_value_heads"),
+}
+
+
+def count_heads(layer: Any, counts: Counts, block: Block) -> None:
+    """Set the attributes of a layer's attention that count heads to what a device has.
+
+    Args:
+        layer: a module of transformers, of a family in :data:`BY_ATTRIBUTE`.
+        counts: what the device has of the layer.
+        block: the layer's.
+    """
+    whole = dict(block.sizes())
+    for module in layer.modules():
+        if not any(name.endswith("proj") or name in _FUSED for name, _ in module.named_children()):
+            continue
+        for axis, names in _ATTRIBUTES.items():
+            for name in names:
+                if getattr(module, name, None) == whole[axis]:
+                    setattr(module, name, counts.size(axis))
+        if hasattr(module, "split_size") and block.attention:
+            module.split_size = counts.size(Axis.Q_HEADS) * block.attention.head_dim
+
+
+_FUSED: Final = ("query_key_value", "c_attn")
+
+
 def settings(counts: Counts, block: Block, config: Any) -> dict[str, int]:
     """Return the keys of a config that say what a device has of a layer, with their values.
 
@@ -93,13 +134,16 @@ def settings(counts: Counts, block: Block, config: Any) -> dict[str, int]:
         config: that of the whole model, of transformers.
     """
     whole, found = dict(block.sizes()), {}
+    by_attribute = config.model_type in BY_ATTRIBUTE
     for axis, size in counts.sizes:
+        if by_attribute and axis in _ATTRIBUTES:
+            continue
         for key in KEYS[axis]:
             if getattr(config, key, None) == whole[axis]:
                 found[key] = size
                 break
-    if block.attention:
-        found["head_dim"] = block.attention.head_dim
+    if block.attention and not by_attribute and getattr(config, "head_dim", None) in {None, block.attention.head_dim}:
+        found["head_dim"] = block.attention.head_dim  # which no longer follows from the number of heads
     if block.linear:
         found["linear_num_value_heads"] = counts.size(Axis.LINEAR_HEADS) * block.linear.group
     return found

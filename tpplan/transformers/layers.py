@@ -72,11 +72,23 @@ class Operations:
 
         return self._in_passes(name, x, columns, run)
 
+    def spread(self, name: str, x: Tensor, axis: Axis, layer: int | None) -> Tensor:
+        """Return what the first device with a part of an axis has; what others pass only has the right shape."""
+        first = self.context.plan.slices(axis, layer)[0].device
+
+        def run(operands: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+            x = operands.get(first, next(iter(operands.values())).to("meta"))
+            out = [torch.empty_like(operand) for operand in operands.values()]
+            self.context.broadcast(x, source=first, out=out)
+            return dict(zip(operands, out, strict=True))
+
+        return self._in_passes(name, x, x.shape[-1], run)
+
     def _in_passes(
         self, name: str, x: Tensor, columns: int, run: Callable[[Mapping[int, Tensor]], Mapping[int, Tensor]]
     ) -> Tensor:
         """Run an operation on as many rows at a time as the plan allows."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        rows = x.flatten(0, -2).contiguous()
         limit = self.context.max_rows
         done = [self.lockstep.meet(Operation(name, run), part) for part in rows.split(limit)]
         return (done[0] if len(done) == 1 else torch.cat(done)).view(*x.shape[:-1], columns)
@@ -149,6 +161,8 @@ class Layers:
             self._join_around(path, module, weight)
         elif axis and self._leads_back(weight):
             self._sum_linear(path, module, axis, weight.layer)
+        elif axis is None and weight.parameter.home is Axis.SHARED_INTERMEDIATE:
+            self._spread_behind(path, module, weight.layer)
 
     def _cut(self, stored: Stored) -> Axis | None:
         """Return the axis by which a tensor is cut; None if it is not."""
@@ -180,6 +194,18 @@ class Layers:
                 y = functional.linear(x, module.weight) if is_linear else x @ module.weight
             whole = self._operations.sum(path, y, axis, layer)
             return whole if bias is None else whole + bias
+
+        module.forward = forward
+
+    def _spread_behind(self, path: str, module: Any, layer: int | None) -> None:
+        """Tell all devices the gate of shared experts, whose sum all of them have, if only some have the gate's weight."""
+        before, axis = module.forward, Axis.SHARED_INTERMEDIATE
+        holders = {each.device for each in self._context.plan.slices(axis, layer)}
+        if holders.issuperset(self._context.all_devices):
+            return
+
+        def forward(x: Tensor) -> Tensor:
+            return self._operations.spread(path, before(x), axis, layer)
 
         module.forward = forward
 

@@ -71,7 +71,7 @@ def assemble(
     models, counts = {}, {}
     for index, device in ctx.devices.items():
         models[index], counts[index] = build(plan, source.model, config, index)
-        fill(models[index], names, tensors[index], device.device, tied=source.model.tied_embeddings)
+        fill(models[index], names, tensors[index], counts[index], device.device, tied=source.model.tied_embeddings)
         missing = {layer: each.missing for layer, each in enumerate(counts[index])}
         Layers(models[index], index, operations, missing).change(names.sources)
         read_by_index(models[index], counts[index], device.device)
