@@ -83,7 +83,7 @@ def layers_of(model: Any) -> nn.ModuleList:
     return next(module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
 
 
-def fill(  # noqa: PLR0917 (what a model is filled from)
+def fill(
     made: Any,
     names: Names,
     tensors: Mapping[str, Tensor],
@@ -125,7 +125,7 @@ def fill(  # noqa: PLR0917 (what a model is filled from)
 
 
 def _least(stored: Stored, counts: Sequence[Counts], built: Sequence[int]) -> Sequence[int]:
-    """Return the shape of a tensor of which a device has no part, where modules count the least of heads and columns."""
+    """Return the shape of a tensor of which a device has no part, by the least that modules count."""
     parameter, layer = stored.parameter, stored.layer
     if layer is None or len(parameter.shape) != len(built):
         return built

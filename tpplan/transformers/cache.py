@@ -1,4 +1,4 @@
-"""A cache of transformers whose layers have keys and values of every device, in one object that transformers handles."""
+"""A cache of transformers, one object, whose layers have keys and values of every device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Set as AbstractSet
+    from collections.abc import Callable, Mapping
+    from collections.abc import Set as AbstractSet
 
     from torch import Tensor
 
@@ -76,7 +77,8 @@ def _all(functions: list[Callable[..., Any]]) -> Callable[..., Any]:
     """Return a function that calls all of these and returns what the first one does."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return [function(*args, **kwargs) for function in functions][0]
+        results = [function(*args, **kwargs) for function in functions]
+        return results[0]
 
     return call
 

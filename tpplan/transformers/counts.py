@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
-from tpplan.core.axes import Axis, slices_of, unit_count
+from tpplan.core.axes import Axis, unit_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

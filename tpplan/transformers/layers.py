@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from tpplan.core.axes import Axis
 from tpplan.errors import RequestError
+from tpplan.exec.context import TPContext
 from tpplan.transformers.lockstep import Lockstep, Operation
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.exec.context import TPContext
     from tpplan.transformers.load import Stored
 
 
@@ -141,8 +141,8 @@ class Layers:
             return
         if "Norm" in type(module).__name__:
             weight = leaves["weight"]
-            if cut.get("weight") and len(weight.parameter.shape) == 1:
-                self._norm(path, module, weight)
+            if "weight" in cut and len(weight.parameter.shape) == 1:
+                self._norm(path, module, weight, cut["weight"])
             return
         for leaf, axis in cut.items():
             if axis is Axis.RESIDUAL:
@@ -198,7 +198,7 @@ class Layers:
         module.forward = forward
 
     def _spread_behind(self, path: str, module: Any, layer: int | None) -> None:
-        """Tell all devices the gate of shared experts, whose sum all of them have, if only some have the gate's weight."""
+        """Tell all devices the gate of shared experts, if only some have its weight; all have the sum."""
         before, axis = module.forward, Axis.SHARED_INTERMEDIATE
         holders = {each.device for each in self._context.plan.slices(axis, layer)}
         if holders.issuperset(self._context.all_devices):
@@ -271,7 +271,7 @@ class Layers:
 
         module.forward = forward
 
-    def _norm(self, path: str, module: Any, weight: Stored) -> None:
+    def _norm(self, path: str, module: Any, weight: Stored, axis: Axis) -> None:
         """Normalise columns of all devices together.
 
         Raises:
@@ -281,8 +281,7 @@ class Layers:
         if epsilon is None or getattr(module, "bias", None) is not None:
             message = f"{path} ({type(module).__name__}) normalises columns that the plan divides"
             raise RequestError(message, "run it by tpplan's decoder (--engine tpplan)")
-        axis, layer, columns = self._cut(weight), weight.layer, weight.parameter.shape[0]
-        assert axis is not None
+        layer, columns = weight.layer, weight.parameter.shape[0]
         lacks = self._lacks(axis, layer)
 
         def forward(x: Tensor) -> Tensor:

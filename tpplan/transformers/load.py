@@ -12,6 +12,7 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from tpplan.core.model import Parameter
 from tpplan.errors import ModelError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.core.model import ModelSpec, Parameter
+    from tpplan.core.model import ModelSpec
 
 
 @frozen
@@ -80,7 +81,9 @@ class Names:
                 target, pattern = own, None
             if target not in known:
                 message = f"{type(model).__name__} of transformers has no place for the tensor {name[:120]}"
-                raise ModelError(message, "run it by tpplan's decoder (--engine tpplan), or by another release of transformers")
+                raise ModelError(
+                    message, "run it by tpplan's decoder (--engine tpplan), or by another release of transformers"
+                )
             self._targets[name] = target, pattern
             self.sources[target] = stored[name]
 

@@ -6,18 +6,15 @@ GPU works on while another one's model is run, as its kernels are launched witho
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from attrs import frozen
 from greenlet import getcurrent, greenlet
+from torch import Tensor
 
 from tpplan.errors import ExecutionError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
 
 
 @frozen

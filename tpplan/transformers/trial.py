@@ -7,13 +7,13 @@ follows rules; the trial finds where they do not hold.
 from __future__ import annotations
 
 from copy import deepcopy
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from tpplan.core.axes import bounds_of, minimum_units
 from tpplan.core.device import Device
@@ -22,6 +22,7 @@ from tpplan.errors import RequestError, TpplanError
 from tpplan.exec import compile as compile_plan
 from tpplan.planner.attempt import Attempt
 from tpplan.planner.ledger import demands, ledger
+from tpplan.transformers.assembly import assemble
 from tpplan.weights import load_weights
 from tpplan.weights.source import Source
 
@@ -36,6 +37,8 @@ _PROMPT: Final = 11
 _NEW: Final = 3
 _VOCAB: Final = 256
 _HEAD: Final = 16
+#: Most difference of logits, as a part of the largest; sums of float32 in other orders differ by a hundredth of it.
+_MOST_ERROR: Final = 1e-4
 
 #: Largest values of keys in the small config; keys that it lacks stay away.
 _MOST: Final[Mapping[str, int]] = {
@@ -65,6 +68,7 @@ _MOST: Final[Mapping[str, int]] = {
     "sliding_window": 6,
     "max_position_embeddings": 512,
     "sliding_window_pattern": 2,
+    "rotary_dim": 8,
 }
 #: Keys of tokens, which a small vocabulary may lack.
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -89,6 +93,7 @@ def small(config: Any) -> Any:
         "hidden_size": few * group * _HEAD,
         "num_attention_heads": few * group,
         "num_key_value_heads": few,
+        "num_kv_heads": few,
         "num_hidden_layers": layers,
         "max_window_layers": min(getattr(made, "max_window_layers", 0), 1),
         **{key: min(most, value) for key, most in _MOST.items() if isinstance(value := getattr(made, key, None), int)},
@@ -144,20 +149,39 @@ def tried(config: Any, layout: str, kv: str) -> None:
     Args:
         config: a language model's config, of transformers.
         layout: of the plan.
-        kv: whether the plan replicates KV heads.
+        kv: where the plan has KV heads.
 
     Raises:
         RequestError: the logits differ, or the model cannot be sharded; with the reason.
     """
-    from tpplan.transformers.sharding import assemble  # noqa: PLC0415 (which tries)
+    name = type(config).__name__.removesuffix("Config")
+    hint = "run it by tpplan's decoder (--engine tpplan) if that knows it; docs/run-a-model.md lists what runs"
+    try:
+        error = _difference(config, layout, kv)
+    except TpplanError as reason:
+        message = f"transformers' {name} does not run on several devices: {reason.message}"
+        raise RequestError(message, reason.hint or hint) from reason
+    except Exception as reason:
+        message = f"transformers' {name} does not run on several devices: a small one failed ({_line(reason)})"
+        raise RequestError(message, hint) from reason
+    if not error < _MOST_ERROR:
+        message = f"transformers' {name} does not run on several devices: logits of a small one differ by {error:.1e}"
+        raise RequestError(message, hint)
 
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}"
+
+
+def _difference(config: Any, layout: str, kv: str) -> float:
+    """Return the largest difference of logits between a small model and its parts, over the largest of them."""
     tiny = small(config)
     with torch.random.fork_rng(devices=[]), TemporaryDirectory() as name:
         torch.manual_seed(0)
         whole = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32).eval()
         for parameter in whole.parameters():
             parameter.data.normal_(0 if parameter.dim() > 1 else 0.5, 0.1)
-        whole.save_pretrained(name)
+        _save(whole, name)
         tokens = torch.randint(0, tiny.vocab_size, (2, _PROMPT + _NEW))
         source = Source.read(Path(name))
         plan = cut(source, layout, kv)
@@ -165,19 +189,25 @@ def tried(config: Any, layout: str, kv: str) -> None:
             weights = load_weights(plan, source, context)
             sharded = assemble(source, plan, context, AutoConfig.from_pretrained(name), weights.tensors)
             wanted, found = (_logits(model, tokens) for model in (whole, sharded))
-    error = (wanted - found).abs().max().item()
-    if not error < 1e-4 * max(1.0, wanted.abs().max().item()):
-        message = f"a small {type(whole).__name__} gives other logits when it is sharded (they differ by {error:.1e})"
-        raise RequestError(message, "run it by tpplan's decoder (--engine tpplan), or by another release of transformers")
+    return float((wanted - found).abs().max() / wanted.abs().max())
+
+
+def _save(model: Any, directory: str) -> None:
+    """Save a model without a progress bar."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits of a prompt and of some tokens after it, one by one, with a cache."""
     first = model(tokens[:, :_PROMPT], use_cache=True)
-    found = [first.logits]
-    for i in range(_NEW):
-        found.append(model(tokens[:, _PROMPT + i : _PROMPT + i + 1], past_key_values=first.past_key_values).logits)
-    return torch.cat(found, 1)
+    rest = [model(token, past_key_values=first.past_key_values).logits for token in tokens[:, _PROMPT:].split(1, 1)]
+    return torch.cat([first.logits, *rest], 1)
 
 
 def cut(source: Source, layout: str, kv: str) -> SplitPlan:
