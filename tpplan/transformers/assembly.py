@@ -89,7 +89,7 @@ def _joined(models: Mapping[int, Any], counts: Mapping[int, list[Counts]], locks
         }
         return next(iter(lockstep.run(own).values()))
 
-    front.forward = forward
+    front.forward, front.device_models = forward, models
     return front
 
 

@@ -55,16 +55,16 @@ def build(plan: SplitPlan, model: ModelSpec, config: Any, device: int) -> tuple[
     made = on_meta(_having(config, common))
     others: dict[tuple[tuple[str, int], ...], Any] = {}
     for layer, each in enumerate(wanted):
-        own = common | each
-        if own == common:
+        other = common | each
+        if other == common:
             continue
-        signature = tuple(sorted(own.items()))
+        signature = tuple(sorted(other.items()))
         if signature not in others:
-            others[signature] = on_meta(_having(config, own))
+            others[signature] = on_meta(_having(config, other))
         layers_of(made)[layer] = layers_of(others[signature])[layer]
     if config.model_type in BY_ATTRIBUTE:
-        for layer, each, block in zip(layers_of(made), counts, blocks, strict=True):
-            count_heads(layer, each, block)
+        for module, own, block in zip(layers_of(made), counts, blocks, strict=True):
+            count_heads(module, own, block)
     return made, counts
 
 

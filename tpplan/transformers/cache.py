@@ -27,7 +27,7 @@ class Thin:
     def __init__(self, layer: Any) -> None:
         self.__dict__["_layer"] = layer
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # what transformers asks for is the layer's class
         return type(self._layer)
 
@@ -54,7 +54,7 @@ class Shared:
     def __init__(self, layers: Mapping[int, Any], lockstep: Lockstep) -> None:
         self.__dict__.update(_layers=layers, _lockstep=lockstep)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # what transformers asks for is the layer's class
         return next(iter(self._layers.values())).__class__  # type: ignore[no-any-return]
 

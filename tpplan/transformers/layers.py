@@ -90,7 +90,7 @@ class Operations:
         """Run an operation on as many rows at a time as the plan allows."""
         rows = x.flatten(0, -2).contiguous()
         limit = self.context.max_rows
-        done = [self.lockstep.meet(Operation(name, run), part) for part in rows.split(limit)]
+        done = [self.lockstep.meet(Operation(name, run), part) for part in torch.split(rows, limit)]
         return (done[0] if len(done) == 1 else torch.cat(done)).view(*x.shape[:-1], columns)
 
 
@@ -288,6 +288,7 @@ class Layers:
             wide = x.float()
             own = wide.new_zeros(*x.shape[:-1], 1) if lacks else wide.square().sum(-1, keepdim=True)
             mean = self._operations.sum(path, own, axis, layer) / columns
-            return (module.weight * (wide * torch.rsqrt(mean + epsilon))).to(x.dtype)
+            normed: Tensor = module.weight * (wide * torch.rsqrt(mean + epsilon))
+            return normed.to(x.dtype)
 
         module.forward = forward

@@ -34,7 +34,7 @@ def shard(directory: str | Path | Source, plan: SplitPlan, ctx: TPContext, *, tr
 
     Returns:
         The model of transformers (``…ForCausalLM``). Its methods are those of a whole one, but parameters are those of
-        the first device.
+        the first device; ``device_models`` has the model of each device of this process, by index.
 
     Raises:
         PlanError: the plan breaks a rule, or a value of it is not what the model or the plan's own cuts decide.

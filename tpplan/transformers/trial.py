@@ -206,7 +206,9 @@ def _save(model: Any, directory: str) -> None:
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits of a prompt and of some tokens after it, one by one, with a cache."""
     first = model(tokens[:, :_PROMPT], use_cache=True)
-    rest = [model(token, past_key_values=first.past_key_values).logits for token in tokens[:, _PROMPT:].split(1, 1)]
+    rest = [
+        model(token, past_key_values=first.past_key_values).logits for token in torch.split(tokens[:, _PROMPT:], 1, 1)
+    ]
     return torch.cat([first.logits, *rest], 1)
 
 
