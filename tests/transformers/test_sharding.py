@@ -44,7 +44,7 @@ def assert_same(model: Model, plan: SplitPlan, new: int = 32) -> None:
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("model_type", KINDS)
 def test_any_cut(model_type: str, devices: int) -> None:
-    """One to four uneven devices, of which some have no heads, columns or rows, give transformers' logits and tokens."""
+    """One to four uneven devices, some without heads, columns or rows, give transformers' logits and tokens."""
     assert_same(model_of(model_type), cut(model_of(model_type), devices, seed=devices))
 
 
@@ -165,7 +165,7 @@ def test_a_part_alone() -> None:
 
 @pytest.mark.parametrize("model_type", sorted({*families.LANGUAGE_MODELS} - {"kimi_k2"}))
 def test_every_family_is_tried(model_type: str) -> None:
-    """A small model of every planned family that transformers has alone runs on three devices, or is refused by name."""
+    """Every planned family that transformers has alone runs on three devices, or is refused by name."""
     config = default_config(model_type)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         pytest.skip("transformers has it only with images")
