@@ -206,10 +206,8 @@ def _save(model: Any, directory: str) -> None:
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits of a prompt and of some tokens after it, one by one, with a cache."""
     first = model(tokens[:, :_PROMPT], use_cache=True)
-    rest = [
-        model(token, past_key_values=first.past_key_values).logits for token in torch.split(tokens[:, _PROMPT:], 1, 1)
-    ]
-    return torch.cat([first.logits, *rest], 1)
+    cache, after = first.past_key_values, torch.split(tokens[:, _PROMPT:], 1, 1)
+    return torch.cat([first.logits, *(model(token, past_key_values=cache).logits for token in after)], 1)
 
 
 def cut(source: Source, layout: str, kv: str) -> SplitPlan:
