@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 
 from tpplan.core.axes import Axis, bounds_of, minimum_units
 from tpplan.core.device import Device
-from tpplan.core.model import ModelSpec
+from tpplan.core.model import GGUF, ModelSpec
 from tpplan.core.plan import DeviceMemory, PlanModel, Request, Split, SplitPlan, least_version
 from tpplan.planfile.codec import fingerprint
 from tpplan.planner.apportion import apportion
@@ -191,7 +191,9 @@ def bin_of(device: Device, wanted: Demands, reserved: int = 0, bandwidth: int = 
 def described(model: ModelSpec) -> PlanModel:
     """Return what a plan says of its model."""
     name, architecture, layers = model.name, model.architecture, model.layer_count
-    return PlanModel(name, architecture, fingerprint(model), model.dtype, layers, model.not_planned, model.assumed)
+    stored = model.weight_format if model.weight_format.startswith(GGUF) else ""
+    told = model.not_planned, model.assumed, stored
+    return PlanModel(name, architecture, fingerprint(model), model.dtype, layers, *told)
 
 
 def splits_of(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:
