@@ -17,6 +17,7 @@ from tpplan.planner.exllamav2 import exllamav2_counts
 from tpplan.planner.items import Bin, Item, Placement
 from tpplan.planner.ledger import demands, ledger
 from tpplan.planner.place import Effort, nearest, solve
+from tpplan.planner.replicated import Counts, recut
 from tpplan.planner.speed import bandwidth_of
 from tpplan.planner.stages import solve_stages
 
@@ -91,7 +92,13 @@ def attempt(
     rates = bandwidths(devices) if request.strategy == "latency" else (0,) * len(devices)
     bins = [bin_of(device, wanted, request.reserved(i), rates[i]) for i, device in enumerate(devices)]
     solver = solve_stages if request.strategy == "latency" else solve
-    counts = place(wanted, bins, request.strategy, lambda items, hosts: solver(items, hosts, effort))
+
+    def placed(some: Demands, hosts: Sequence[Bin]) -> Counts | None:
+        return place(some, hosts, request.strategy, lambda items, hosts: solver(items, hosts, effort))
+
+    counts = placed(wanted, bins)
+    if request.strategy == "latency" and effort is not Effort.ANY:
+        counts = recut(wanted, bins, counts, placed)
     found = finish(model, devices, request, wanted, counts) if counts else None
     if found and not found.lacking:
         return found
