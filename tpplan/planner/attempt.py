@@ -17,7 +17,7 @@ from tpplan.planner.exllamav2 import exllamav2_counts
 from tpplan.planner.items import Bin, Item, Placement
 from tpplan.planner.ledger import demands, ledger
 from tpplan.planner.place import Effort, nearest, solve
-from tpplan.planner.replicated import Counts, recut
+from tpplan.planner.replicated import are_replicated, place_replicated
 from tpplan.planner.speed import bandwidth_of
 from tpplan.planner.stages import solve_stages
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tpplan.planner.costs import Demand
+    from tpplan.planner.replicated import Counts
 
 #: Times the budget, any model fits on any device.
 _PLENTY = 2**60
@@ -93,12 +94,13 @@ def attempt(
     bins = [bin_of(device, wanted, request.reserved(i), rates[i]) for i, device in enumerate(devices)]
     solver = solve_stages if request.strategy == "latency" else solve
 
-    def placed(some: Demands, hosts: Sequence[Bin]) -> Counts | None:
+    def placed(some: Demands, hosts: Sequence[Bin], effort: Effort) -> Counts | None:
         return place(some, hosts, request.strategy, lambda items, hosts: solver(items, hosts, effort))
 
-    counts = placed(wanted, bins)
-    if request.strategy == "latency" and effort is not Effort.ANY:
-        counts = recut(wanted, bins, counts, placed)
+    if request.strategy == "latency" and effort is not Effort.ANY and are_replicated(wanted):
+        counts = place_replicated(wanted, bins, placed, effort)
+    else:
+        counts = placed(wanted, bins, effort)
     found = finish(model, devices, request, wanted, counts) if counts else None
     if found and not found.lacking:
         return found
