@@ -347,3 +347,27 @@ def test_in_a_hook_of_git(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("GIT_DIR", "../../.git"), ("GIT_INDEX_FILE", "../../.git/index"), ("GIT_WORK_TREE", "..")):
         monkeypatch.setenv(name, value)
     assert "there is no revision 'HEAD'" in refused("diff", "--against", "HEAD", "box.json")
+
+
+def test_plans_of_a_manifest_have_the_notes_of_their_own_command() -> None:
+    """Idle devices, a faster strategy and what else plan says are told of each plan, with its name."""
+    entry = '\n[[plan]]\nfile = "plans/idle.json"\ngpus = "RTX4090,2xRTX3060,2GiB"\nstrategy = "balanced"\n'
+    Path("tpplan.toml").write_text(MANIFEST + entry, encoding="utf-8")
+    alone = command(
+        *("plan", "models/llama", "--gpus", "RTX4090,2xRTX3060,2GiB", "--strategy", "balanced", "--context", 4096),
+        *("-o", "other/idle.json"),
+    )
+    notes = [line.partition(": ") for line in alone.err.splitlines() if line.startswith(("note: ", "hint: "))]
+    assert any("no part of the model is on device 3" in text for _, _, text in notes)
+    done = command("plan", "--all")
+    assert done.code == 0
+    for kind, _, text in notes:
+        assert f"{kind}: plans/idle.json: {text}" in done.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    "typed", [("--batch", 1), ("--cache", "fp16"), ("--strategy", "auto"), ("--max-rows", 2048), ("--kv", "idle")]
+)
+def test_what_is_typed_beside_a_manifest_is_refused(typed: tuple[object, ...]) -> None:
+    """An option does not go with a manifest, whether it has its default or not."""
+    assert f"{typed[0]} does not go with --all" in refused("plan", "--all", *typed)
