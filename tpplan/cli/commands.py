@@ -297,7 +297,7 @@ def diff(*plans: File, against: str = "", manifest: File = "", form: Verdict | N
         hint = "name one before and one after; --against REVISION compares any number with those of a git revision"
         raise UsageError(f"tpplan diff compares two plans, and {len(plans)} are named", hint)
     found = compare(*(on_plans.read_plan(path, allow_newer=True) for path in on_plans.some(plans)))
-    console.present(found, view, chosen, annotate=lambda data: github.diff(data, plans[1]))
+    console.present(found, view, chosen, annotate=lambda data: github.diff(data, console.in_repository(plans[1])))
     return NO if found else OK
 
 
