@@ -5,7 +5,7 @@ What a command needs is imported when it runs: showing a plan must not pay for p
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -164,12 +164,14 @@ def plan(
     choices = {"cache": cache, "layout": layout, "strategy": strategy, "kv": kv}
     numbers = {"context": context, "batch": batch, "max_rows": max_rows, "tokens": tokens}
     flags = {"full_window": full_window or None, "beyond": beyond or None, "reserve": reserve or None}
-    asked = {name: value for name, value in {**choices, **numbers, **flags}.items() if value is not None}
+    asked: dict[str, Any] = {
+        name: value for name, value in {**choices, **numbers, **flags}.items() if value is not None
+    }
     if all_ or manifest:
         from tpplan.cli import manifest as on_manifest  # noqa: PLC0415
 
-        typed = (f"--{name.replace('_', '-')}" for name in asked)
-        given = {"MODEL": model, "--gpus": gpus, "-o": output, **dict.fromkeys(typed, True)}
+        given = {"MODEL": model, "--gpus": gpus, "-o": output}
+        given |= {f"--{name.replace('_', '-')}": "given" for name in asked}
         report = on_manifest.plan(manifest, given, json=json)
         return OK if report.ok else NO if report.only_infeasible else FAILED
     for name, value in (("MODEL", model), ("--gpus", gpus)):

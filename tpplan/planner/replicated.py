@@ -39,7 +39,7 @@ _WHOLE = 1000
 class Placer(Protocol):
     """Places the axes of some demands in bins."""
 
-    def __call__(self, wanted: Demands, bins: Sequence[Bin], effort: Effort) -> Counts | None:
+    def __call__(self, wanted: Demands, bins: Sequence[Bin], effort: Effort, /) -> Counts | None:
         """Return the units of each axis; None if no placement was found that fits."""
 
 
