@@ -20,7 +20,6 @@ def test_options_are_those_of_the_command() -> None:
     given = inspect.signature(commands.plan).parameters
     options = {name.replace("_", "-"): each.default for name, each in given.items()}
     others = {"model", "gpus", "all-", "manifest", "output", "json"}
-    options["layout"] = options["layout"] or ""
     assert {name for name in options if name not in others} == USUAL.keys()
     assert not any(value for name, value in options.items() if name not in others)
 
