@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve, frozen
 
-from tpplan.core.model import ModelSpec, NotPlanned
+from tpplan.core.model import GGUF, ModelSpec, NotPlanned
 from tpplan.errors import ModelError
 from tpplan.models.checkpoint import Headers, Tensor
 from tpplan.models.config import Config
@@ -106,7 +106,7 @@ def read_gguf_model(path: Path) -> GgufModel:
     spec = rebuild(logical, match.stored)
     spec = evolve(
         spec,
-        weight_format=f"GGUF {max(match.sizes, key=lambda kind: (match.sizes[kind], kind))}",
+        weight_format=f"{GGUF}{max(match.sizes, key=lambda kind: (match.sizes[kind], kind))}",
         not_planned=(*spec.not_planned, *match.aside(logical.layer_count)),
         assumed="",
     )
