@@ -6,6 +6,7 @@ import gc
 import json
 import os
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,6 +55,28 @@ SLOW = {
 }
 
 
+#: Of a test with more cases, ``--sample`` takes a third, and not fewer than this.
+_FEWEST = 8
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option by which tests of many cases are run in part."""
+    what = f"of every test with more than {_FEWEST} cases, run a third, the same ones each time"
+    parser.addoption("--sample", action="store_true", help=what)
+
+
+def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return what is left of the cases of every test, which do not depend on each other: those of the least hashes."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    return {
+        item
+        for each in cases.values()
+        for item in sorted(each, key=lambda item: crc32(item.nodeid.encode()))[: max(_FEWEST, -(-len(each) // 3))]
+    }
+
+
 def _gpu_count() -> int:
     import torch  # noqa: PLC0415 - three seconds that only GPU tests pay
 
@@ -61,8 +84,12 @@ def _gpu_count() -> int:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as slow, and skip those marked ``gpu`` or ``multi_gpu`` where there are too few GPUs."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take a sample of cases, mark tests as slow, and skip those of more GPUs than there are."""
+    if config.getoption("--sample"):
+        kept = _sampled(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     for item in items:
         if SLOW & {*item.path.parts[len(_HERE.parts) :], item.path.stem, getattr(item, "originalname", item.name)}:
             item.add_marker("slow")
