@@ -165,6 +165,17 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     ),
     "kimi_k2": (_MLA, {"attention_bias": _FLAG}),
     "deepseek_v32": ({**_MLA, **_INDEXER, "q_lora_rank": _SIZE}, {"attention_bias": _FLAG}),
+    "glm_moe_dsa": (
+        {**_MLA, **_INDEXER, "q_lora_rank": _SIZE},
+        {
+            "attention_bias": _FLAG,
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "indexer_types": _types(("full", "shared")).map(lambda types: ["full", *types[1:]]),
+            "index_topk_pattern": st.text("FS", min_size=5, max_size=5).map(lambda types: f"F{types[1:]}"),
+            "index_topk_freq": st.integers(0, 3),
+            "index_skip_topk_offset": st.integers(0, 3),
+        },
+    ),
     "glm4_moe_lite": (
         {key: drawn for key, drawn in _MLA.items() if key != "first_k_dense_replace"},
         {"attention_bias": _FLAG, "mlp_layer_types": _types(_MLP_TYPES)},
@@ -337,7 +348,7 @@ WITHIN: dict[str, dict[str, Any]] = {"kimi_k25": {"q_lora_rank": 3}, "llama4": {
 #: Families whose latent attention or old form gives every query head its own keys.
 _UNGROUPED = {
     *("gpt2", "gpt_bigcode", "gptj", "bloom", "opt", "gpt_neox"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "glm4_moe_lite"),
 }
 
 
@@ -368,5 +379,9 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     names = _NAMES.get(model_type, {})
     renamed = {name: value for key, value in common.items() if (name := names.get(key, key))}
     own = draw(st.fixed_dictionaries(always, optional={"tie_word_embeddings": _FLAG, **sometimes}))
-    types = {key: own[key][: common["num_hidden_layers"]] for key in own if key.endswith("layer_types")}
+    types = {
+        key: own[key][: common["num_hidden_layers"]]
+        for key in own
+        if key.endswith(("layer_types", "indexer_types", "topk_pattern"))
+    }
     return {"model_type": model_type, **renamed, **own, **types}

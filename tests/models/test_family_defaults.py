@@ -66,7 +66,7 @@ def small(model_type: str, inner: str) -> dict[str, Any]:
         raw["vision_config"] = VISION[model_type]
     text = text_of(raw)
     text.update({key: value for key, value in SMALL.items() if text.get(key) is not None})
-    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+    for key in ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types"):
         if text.get(key):
             text[key] = text[key][:5]
     if text.get("moe_layers"):

@@ -121,6 +121,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID | _EXPERTS | _SHARED,
     "deepseek_v32": _MLA | {"q_lora_rank": 9, "index_n_heads": 3, "index_head_dim": 12, "index_topk": 4},
+    "glm_moe_dsa": _MLA
+    | {
+        "q_lora_rank": 9,
+        "index_n_heads": 3,
+        "index_head_dim": 12,
+        "index_topk": 4,
+        "indexer_types": ["full", "shared"],
+    },
     "glm4_moe_lite": _MLA | {"q_lora_rank": None},
     "glm4_moe": _NARROW | _ROUTED | {"attention_bias": True, "use_qk_norm": True},
     "minimax_m2": _NARROW | _PACKED,

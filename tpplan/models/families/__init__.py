@@ -236,8 +236,9 @@ def _torch_dtype(config: Config) -> str:
 
 
 def _groups(shape: Shape) -> list[tuple[int, ...]]:
-    """Group the layers that are equal in window, kind of MLP and linear attention, in order of their first."""
+    """Group the layers that are equal in window, kind of MLP, linear attention and shape, in order of their first."""
     groups: dict[tuple[object, ...], list[int]] = {}
-    for layer, kind in enumerate(zip(shape.windows, shape.sparse, shape.linear, strict=True)):
+    own = shape.layers or (None,) * len(shape.windows)
+    for layer, kind in enumerate(zip(shape.windows, shape.sparse, shape.linear, own, strict=True)):
         groups.setdefault(kind, []).append(layer)
     return [tuple(layers) for layers in groups.values()]

@@ -9,6 +9,7 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.models.families.corrected import CORRECTED_EXPERTS
 from tpplan.models.families.rows import EXPERTS, NORMS, ROUTER, gated, linear, norm, outside
+from tpplan.models.families.shape import are_of_kind
 from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_experts
 from tpplan.models.families.table import Family, Shape
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tpplan.models.config import Config
+
+
+#: The flag of layers with an indexer of their own.
+INDEXED: Final = "indexed"
 
 
 def _latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape], Shape]:
@@ -40,13 +45,53 @@ def _latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape], Sh
     return adapt
 
 
-def _indexed(config: Config, shape: Shape) -> Shape:
-    """Add the indexer, which chooses the tokens that a query attends to by keys and a cache of its own."""
-    return evolve(
-        _latent(shared=1)(config, shape),
-        index_heads=config.count("index_n_heads", default=64),
-        index_dim=config.count("index_head_dim", default=128),
-    )
+def _indexed(
+    heads: int = 64, shared: Callable[[Config, int], tuple[bool, ...]] | None = None, q_rank: int = 1536
+) -> Callable[[Config, Shape], Shape]:
+    """Add the indexer, which chooses the tokens that a query attends to by keys and a cache of its own.
+
+    Args:
+        heads: default of its heads.
+        shared: which layers have none, and take the tokens that the layer before them took; None if all have one.
+        q_rank: default of the rank of the queries.
+    """
+    add_latent = _latent(q_rank, shared=1)
+
+    def adapt(config: Config, shape: Shape) -> Shape:
+        without = add_latent(config, shape)
+        indexed = evolve(
+            without,
+            index_heads=config.count("index_n_heads", default=heads),
+            index_dim=config.count("index_head_dim", default=128),
+            flags=without.flags | {INDEXED},
+        )
+        taken = shared(config, len(shape.windows)) if shared else ()
+        return evolve(indexed, layers=tuple(without if each else indexed for each in taken)) if any(taken) else indexed
+
+    return adapt
+
+
+def _shared_indexers(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select the layers that share an indexer, by their types, by a pattern of letters, or by a period.
+
+    Raises:
+        ModelError: the types or the pattern are of another number of layers, or of other kinds; or the first layer has
+            none to share.
+    """
+    pattern = config.raw("index_topk_pattern")
+    if config.raw("indexer_types") is None and isinstance(pattern, str):
+        letters = {"F": "full", "S": "shared"}
+        config = config.having("indexer_types", [letters.get(letter, letter) for letter in pattern])
+    elif config.raw("indexer_types") is None and pattern is not None:
+        config = config.having("indexer_types", pattern)
+    taken = are_of_kind(config, "indexer_types", layers, ("full", "shared"))
+    if not taken:
+        period = max(1, config.count("index_topk_freq", default=1, minimum=0))
+        offset = config.count("index_skip_topk_offset", default=2, minimum=0)
+        taken = tuple(max(layer - offset + 1, 0) % period != 0 for layer in range(layers))
+    if taken[0]:
+        raise config.error("the first layer shares an indexer (indexer_types), but no layer before it has one")
+    return taken
 
 
 #: What leads down to the latent is needed wherever heads are, what leads up is cut.
@@ -63,10 +108,10 @@ _MLA = (
 
 #: All heads attend to the tokens that the indexer's heads choose together, so it is needed wherever heads are.
 _INDEXER = (
-    *linear("self_attn.indexer.wq_b", "iq", "qr", home=Axis.KV_HEADS),
-    *linear("self_attn.indexer.wk", "ik", "h", home=Axis.KV_HEADS),
-    *norm("self_attn.indexer.k_norm", "ik", bias=True, home=Axis.KV_HEADS),
-    *linear("self_attn.indexer.weights_proj", "ih", "h", home=Axis.KV_HEADS),
+    *linear("self_attn.indexer.wq_b", "iq", "qr", when=INDEXED, home=Axis.KV_HEADS),
+    *linear("self_attn.indexer.wk", "ik", "h", when=INDEXED, home=Axis.KV_HEADS),
+    *norm("self_attn.indexer.k_norm", "ik", bias=True, when=INDEXED, home=Axis.KV_HEADS),
+    *linear("self_attn.indexer.weights_proj", "ih", "h", when=INDEXED, home=Axis.KV_HEADS),
 )
 
 #: Heads have sizes of their own, so hidden sizes need not be multiples of heads.
@@ -109,7 +154,19 @@ LATENT: Final[dict[str, Family]] = {
         defaults={"num_experts_per_tok": 8, **_HEAD},
         flags={"attention_bias": False},
         moe=mlp_types(after_dense(3)),
-        adapt=_indexed,
+        adapt=_indexed(),
+    ),
+    "glm_moe_dsa": Family(
+        architectures=("GlmMoeDsaForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *_MLA, *_INDEXER),
+        dense=gated(),
+        sparse=CORRECTED_EXPERTS,
+        extra_layers=True,
+        defaults={"num_experts_per_tok": 8, **_HEAD},
+        flags={"attention_bias": False},
+        moe=mlp_types(after_dense(3)),
+        adapt=_indexed(32, _shared_indexers, 2048),
     ),
     "glm4_moe_lite": Family(
         architectures=("Glm4MoeLiteForCausalLM",),

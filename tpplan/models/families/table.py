@@ -63,6 +63,7 @@ class Shape:
         sparse: for each layer whether its MLP is made of experts.
         linear: for each layer its linear attention, which has the same sizes in all layers that have it.
         flags: the names that a row's ``when`` may test, if they are true.
+        layers: the shape of each layer, where layers differ in more than windows, experts and linear attention.
     """
 
     hidden: int
@@ -86,6 +87,7 @@ class Shape:
     sparse: tuple[bool, ...]
     linear: tuple[LinearAttention | None, ...]
     flags: frozenset[str]
+    layers: tuple[Shape, ...] = ()
 
     @cached_property
     def words(self) -> Mapping[str, Segment]:
@@ -231,15 +233,16 @@ class Family:
     adapt: Callable[[Config, Shape], Shape] | None = None
 
     def block(self, shape: Shape, layers: tuple[int, ...], dtype: str) -> Block:
-        """Return the block of ``layers``, which must be equal in window, linear attention and kind of MLP."""
-        sparse, linear = shape.sparse[layers[0]], shape.linear[layers[0]]
+        """Return the block of ``layers``, which must be equal in window, linear attention, kind of MLP and shape."""
+        sparse, linear, window = shape.sparse[layers[0]], shape.linear[layers[0]], shape.windows[layers[0]]
+        shape = shape.layers[layers[0]] if shape.layers else shape
         rows = (*(self.linear_layer if linear else self.layer), *(self.sparse if sparse else self.dense))
         attention = Attention(
             shape.q_heads,
             shape.kv_heads,
             shape.head_dim,
             shape.v_head_dim,
-            window=shape.windows[layers[0]],
+            window=window,
             latent_dim=shape.kv_rank + shape.rope_dim + shape.index_dim if shape.kv_rank else 0,
         )
         return Block(

@@ -1,0 +1,124 @@
+"""Models whose layers differ in more than their windows: published sizes, and caches as transformers keeps them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tpplan
+from tests.family_models import hub_config, spec_of
+from tests.later import transformers
+from tpplan.core.plan import LAYOUTS, Cache
+from tpplan.planfile.verify import problems
+from tpplan.planner.ledger import cache_bytes_per_token
+from tpplan.reports.check import check
+from tpplan.weights import iter_slices
+
+if TYPE_CHECKING:
+    from tpplan.core.model import ModelSpec
+
+_OUTSIDE: dict[str, Any] = {"vocab_size": 40, "max_position_embeddings": 64, "pad_token_id": 0}
+_PLAIN = _OUTSIDE | {"hidden_size": 48, "intermediate_size": 10, "num_attention_heads": 6}
+_MLA = _PLAIN | {
+    "num_key_value_heads": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 9,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+}
+_INDEXER = {"index_n_heads": 3, "index_head_dim": 12, "index_topk": 4}
+
+#: Small configs, and the elements of 16 bits that a token takes in all their layers, by hand.
+SMALL: dict[str, tuple[dict[str, Any], int]] = {
+    # A latent of 10 + 8 elements in each layer, and a key of 12 where the layer has an indexer.
+    "glm_moe_dsa": (
+        _MLA | _INDEXER | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+        4 * (10 + 8) + 2 * 12,
+    ),
+}
+
+#: Models as their classes in transformers describe them, or their published configs do: parameters, and elements that
+#: a token takes in the cache of all layers.
+PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
+    "GLM-5": ({"model_type": "glm_moe_dsa"}, 743_911_218_432, 78 * (512 + 64 + 128)),
+    "GLM-5, indexers of four layers": (
+        {"model_type": "glm_moe_dsa", "index_topk_freq": 4},
+        # Of layers 0 to 77 those from 1 on share, but for every fourth.
+        743_911_218_432 - 57 * (2048 * 32 * 128 + 6144 * 128 + 2 * 128 + 6144 * 32),
+        78 * (512 + 64) + 21 * 128,
+    ),
+}
+
+
+#: Plain matrix products, which know any width.
+EAGER = {"experts_implementation": "eager"}
+
+
+def published(name: str) -> ModelSpec:
+    """Return a published model."""
+    return spec_of(hub_config(PUBLISHED[name][0]).to_dict())
+
+
+def kept(cache: Any) -> int:
+    """Return the bytes that a cache of transformers holds of tokens."""
+    names = ("keys", "values", "indexer_keys")
+    found = (getattr(layer, name, None) for layer in cache.layers for name in names)
+    return sum(tensor.nbytes for tensor in found if tensor is not None)
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_a_token_takes_what_transformers_keeps(model_type: str) -> None:
+    """The cache of a small model after a prompt and a further token, and the same by hand."""
+    keys, elements = SMALL[model_type]
+    config = hub_config({"model_type": model_type, **keys})
+    each = cache_bytes_per_token(spec_of(config.to_dict()), "fp16")
+    assert each == 2 * elements
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **EAGER).eval()
+    with torch.no_grad():
+        cache = model(torch.randint(1, 40, (3, 5)), use_cache=True).past_key_values
+        assert kept(cache) == 3 * 5 * each
+        model(torch.randint(1, 40, (3, 1)), use_cache=True, past_key_values=cache)
+        assert kept(cache) == 3 * 6 * each
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name: str) -> None:
+    """Parameters, and what a token takes in the cache."""
+    _, parameters, elements = PUBLISHED[name]
+    spec = published(name)
+    assert spec.parameter_count == parameters
+    assert cache_bytes_per_token(spec, "fp16") == 2 * elements
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_plans_of_published_models(name: str, layout: str) -> None:
+    """A plan for uneven devices holds every byte of every tensor, each within its budget, and breaks no rule."""
+    model = published(name)
+    size = model.weight_bytes // 4
+    budgets = (2 * size, size, size * 3 // 2, size)
+    devices = [tpplan.Device(name="x", budget_bytes=budget + 6 * 2**30) for budget in budgets]
+    plan = tpplan.plan(model, devices, cache=Cache("fp16", 4096), layout=layout)
+    assert not problems(plan)
+    assert check({"plan": plan}, model).current
+    held: dict[str, tuple[int, dict[tuple[int, int], None]]] = {}
+    sizes = [0] * len(devices)
+    for part in iter_slices(plan, model):
+        sizes[part.device] += part.nbytes
+        length, ranges = held.setdefault(part.name, (part.whole[part.dim or 0] if part.whole else 1, {}))
+        ranges.update(dict.fromkeys(part.ranges if part.dim is not None else ((0, length),)))
+    assert sizes == [entry.weights_bytes for entry in plan.memory]
+    tensors = sum(len(block.layers) * sum(p.copies for p in block.parameters) for block in model.blocks)
+    assert len(held) == tensors + len(model.parameters)
+    for tensor, (length, ranges) in held.items():
+        end = 0
+        for first, last in sorted(ranges):
+            assert first <= end, tensor
+            end = max(end, last)
+        assert end == length, tensor
