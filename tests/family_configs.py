@@ -62,6 +62,17 @@ _PACKED: Keys = {"num_local_experts": st.integers(2, 4), "num_experts_per_tok": 
 _OPEN_EXPERTS: Keys = {"num_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2)}
 _GROUPS: Keys = {"n_group": st.just(1), "topk_group": st.just(1)}
 
+_SLIDING_TYPES = ("full_attention", "sliding_attention")
+_GLOBAL: Keys = {
+    "attention_bias": _FLAG,
+    "sliding_window": _WINDOW,
+    "global_head_dim": st.sampled_from((4, 8, 12)),
+    "num_global_key_value_heads": st.none() | st.just(1),
+    "attention_k_eq_v": _FLAG,
+    "use_double_wide_mlp": _FLAG,
+    "num_kv_shared_layers": st.integers(0, 4),
+}
+
 #: For each model type the keys that its config has besides the common ones: always, and sometimes.
 FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     "llama": ({}, {**_BIASES, **_HEAD}),
@@ -83,6 +94,32 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         _HEAD,
         {"attention_bias": _FLAG, "sliding_window": _WINDOW, "sliding_window_pattern": st.integers(1, 4)},
     ),
+    "gemma3n_text": (
+        {
+            **_HEAD,
+            "vocab_size_per_layer_input": st.integers(5, 40),
+            "hidden_size_per_layer_input": _SIZE,
+            "num_kv_shared_layers": st.integers(0, 4),
+            "layer_types": _types(_SLIDING_TYPES),
+        },
+        {
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "altup_num_inputs": st.integers(2, 4),
+            "laurel_rank": _SIZE,
+            "intermediate_size": _SIZE | st.lists(_SIZE, min_size=5, max_size=5),
+        },
+    ),
+    "gemma4_text": (
+        {
+            **_HEAD,
+            "vocab_size_per_layer_input": st.integers(5, 40),
+            "hidden_size_per_layer_input": st.integers(0, 8),
+            "layer_types": _types(_SLIDING_TYPES),
+        },
+        {**_GLOBAL, "enable_moe_block": _FLAG},
+    ),
+    "gemma4_unified_text": ({**_HEAD, "layer_types": _types(_SLIDING_TYPES)}, _GLOBAL),
     "phi": ({}, {"qk_layernorm": _FLAG}),
     "phi3": ({}, _SLIDING),
     "cohere": ({}, {"attention_bias": _FLAG, "use_qk_norm": _FLAG}),
@@ -301,6 +338,9 @@ VISION: dict[str, dict[str, Any]] = {
     "aya_vision": _SIGLIP,
     "cohere2_vision": _SIGLIP,
     "gemma3": _SIGLIP,
+    "gemma3n": {},
+    "gemma4": {"model_type": "gemma4_vision", "head_dim": 4, "num_key_value_heads": 1, **_TOWER},
+    "gemma4_unified": {"model_type": "gemma4_unified_vision", "mm_embed_dim": 4, "mm_posemb_size": 4},
     "glm4v": _DEEP,
     "internvl": {"model_type": "internvl_vision", **_TOWER},
     "llava": _CLIP,
@@ -323,6 +363,9 @@ VISION: dict[str, dict[str, Any]] = {
 INNER = {
     "aya_vision": ("cohere2",),
     "cohere2_vision": ("cohere2",),
+    "gemma3n": ("gemma3n_text",),
+    "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
     "glm4v": ("glm4v_text",),
     "gemma3": ("gemma3_text",),
     "internvl": ("qwen2", "llama", "qwen3", "qwen3_moe"),
@@ -379,9 +422,21 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     names = _NAMES.get(model_type, {})
     renamed = {name: value for key, value in common.items() if (name := names.get(key, key))}
     own = draw(st.fixed_dictionaries(always, optional={"tie_word_embeddings": _FLAG, **sometimes}))
+    if own.get("enable_moe_block"):
+        own |= {"num_experts": 3, "moe_intermediate_size": draw(_SIZE), "top_k_experts": draw(st.integers(1, 2))}
     types = {
         key: own[key][: common["num_hidden_layers"]]
         for key in own
-        if key.endswith(("layer_types", "indexer_types", "topk_pattern"))
+        if key.endswith(("layer_types", "indexer_types", "topk_pattern")) or isinstance(own[key], list)
     }
-    return {"model_type": model_type, **renamed, **own, **types}
+    return _with_caches_to_share({"model_type": model_type, **renamed, **own, **types})
+
+
+def _with_caches_to_share(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config in which no more layers share keys and values than find layers of their kind before them."""
+    kinds = [kind == "full_attention" for kind in config.get("layer_types", ())]
+    if kinds and config["model_type"].startswith("gemma4"):
+        kinds[-1] = True
+    while config.get("num_kv_shared_layers") and {*kinds} != {*kinds[: -config["num_kv_shared_layers"]]}:
+        config["num_kv_shared_layers"] -= 1
+    return config

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from tests.later import transformers
 from tpplan.core.axes import Axis
@@ -65,10 +68,26 @@ def hub_config(data: dict[str, Any]) -> Any:
 
 def build(config: Any, **options: Any) -> Any:
     """Build transformers' model of a config, with what reads images if the config has that."""
+    if config.model_type == "gemma3n":
+        return _without_timm(config, **options)
     auto = (
         transformers.AutoModelForImageTextToText if config.model_type in WRAPPERS else transformers.AutoModelForCausalLM
     )
     return auto.from_config(config, **options)
+
+
+def _without_timm(config: Any, **options: Any) -> Any:
+    """Build Gemma 3n with something else in place of what reads images, which needs a library of its own."""
+    import torch  # noqa: PLC0415 (where it is not installed, the tests without models run)
+
+    module = importlib.import_module("transformers.models.gemma3n.modeling_gemma3n")
+    real = module.AutoModel.from_config
+
+    def from_config(config: Any, **options: Any) -> Any:
+        return torch.nn.Linear(1, 1) if config.model_type == "gemma3n_vision" else real(config, **options)
+
+    with patch.object(module, "AutoModel", SimpleNamespace(from_config=from_config)):
+        return transformers.AutoModelForImageTextToText.from_config(config, **options)
 
 
 def meta_model(config: Any) -> Any:

@@ -104,7 +104,8 @@ def test_families_of_two_names_are_one(model_type: str, same: str) -> None:
 
 
 #: Flags that are no keys of a config: what families make of theirs.
-DERIVED = {"one_kv_head", "two_norms", "q_lora_rank", "shared_experts", "biased", "xielu", "indexed"}
+DERIVED = {"one_kv_head", "two_norms", "q_lora_rank", "shared_experts", "biased", "xielu"}
+DERIVED |= {"per_layer_inputs", "same_vocab"}
 
 
 @pytest.mark.parametrize(("model_type", "family"), families.LANGUAGE_MODELS.items())

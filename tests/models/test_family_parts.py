@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from attrs import evolve
 from safetensors.torch import save_file
 
 from tests.family_models import SAME, assert_consistent, hub_config, named, saved_tensors, spec_of
@@ -20,7 +21,7 @@ from tpplan.models import families
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpplan.core.model import Block, ModelSpec, Parameter
+    from tpplan.core.model import Attention, Block, ModelSpec, Parameter
 
     Order = dict[Axis | None, torch.Tensor]
 
@@ -61,6 +62,9 @@ _HYBRID = _NARROW | {
 
 _OPEN = {"num_experts": 4, "num_experts_per_tok": 2}
 _ROUTED = {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 7, "num_experts_per_tok": 2}
+
+_FULL = ["full_attention"] * 2
+_PER_LAYER = {"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": VOCAB}
 
 #: The forms in which families store attention and MLP.
 FORMS: dict[str, dict[str, Any]] = {
@@ -105,6 +109,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "granite_swa": _GROUPED | _BIASED,
     "helium": _GROUPED | {"head_dim": 8},
     "internlm3": _NARROW | _BIASED,
+    "gemma3n_text": _NARROW | _PER_LAYER | {"laurel_rank": 7, "num_kv_shared_layers": 1, "layer_types": _FULL},
+    "gemma4_text": _NARROW | _PER_LAYER | {"global_head_dim": 8, "layer_types": ["sliding_attention", _FULL[0]]},
+    "gemma4_text, sharing": _NARROW
+    | _PER_LAYER
+    | {"num_kv_shared_layers": 1, "use_double_wide_mlp": True, "layer_types": _FULL},
+    "gemma4_text, experts": _NARROW
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 7}
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": _NARROW | {"global_head_dim": 8},
     "vaultgemma": _NARROW,
     "arcee": _NARROW | _BIASED,
     "apertus": _GROUPED,
@@ -158,9 +171,15 @@ NUMBERED_HEADS = "bloom"
 FUSED_GROUPS = "falcon, grouped"
 
 
-def new_order(block: Block, *, heads: bool, within_groups: bool) -> Order:
-    """Draw an order for the elements of each axis, of heads only if asked for; query heads move with their KV head."""
+def new_order(block: Block, known: dict[Attention, Order], *, heads: bool, within_groups: bool) -> Order:
+    """Draw an order for the elements of each axis, of heads only if asked for; query heads move with their KV head.
+
+    Heads of layers that share keys and values are in the order of those that cache them, which is one of ``known``.
+    """
     order: Order = {axis: torch.randperm(size) for axis, size in block.sizes()}
+    alike = block.attention and evolve(block.attention, shared=False)
+    if alike in known:
+        return order | {axis: known[alike][axis] for axis in (Axis.KV_HEADS, Axis.Q_HEADS)}
     if block.attention:
         if not heads:
             order[Axis.KV_HEADS] = torch.arange(block.attention.kv_heads)
@@ -171,6 +190,7 @@ def new_order(block: Block, *, heads: bool, within_groups: bool) -> Order:
                 for kv in order[Axis.KV_HEADS]
             ]
         )
+        known[block.attention] = order
     return order
 
 
@@ -190,7 +210,8 @@ def reordered(tensor: torch.Tensor, parameter: Parameter, order: Order) -> torch
 def reorder_all(spec: ModelSpec, tensors: dict[str, torch.Tensor], vocab: torch.Tensor, form: str) -> dict[str, Any]:
     """Return all tensors with every axis in a new order, the same in the layers of a block."""
     heads, within_groups = form != NUMBERED_HEADS, form != FUSED_GROUPS
-    orders = {block: new_order(block, heads=heads, within_groups=within_groups) for block in spec.blocks}
+    known: dict[Attention, Order] = {}
+    orders = {block: new_order(block, known, heads=heads, within_groups=within_groups) for block in spec.blocks}
     return {
         name: reordered(tensors[name], parameter, orders[block] if block else {Axis.VOCAB: vocab})
         for name, parameter, block in named(spec)

@@ -32,6 +32,14 @@ _MLA = _PLAIN | {
     "qk_rope_head_dim": 8,
     "v_head_dim": 6,
 }
+_SHARING = _PLAIN | {
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 32,
+    "vocab_size_per_layer_input": 40,
+}
 _INDEXER = {"index_n_heads": 3, "index_head_dim": 12, "index_topk": 4}
 
 #: Small configs, and the elements of 16 bits that a token takes in all their layers, by hand.
@@ -41,6 +49,12 @@ SMALL: dict[str, tuple[dict[str, Any], int]] = {
         _MLA | _INDEXER | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
         4 * (10 + 8) + 2 * 12,
     ),
+    # Keys and values of a wide head, and of three narrow ones; the last two layers share these.
+    "gemma4_text": (
+        _SHARING | {"head_dim": 4, "global_head_dim": 8, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        2 * 8 + 3 * 2 * 4,
+    ),
+    "gemma3n_text": (_SHARING | {"head_dim": 4}, 2 * 3 * 2 * 4),
 }
 
 #: Models as their classes in transformers describe them, or their published configs do: parameters, and elements that
@@ -55,6 +69,34 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
     ),
 }
 
+
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+}
+PUBLISHED |= {
+    # 30.7 thousand millions, as its card says.
+    "Gemma-4-31B": (
+        _GEMMA4
+        | {"hidden_size": 5376, "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16}
+        | {"num_global_key_value_heads": 4, "intermediate_size": 21504},
+        30_697_345_340,
+        50 * 2 * 16 * 256 + 10 * 2 * 4 * 512,
+    ),
+    # 25.2.
+    "Gemma-4-26B-A4B": (
+        _GEMMA4
+        | {"hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8}
+        | {"num_global_key_value_heads": 2, "intermediate_size": 2112, "moe_intermediate_size": 704}
+        | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8},
+        25_233_141_790,
+        25 * 2 * 8 * 256 + 5 * 2 * 2 * 512,
+    ),
+    # The last 15 of 35 layers share, of which every fifth has full attention; all have two heads of 256.
+    "Gemma-3n-E4B": ({"model_type": "gemma3n_text"}, 6_835_235_568, 20 * 2 * 2 * 256),
+}
 
 #: Plain matrix products, which know any width.
 EAGER = {"experts_implementation": "eager"}

@@ -108,6 +108,8 @@ class Attention:
         window: size of the sliding window in tokens per sequence; 0 for full attention.
         latent_dim: elements cached per token for all heads together (MLA: latent + rotary part + an indexer's key); 0
             caches K and V per head.
+        shared: whether it attends to keys and values that an earlier layer has cached, and caches none of its own;
+            ``latent_dim`` is then what it caches beside them.
     """
 
     q_heads: int
@@ -116,6 +118,7 @@ class Attention:
     v_head_dim: int
     window: int = 0
     latent_dim: int = 0
+    shared: bool = False
 
 
 @frozen

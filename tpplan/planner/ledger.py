@@ -62,7 +62,8 @@ def _token_bytes(model: ModelSpec, kind: str, tokens: int) -> int:
 
 
 def _head_bytes(attention: Attention, kind: str) -> int:
-    return 0 if attention.latent_dim else cache_bytes(attention.head_dim + attention.v_head_dim, kind)
+    per_head = not (attention.latent_dim or attention.shared)
+    return cache_bytes(attention.head_dim + attention.v_head_dim, kind) if per_head else 0
 
 
 def _latent_bytes(attention: Attention, kind: str) -> int:

@@ -14,7 +14,7 @@ from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared
 from tpplan.models.families.table import Family, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tpplan.models.config import Config
 
@@ -45,34 +45,29 @@ def _latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape], Sh
     return adapt
 
 
-def _indexed(
-    heads: int = 64, shared: Callable[[Config, int], tuple[bool, ...]] | None = None, q_rank: int = 1536
-) -> Callable[[Config, Shape], Shape]:
+def _indexed(heads: int = 64, q_rank: int = 1536) -> Callable[[Config, Shape], Shape]:
     """Add the indexer, which chooses the tokens that a query attends to by keys and a cache of its own.
 
     Args:
         heads: default of its heads.
-        shared: which layers have none, and take the tokens that the layer before them took; None if all have one.
         q_rank: default of the rank of the queries.
     """
     add_latent = _latent(q_rank, shared=1)
 
     def adapt(config: Config, shape: Shape) -> Shape:
-        without = add_latent(config, shape)
-        indexed = evolve(
-            without,
+        return evolve(
+            add_latent(config, shape),
             index_heads=config.count("index_n_heads", default=heads),
-            index_dim=config.count("index_head_dim", default=128),
-            flags=without.flags | {INDEXED},
+            index_dim=config.count("index_head_dim", default=128) if INDEXED in shape.flags else 0,
         )
-        taken = shared(config, len(shape.windows)) if shared else ()
-        return evolve(indexed, layers=tuple(without if each else indexed for each in taken)) if any(taken) else indexed
 
     return adapt
 
 
-def _shared_indexers(config: Config, layers: int) -> tuple[bool, ...]:
-    """Select the layers that share an indexer, by their types, by a pattern of letters, or by a period.
+def _indexers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
+    """Tell which layers have an indexer; the others take the tokens that the layer before them took.
+
+    Their types tell it, a pattern of letters, or a period.
 
     Raises:
         ModelError: the types or the pattern are of another number of layers, or of other kinds; or the first layer has
@@ -91,7 +86,7 @@ def _shared_indexers(config: Config, layers: int) -> tuple[bool, ...]:
         taken = tuple(max(layer - offset + 1, 0) % period != 0 for layer in range(layers))
     if taken[0]:
         raise config.error("the first layer shares an indexer (indexer_types), but no layer before it has one")
-    return taken
+    return tuple({INDEXED: not each} for each in taken)
 
 
 #: What leads down to the latent is needed wherever heads are, what leads up is cut.
@@ -130,6 +125,19 @@ _DEEPSEEK_V3 = Family(
     adapt=_latent(shared=1),
 )
 
+_DEEPSEEK_V32 = Family(
+    architectures=("DeepseekV32ForCausalLM",),
+    outside=outside(),
+    layer=(*NORMS, *_MLA, *_INDEXER),
+    dense=gated(),
+    sparse=CORRECTED_EXPERTS,
+    extra_layers=True,
+    defaults={"num_experts_per_tok": 8, **_HEAD},
+    flags={"attention_bias": False, INDEXED: True},
+    moe=mlp_types(after_dense(3)),
+    adapt=_indexed(),
+)
+
 LATENT: Final[dict[str, Family]] = {
     "deepseek_v2": Family(
         architectures=("DeepseekV2ForCausalLM",),
@@ -144,29 +152,9 @@ LATENT: Final[dict[str, Family]] = {
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
-    "deepseek_v32": Family(
-        architectures=("DeepseekV32ForCausalLM",),
-        outside=outside(),
-        layer=(*NORMS, *_MLA, *_INDEXER),
-        dense=gated(),
-        sparse=CORRECTED_EXPERTS,
-        extra_layers=True,
-        defaults={"num_experts_per_tok": 8, **_HEAD},
-        flags={"attention_bias": False},
-        moe=mlp_types(after_dense(3)),
-        adapt=_indexed(),
-    ),
-    "glm_moe_dsa": Family(
-        architectures=("GlmMoeDsaForCausalLM",),
-        outside=outside(),
-        layer=(*NORMS, *_MLA, *_INDEXER),
-        dense=gated(),
-        sparse=CORRECTED_EXPERTS,
-        extra_layers=True,
-        defaults={"num_experts_per_tok": 8, **_HEAD},
-        flags={"attention_bias": False},
-        moe=mlp_types(after_dense(3)),
-        adapt=_indexed(32, _shared_indexers, 2048),
+    "deepseek_v32": _DEEPSEEK_V32,
+    "glm_moe_dsa": evolve(
+        _DEEPSEEK_V32, architectures=("GlmMoeDsaForCausalLM",), own=_indexers, adapt=_indexed(32, 2048)
     ),
     "glm4_moe_lite": Family(
         architectures=("Glm4MoeLiteForCausalLM",),

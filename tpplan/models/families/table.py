@@ -27,12 +27,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from typing import Final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from tpplan.core.axes import Axis
 from tpplan.core.model import Attention, Block, LinearAttention, Parameter, Segment
 from tpplan.models.config import Config
+
+#: The flag of layers that attend to what an earlier layer has cached of keys and values.
+SHARED_KV: Final = "shared_kv"
 
 _NO_LINEAR = LinearAttention(0, 0, 0, 0, 0)
 
@@ -63,6 +67,7 @@ class Shape:
         sparse: for each layer whether its MLP is made of experts.
         linear: for each layer its linear attention, which has the same sizes in all layers that have it.
         flags: the names that a row's ``when`` may test, if they are true.
+        sizes: further words, each with a length that nothing cuts.
         layers: the shape of each layer, where layers differ in more than windows, experts and linear attention.
     """
 
@@ -87,7 +92,12 @@ class Shape:
     sparse: tuple[bool, ...]
     linear: tuple[LinearAttention | None, ...]
     flags: frozenset[str]
+    sizes: tuple[tuple[str, int], ...] = ()
     layers: tuple[Shape, ...] = ()
+
+    def having(self, *flags: str, **sizes: int) -> Shape:
+        """Return the shape with further flags, and further words."""
+        return evolve(self, flags=self.flags | {*flags}, sizes=(*self.sizes, *sizes.items()))
 
     @cached_property
     def words(self) -> Mapping[str, Segment]:
@@ -131,6 +141,7 @@ class Shape:
             "ih": Segment(None, self.index_heads),
             "ik": Segment(None, self.index_dim),
             "iq": Segment(None, self.index_heads * self.index_dim),
+            **{word: Segment(None, length) for word, length in self.sizes},
         }
 
 
@@ -205,6 +216,8 @@ class Family:
         moe: which layers have experts, from the config and the number of layers; None if none ever has.
         linear: the linear attention of each layer, from the config and the number of layers; None if none ever has.
         expert_key: the key with the width of a routed expert.
+        own: for each layer the keys of which it has values of its own, from the config and the number of layers; None
+            if layers differ in windows, experts and linear attention only.
         adapt: changes the shape where the family reads its config in its own way.
     """
 
@@ -230,6 +243,7 @@ class Family:
     moe: Callable[[Config, int], tuple[bool, ...]] | None = None
     linear: Callable[[Config, int], tuple[LinearAttention | None, ...]] | None = None
     expert_key: str = "moe_intermediate_size"
+    own: Callable[[Config, int], tuple[Mapping[str, object], ...]] | None = None
     adapt: Callable[[Config, Shape], Shape] | None = None
 
     def block(self, shape: Shape, layers: tuple[int, ...], dtype: str) -> Block:
@@ -237,13 +251,16 @@ class Family:
         sparse, linear, window = shape.sparse[layers[0]], shape.linear[layers[0]], shape.windows[layers[0]]
         shape = shape.layers[layers[0]] if shape.layers else shape
         rows = (*(self.linear_layer if linear else self.layer), *(self.sparse if sparse else self.dense))
+        shared = SHARED_KV in shape.flags
+        latent = shape.index_dim + (0 if shared else shape.kv_rank + shape.rope_dim)
         attention = Attention(
             shape.q_heads,
             shape.kv_heads,
             shape.head_dim,
             shape.v_head_dim,
             window=window,
-            latent_dim=shape.kv_rank + shape.rope_dim + shape.index_dim if shape.kv_rank else 0,
+            latent_dim=latent if shape.kv_rank else 0,
+            shared=shared,
         )
         return Block(
             layers=layers,

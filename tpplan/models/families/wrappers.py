@@ -36,6 +36,7 @@ _RENAMED: Final[dict[str, dict[str, str]]] = {
 _VISION: Final = (
     *("vision_tower.*", "multi_modal_projector.*", "image_newline"),
     *("vision_model.*", "mm_projector.*", "visual.*"),  # Llama 4, Kimi, Qwen
+    *("audio_tower.*", "embed_vision.*", "embed_audio.*", "vision_embedder.*"),  # Gemma 3n and 4
 )
 VISION: Final = (*_VISION, *(f"model.{name}" for name in _VISION))
 
@@ -49,12 +50,14 @@ class Wrapper:
         text: the ``model_type`` of the language model where its own config does not say.
         root: how the names of the language model start.
         flat: whether a config.json may have the language model's keys beside its own, without a config of its own.
+        tower: whether it has a part that reads images also if its config says nothing of one.
     """
 
     architectures: tuple[str, ...]
     text: str
     root: str = ROOT
     flat: bool = False
+    tower: bool = True
 
     @property
     def renamed(self) -> Mapping[str, str]:
@@ -71,6 +74,9 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "aya_vision": Wrapper(("AyaVisionForConditionalGeneration",), "cohere2"),
     "cohere2_vision": Wrapper(("Cohere2VisionForConditionalGeneration",), "cohere2", root=""),
     "gemma3": Wrapper(("Gemma3ForConditionalGeneration",), "gemma3_text"),
+    "gemma3n": Wrapper(("Gemma3nForConditionalGeneration",), "gemma3n_text", root=""),
+    "gemma4": Wrapper(("Gemma4ForConditionalGeneration",), "gemma4_text", root="", tower=False),
+    "gemma4_unified": Wrapper(("Gemma4UnifiedForConditionalGeneration",), "gemma4_unified_text", root="", tower=False),
     "glm4v": Wrapper(("Glm4vForConditionalGeneration",), "glm4v_text", root=""),
     "internvl": Wrapper(("InternVLForConditionalGeneration",), "qwen2"),
     "llava": Wrapper(("LlavaForConditionalGeneration",), "llama"),
