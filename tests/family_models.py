@@ -52,6 +52,11 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
 #: What transformers calls a family that the hub knows by another name.
 SAME = {"kimi_k2": "deepseek_v3"}
 
+#: Language models that are models of their own on the hub, but in transformers only part of another one.
+ONLY_IN_WRAPPERS = {"step3p5": "step3p7"}
+#: The smallest part that reads images of that.
+VISION_OF_STEP = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+
 #: Models that transformers saves in another form than they have on the hub.
 UNLIKE_HUB = {"kimi_k25", "qwen3_vl_moe"}
 
@@ -70,6 +75,9 @@ def build(config: Any, **options: Any) -> Any:
     """Build transformers' model of a config, with what reads images if the config has that."""
     if config.model_type == "gemma3n":
         return _without_timm(config, **options)
+    if config.model_type in ONLY_IN_WRAPPERS:
+        whole = {"model_type": ONLY_IN_WRAPPERS[config.model_type], "tie_word_embeddings": config.tie_word_embeddings}
+        config = hub_config({**whole, "vision_config": dict(VISION_OF_STEP), "text_config": config.to_dict()})
     auto = (
         transformers.AutoModelForImageTextToText if config.model_type in WRAPPERS else transformers.AutoModelForCausalLM
     )

@@ -13,8 +13,7 @@ import torch
 from attrs import evolve
 from safetensors.torch import save_file
 
-from tests.family_models import SAME, assert_consistent, hub_config, named, saved_tensors, spec_of
-from tests.later import transformers
+from tests.family_models import SAME, assert_consistent, build, hub_config, named, saved_tensors, spec_of
 from tpplan.core.axes import Axis
 from tpplan.models import families
 
@@ -118,6 +117,15 @@ FORMS: dict[str, dict[str, Any]] = {
     | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 7}
     | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0},
     "gemma4_unified_text": _NARROW | {"global_head_dim": 8},
+    "laguna": _NARROW | _EXPERTS | _SHARED | {"num_attention_heads_per_layer": [6, 12]},
+    "laguna, gates of elements": _NARROW | _EXPERTS | _SHARED | {"gating": "per-element"},
+    "mimo_v2_flash": _NARROW
+    | _ROUTED
+    | {"v_head_dim": 6, "num_attention_heads": 12, "layer_types": ["full_attention", "sliding_attention"]},
+    "step3p5": _NARROW
+    | _ROUTED
+    | {"share_expert_dim": 5, "moe_layers_enum": "1", "num_sliding_attention_heads": 12, "sliding_window": 4}
+    | {"layer_types": ["full_attention", "sliding_attention"]},
     "vaultgemma": _NARROW,
     "arcee": _NARROW | _BIASED,
     "apertus": _GROUPED,
@@ -225,13 +233,13 @@ def test_elements_of_an_axis_can_change_places(form: str, tmp_path: Path) -> Non
     config = hub_config({"model_type": form.partition(",")[0], **FORMS[form]})
     spec = spec_of(config.to_dict())
     assert_consistent(spec)
-    model = transformers.AutoModelForCausalLM.from_config(config, **EAGER).double().eval()
+    model = build(config, **EAGER).double().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     vocab = torch.randperm(VOCAB)
-    config.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
     save_file(reorder_all(spec, saved_tensors(model), vocab, form), tmp_path / "model.safetensors", {"format": "pt"})
-    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **EAGER).eval()
+    other = type(model).from_pretrained(tmp_path, dtype=torch.float64, **EAGER).eval()
     tokens = torch.randint(VOCAB, (2, 7))
     with torch.no_grad():
         expected, found = model(tokens).logits, other(vocab.argsort()[tokens]).logits

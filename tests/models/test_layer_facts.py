@@ -54,6 +54,14 @@ SMALL: dict[str, tuple[dict[str, Any], int]] = {
         _SHARING | {"head_dim": 4, "global_head_dim": 8, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
         2 * 8 + 3 * 2 * 4,
     ),
+    # Three heads of 4 for keys and 6 for values, twice as many in the layer with a window.
+    "mimo_v2_flash": (
+        _PLAIN
+        | {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 4, "v_head_dim": 6, "num_hidden_layers": 2}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "sliding_window": 32}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+        (3 + 6) * (4 + 6),
+    ),
     "gemma3n_text": (_SHARING | {"head_dim": 4}, 2 * 3 * 2 * 4),
 }
 
@@ -93,6 +101,24 @@ PUBLISHED |= {
         | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8},
         25_233_141_790,
         25 * 2 * 8 * 256 + 5 * 2 * 2 * 512,
+    ),
+    # 309, as its card says; nine layers without windows.
+    "MiMo-V2-Flash": ({"model_type": "mimo_v2_flash"}, 308_778_780_864, (9 * 4 + 39 * 8) * (192 + 128)),
+    # 33 and 3 per token.
+    "Laguna-XS": ({"model_type": "laguna"}, 33_189_975_808, 40 * 2 * 8 * 128),
+    # 196 and 11 per token; three of four layers have a window, and half as many query heads again.
+    "Step-3.5-Flash": (
+        {
+            "model_type": "step3p5",
+            "vocab_size": 128_896,
+            "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 12,
+            "num_nextn_predict_layers": 3,
+            "sliding_window": 512,
+            "attention_other_setting": {"num_attention_heads": 96},
+        },
+        # The class has a smaller vocabulary, and as many heads everywhere.
+        195_843_845_184 + 2 * 81 * 4096 + 33 * 32 * (2 * 128 + 1) * 4096,
+        45 * 2 * 8 * 128,
     ),
     # The last 15 of 35 layers share, of which every fifth has full attention; all have two heads of 256.
     "Gemma-3n-E4B": ({"model_type": "gemma3n_text"}, 6_835_235_568, 20 * 2 * 2 * 256),

@@ -31,7 +31,8 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"),
     "num_hidden_layers": ("n_layer",),
-    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "num_attention_groups"),
+    "share_expert_dim": ("share_expert_dims",),
     "torch_dtype": ("dtype",),
 }
 

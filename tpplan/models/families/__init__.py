@@ -19,6 +19,7 @@ from tpplan.models.families.dense import DENSE
 from tpplan.models.families.gemma import GEMMA
 from tpplan.models.families.hybrid import HYBRID
 from tpplan.models.families.latent import LATENT
+from tpplan.models.families.layered import LAYERED
 from tpplan.models.families.moe import MOE
 from tpplan.models.families.packed import PACKED
 from tpplan.models.families.parts import PARTS
@@ -41,6 +42,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **CORRECTED,
     **PACKED,
     **LATENT,
+    **LAYERED,
     **HYBRID,
 }
 

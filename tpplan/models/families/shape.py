@@ -184,6 +184,11 @@ def are_of_kind(config: Config, key: str, layers: int, kinds: tuple[str, str]) -
     return tuple(found == kinds[1] for found in types)
 
 
+def no_layer(_config: Config, layers: int) -> tuple[bool, ...]:
+    """Select none."""
+    return (False,) * layers
+
+
 def every_layer(_config: Config, layers: int) -> tuple[bool, ...]:
     """Select all layers."""
     return (True,) * layers

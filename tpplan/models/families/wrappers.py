@@ -36,6 +36,7 @@ _RENAMED: Final[dict[str, dict[str, str]]] = {
 _VISION: Final = (
     *("vision_tower.*", "multi_modal_projector.*", "image_newline"),
     *("vision_model.*", "mm_projector.*", "visual.*"),  # Llama 4, Kimi, Qwen
+    "vit_large_projector.*",  # Step
     *("audio_tower.*", "embed_vision.*", "embed_audio.*", "vision_embedder.*"),  # Gemma 3n and 4
 )
 VISION: Final = (*_VISION, *(f"model.{name}" for name in _VISION))
@@ -89,6 +90,7 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "qwen3_5": Wrapper(("Qwen3_5ForConditionalGeneration",), "qwen3_5_text", root=""),
     "qwen3_5_moe": Wrapper(("Qwen3_5MoeForConditionalGeneration",), "qwen3_5_moe_text", root=""),
     "qwen3_vl": Wrapper(("Qwen3VLForConditionalGeneration",), "qwen3_vl_text", root=""),
+    "step3p7": Wrapper(("Step3p7ForConditionalGeneration",), "step3p5", root=""),
     "vipllava": Wrapper(("VipLlavaForConditionalGeneration",), "llama"),
     # Around mixtures of experts.
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
