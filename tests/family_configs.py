@@ -152,6 +152,29 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             "attention_other_setting": st.just({"num_attention_heads": 6, "head_dim": 5}),
         },
     ),
+    "deepseek_v4": (
+        {
+            **_ROUTED,
+            "num_attention_heads": st.just(4),
+            "num_key_value_heads": st.just(1),
+            "head_dim": st.sampled_from((8, 16)),
+            "q_lora_rank": _SIZE,
+            "o_groups": st.sampled_from((1, 2, 4)),
+            "o_lora_rank": _SIZE,
+            "index_n_heads": st.integers(1, 3),
+            "index_head_dim": st.sampled_from((8, 12)),
+            "sliding_window": _WINDOW,
+        },
+        {
+            "hc_mult": st.integers(1, 4),
+            "layer_types": _types(("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")),
+            "compress_ratios": st.lists(st.sampled_from((0, 4, 128)), min_size=5, max_size=6),
+            "compress_rate_csa": st.integers(2, 5),
+            "compress_rates": st.just({"compressed_sparse_attention": 3, "heavily_compressed_attention": 7}),
+            "mlp_layer_types": _types(("hash_moe", "moe")),
+            "num_hash_layers": st.integers(0, 3),
+        },
+    ),
     "phi": ({}, {"qk_layernorm": _FLAG}),
     "phi3": ({}, _SLIDING),
     "cohere": ({}, {"attention_bias": _FLAG, "use_qk_norm": _FLAG}),
@@ -356,6 +379,7 @@ _NAMES: dict[str, dict[str, str | None]] = {
     "bloom": {**_GPT2, "hidden_size": "hidden_size", "max_position_embeddings": None},
     "opt": {"num_key_value_heads": None, "intermediate_size": None},
     "gpt_neox": {"num_key_value_heads": None},
+    "deepseek_v4": {"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None},
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": None},
 }
 

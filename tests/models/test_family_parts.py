@@ -126,6 +126,11 @@ FORMS: dict[str, dict[str, Any]] = {
     | _ROUTED
     | {"share_expert_dim": 5, "moe_layers_enum": "1", "num_sliding_attention_heads": 12, "sliding_window": 4}
     | {"layer_types": ["full_attention", "sliding_attention"]},
+    "deepseek_v4": _PLAIN
+    | {"num_key_value_heads": 1, "head_dim": 8, "q_lora_rank": 9, "o_groups": 3, "o_lora_rank": 5, "index_n_heads": 2}
+    | {"index_head_dim": 8, "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]}
+    | {"compress_rate_csa": 2, "compress_rate_hca": 3, "moe_intermediate_size": 7, "n_routed_experts": 4}
+    | {"intermediate_size": 7, "num_experts_per_tok": 2, "num_hash_layers": 0, "index_topk": 2},
     "vaultgemma": _NARROW,
     "arcee": _NARROW | _BIASED,
     "apertus": _GROUPED,
@@ -175,8 +180,9 @@ EAGER = {"experts_implementation": "eager"}
 #: ALiBi gives each head a slope by its number, so heads cannot change places.
 NUMBERED_HEADS = "bloom"
 
-#: Query heads that share a key/value head are stored with it, so only whole groups can change places.
-FUSED_GROUPS = "falcon, grouped"
+#: Query heads that share a key/value head are stored with it, or their outputs share a matrix, so only whole groups can
+#: change places.
+FUSED_GROUPS = {"falcon, grouped", "deepseek_v4"}
 
 
 def new_order(block: Block, known: dict[Attention, Order], *, heads: bool, within_groups: bool) -> Order:
@@ -217,7 +223,7 @@ def reordered(tensor: torch.Tensor, parameter: Parameter, order: Order) -> torch
 
 def reorder_all(spec: ModelSpec, tensors: dict[str, torch.Tensor], vocab: torch.Tensor, form: str) -> dict[str, Any]:
     """Return all tensors with every axis in a new order, the same in the layers of a block."""
-    heads, within_groups = form != NUMBERED_HEADS, form != FUSED_GROUPS
+    heads, within_groups = form != NUMBERED_HEADS, form not in FUSED_GROUPS
     known: dict[Attention, Order] = {}
     orders = {block: new_order(block, known, heads=heads, within_groups=within_groups) for block in spec.blocks}
     return {

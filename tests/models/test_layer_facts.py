@@ -12,7 +12,7 @@ from tests.family_models import hub_config, spec_of
 from tests.later import transformers
 from tpplan.core.plan import LAYOUTS, Cache
 from tpplan.planfile.verify import problems
-from tpplan.planner.ledger import cache_bytes_per_token
+from tpplan.planner.ledger import cache_bytes_per_token, sequence_cache_bytes, state_bytes
 from tpplan.reports.check import check
 from tpplan.weights import iter_slices
 
@@ -65,6 +65,28 @@ SMALL: dict[str, tuple[dict[str, Any], int]] = {
     "gemma3n_text": (_SHARING | {"head_dim": 4}, 2 * 3 * 2 * 4),
 }
 
+#: DeepSeek-V4 with tokens compressed by three in one layer, and by seven in the other.
+_V4 = _OUTSIDE | {
+    "model_type": "deepseek_v4",
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "q_lora_rank": 9,
+    "o_groups": 2,
+    "o_lora_rank": 5,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "sliding_window": 32,
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rate_csa": 3,
+    "compress_rate_hca": 7,
+    "moe_intermediate_size": 7,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
 #: Models as their classes in transformers describe them, or their published configs do: parameters, and elements that
 #: a token takes in the cache of all layers.
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -104,6 +126,8 @@ PUBLISHED |= {
     ),
     # 309, as its card says; nine layers without windows.
     "MiMo-V2-Flash": ({"model_type": "mimo_v2_flash"}, 308_778_780_864, (9 * 4 + 39 * 8) * (192 + 128)),
+    # 284, as its card says. Of tokens a window has a latent of 512; a fourth of another and of a key, or a 128th.
+    "DeepSeek-V4-Flash": ({"model_type": "deepseek_v4"}, 284_328_206_295, 43 * 512 + 20 * (512 + 128) // 4 + 23 * 4),
     # 33 and 3 per token.
     "Laguna-XS": ({"model_type": "laguna"}, 33_189_975_808, 40 * 2 * 8 * 128),
     # 196 and 11 per token; three of four layers have a window, and half as many query heads again.
@@ -136,8 +160,11 @@ def published(name: str) -> ModelSpec:
 def kept(cache: Any) -> int:
     """Return the bytes that a cache of transformers holds of tokens."""
     names = ("keys", "values", "indexer_keys")
-    found = (getattr(layer, name, None) for layer in cache.layers for name in names)
-    return sum(tensor.nbytes for tensor in found if tensor is not None)
+    found = [getattr(layer, name, None) for layer in cache.layers for name in names]
+    parts = ("compressed_kv", "buffer_kv", "buffer_gate", "overlap_kv", "overlap_gate")
+    found += [each for layer in cache.layers for part in parts for each in getattr(layer, part, {}).values()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in found if tensor is not None}
+    return sum(storages.values())  # keys that are values too are held once
 
 
 @pytest.mark.parametrize("model_type", SMALL)
@@ -153,6 +180,23 @@ def test_a_token_takes_what_transformers_keeps(model_type: str) -> None:
         assert kept(cache) == 3 * 5 * each
         model(torch.randint(1, 40, (3, 1)), use_cache=True, past_key_values=cache)
         assert kept(cache) == 3 * 6 * each
+
+
+def test_a_compressed_cache_is_what_transformers_keeps() -> None:
+    """After 20 tokens, when most are not compressed yet: six and two entries, and the rest of them in buffers."""
+    config = hub_config(_V4)
+    spec = spec_of(config.to_dict())
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **EAGER).eval()
+    with torch.no_grad():
+        cache = model(torch.randint(1, 40, (3, 20)), use_cache=True).past_key_values
+    window, entries = 2 * 20 * 16, 6 * (16 + 8) + 2 * 16
+    # Two tokens of two series with weights, and of one series the three tokens before; six tokens with weights.
+    buffers = 2 * 2 * 2 * (16 + 8) + 3 * 2 * (16 + 8) + 6 * 2 * 16
+    assert kept(cache) == 3 * 2 * (window + entries + buffers)
+    assert state_bytes(spec) == 2 * buffers
+    counted = sequence_cache_bytes(spec, "fp16", 20)
+    assert counted == 2 * (window + 20 * (16 + 8) // 3 + buffers) + 2 * 20 * 16 // 7
+    assert kept(cache) <= 3 * counted
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

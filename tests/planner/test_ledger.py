@@ -128,9 +128,12 @@ def cache_of(task: Task, device: int) -> int:
         tokens = task.request.cache.tokens
         if a.window:
             tokens = min(tokens, a.window * task.request.batch)
+        if a.ratio and heads:
+            total += task.request.cache.tokens * ceil(a.compressed_dim * bits / 8) // a.ratio
+            total += task.request.batch * a.buffer_dim * (4 if task.model.dtype == "float32" else 2)
         if a.latent_dim:
             total += tokens * ceil(a.latent_dim * bits / 8) * (heads > 0)
-        else:
+        elif not a.shared:
             total += tokens * heads * ceil((a.head_dim + a.v_head_dim) * bits / 8)
     return total + state_of(task, device)
 

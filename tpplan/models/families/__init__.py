@@ -13,6 +13,7 @@ from tpplan.errors import ModelError
 from tpplan.models.config import ELSEWHERE, Config
 from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.classic import CLASSIC
+from tpplan.models.families.compressed import COMPRESSED
 from tpplan.models.families.contexts import longest_context
 from tpplan.models.families.corrected import CORRECTED
 from tpplan.models.families.dense import DENSE
@@ -43,6 +44,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **PACKED,
     **LATENT,
     **LAYERED,
+    **COMPRESSED,
     **HYBRID,
 }
 
@@ -98,7 +100,8 @@ def tolerated(model_type: str, text: str = "") -> Tolerated:
     """
     wrapper = WRAPPERS.get(model_type)
     family = wrapper.around(LANGUAGE_MODELS[text or wrapper.text]) if wrapper else FAMILIES[model_type]
-    return Tolerated(family.ignored, family.prefix, wrapper.renamed if wrapper else {}, family.extra_layers)
+    renamed = wrapper.renamed if wrapper else family.renamed
+    return Tolerated(family.ignored, family.prefix, renamed, family.extra_layers)
 
 
 def slides(config: Config, model_type: str, layers: int) -> tuple[bool, ...]:

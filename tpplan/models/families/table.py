@@ -67,7 +67,10 @@ class Shape:
         sparse: for each layer whether its MLP is made of experts.
         linear: for each layer its linear attention, which has the same sizes in all layers that have it.
         flags: the names that a row's ``when`` may test, if they are true.
-        sizes: further words, each with a length that nothing cuts.
+        compressed_dim: elements that a layer caches for every ``ratio`` tokens, 0 without compression.
+        ratio: tokens that are compressed into one.
+        buffer_dim: most elements of what is not compressed yet.
+        further: further words.
         layers: the shape of each layer, where layers differ in more than windows, experts and linear attention.
     """
 
@@ -92,12 +95,16 @@ class Shape:
     sparse: tuple[bool, ...]
     linear: tuple[LinearAttention | None, ...]
     flags: frozenset[str]
-    sizes: tuple[tuple[str, int], ...] = ()
+    compressed_dim: int = 0
+    ratio: int = 0
+    buffer_dim: int = 0
+    further: tuple[tuple[str, Segment], ...] = ()
     layers: tuple[Shape, ...] = ()
 
-    def having(self, *flags: str, **sizes: int) -> Shape:
-        """Return the shape with further flags, and further words."""
-        return evolve(self, flags=self.flags | {*flags}, sizes=(*self.sizes, *sizes.items()))
+    def having(self, *flags: str, **words: int | Segment) -> Shape:
+        """Return the shape with further flags, and further words; of those that nothing cuts their lengths."""
+        segments = ((word, Segment(None, each) if isinstance(each, int) else each) for word, each in words.items())
+        return evolve(self, flags=self.flags | {*flags}, further=(*self.further, *segments))
 
     @cached_property
     def words(self) -> Mapping[str, Segment]:
@@ -141,7 +148,7 @@ class Shape:
             "ih": Segment(None, self.index_heads),
             "ik": Segment(None, self.index_dim),
             "iq": Segment(None, self.index_heads * self.index_dim),
-            **{word: Segment(None, length) for word, length in self.sizes},
+            **dict(self.further),
         }
 
 
@@ -202,6 +209,7 @@ class Family:
         layers: how the names of a layer's tensors start.
         root: how all names start.
         prefix: the start of names that some checkpoints leave out.
+        renamed: starts of names that some checkpoints have, and what the tables have in their place.
         ignored: patterns (fnmatch) of names in checkpoints that no plan needs, such as buffers and vision towers.
         extra_layers: whether checkpoints may hold layers beyond ``num_hidden_layers`` (multi-token prediction).
         defaults: values of keys that a config.json may leave out, as in transformers' configuration classes.
@@ -230,6 +238,7 @@ class Family:
     layers: str = "model.layers.{layer}."
     root: str = ""
     prefix: str = "model."
+    renamed: Mapping[str, str] = field(factory=dict)
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     extra_layers: bool = False
     defaults: Mapping[str, int] = field(factory=dict)
@@ -261,6 +270,9 @@ class Family:
             window=window,
             latent_dim=latent if shape.kv_rank else 0,
             shared=shared,
+            compressed_dim=shape.compressed_dim,
+            ratio=shape.ratio,
+            buffer_dim=shape.buffer_dim,
         )
         return Block(
             layers=layers,
