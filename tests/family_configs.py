@@ -175,6 +175,7 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             "num_hash_layers": st.integers(0, 3),
         },
     ),
+    "mistral4": (_MLA, _BIASED),
     "phi": ({}, {"qk_layernorm": _FLAG}),
     "phi3": ({}, _SLIDING),
     "cohere": ({}, {"attention_bias": _FLAG, "use_qk_norm": _FLAG}),
@@ -429,7 +430,7 @@ INNER = {
     "llava": ("llama", "mistral"),
     "llava_next": ("llama", "mistral", "qwen2"),
     "llava_onevision": ("qwen2",),
-    "mistral3": ("mistral", "ministral3"),
+    "mistral3": ("mistral", "ministral3", "mistral4"),
     "paligemma": ("gemma", "gemma2"),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
@@ -449,7 +450,7 @@ WITHIN: dict[str, dict[str, Any]] = {"kimi_k25": {"q_lora_rank": 3}, "llama4": {
 #: Families whose latent attention or old form gives every query head its own keys.
 _UNGROUPED = {
     *("gpt2", "gpt_bigcode", "gptj", "bloom", "opt", "gpt_neox"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "glm4_moe_lite"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "mistral4", "glm4_moe_lite"),
 }
 
 

@@ -78,6 +78,8 @@ def build(config: Any, **options: Any) -> Any:
     if config.model_type in ONLY_IN_WRAPPERS:
         whole = {"model_type": ONLY_IN_WRAPPERS[config.model_type], "tie_word_embeddings": config.tie_word_embeddings}
         config = hub_config({**whole, "vision_config": dict(VISION_OF_STEP), "text_config": config.to_dict()})
+    if config.model_type == "mistral4":  # which AutoModelForCausalLM does not know
+        return transformers.Mistral4ForCausalLM._from_config(config, **options)
     auto = (
         transformers.AutoModelForImageTextToText if config.model_type in WRAPPERS else transformers.AutoModelForCausalLM
     )

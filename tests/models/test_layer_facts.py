@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tpplan
-from tests.family_models import hub_config, spec_of
+from tests.family_models import build, hub_config, saved_tensors, spec_of
 from tests.later import transformers
 from tpplan.core.plan import LAYOUTS, Cache
 from tpplan.planfile.verify import problems
@@ -17,6 +18,8 @@ from tpplan.reports.check import check
 from tpplan.weights import iter_slices
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tpplan.core.model import ModelSpec
 
 _OUTSIDE: dict[str, Any] = {"vocab_size": 40, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -197,6 +200,26 @@ def test_a_compressed_cache_is_what_transformers_keeps() -> None:
     counted = sequence_cache_bytes(spec, "fp16", 20)
     assert counted == 2 * (window + 20 * (16 + 8) // 3 + buffers) + 2 * 20 * 16 // 7
     assert kept(cache) <= 3 * counted
+
+
+def test_names_of_deepseek_v4_on_the_hub_are_known(tmp_path: Path) -> None:
+    """Published files have no ``model.``, and other names outside the layers than transformers writes."""
+    config = hub_config({**_V4, "num_hash_layers": 1})
+    tensors = {
+        name.replace("model.hc_head.hc_", "hc_head_")
+        .replace("model.embed_tokens.", "embed.")
+        .removeprefix("model."): each
+        for name, each in saved_tensors(build(config)).items()
+    }
+    tensors["layers.0.ffn.gate.tid2eid"] = tensors["layers.0.ffn.gate.tid2eid"].int()
+    assert {name for name in tensors if "layers." not in name} == {
+        *("embed.weight", "head.weight", "norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale"),
+    }
+    save_file(tensors | {"mtp.0.norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    config.save_pretrained(tmp_path)
+    spec = tpplan.read_model(tmp_path)
+    assert spec.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert [part.bytes for part in spec.not_planned] == [12]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

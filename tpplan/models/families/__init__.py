@@ -24,6 +24,7 @@ from tpplan.models.families.layered import LAYERED
 from tpplan.models.families.moe import MOE
 from tpplan.models.families.packed import PACKED
 from tpplan.models.families.parts import PARTS
+from tpplan.models.families.searched import SEARCHED
 from tpplan.models.families.shape import TIED, read_shape
 from tpplan.models.families.table import Family
 from tpplan.models.families.ungated import UNGATED
@@ -45,6 +46,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **LATENT,
     **LAYERED,
     **COMPRESSED,
+    **SEARCHED,
     **HYBRID,
 }
 

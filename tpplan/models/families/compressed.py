@@ -190,8 +190,11 @@ COMPRESSED: Final[dict[str, Family]] = {
             *_mlp("ffn.experts.{expert}", "EX"),
             *_mlp("ffn.shared_experts", "SX"),
         ),
+        # transformers writes the names of layers, but not these, as they are on the hub.
         renamed={
             "embed.": "model.embed_tokens.",
+            "layers.": "model.layers.",
+            "norm.": "model.norm.",
             **{f"hc_head_{part}": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")},
         },
         ignored=("*.rotary_emb.inv_freq", "mtp.*"),

@@ -11,7 +11,7 @@ from tpplan.models.families.corrected import CORRECTED_EXPERTS
 from tpplan.models.families.rows import EXPERTS, NORMS, ROUTER, gated, linear, norm, outside
 from tpplan.models.families.shape import are_of_kind
 from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_experts
-from tpplan.models.families.table import Family, Shape
+from tpplan.models.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -112,6 +112,8 @@ _INDEXER = (
 #: Heads have sizes of their own, so hidden sizes need not be multiples of heads.
 _HEAD = {"head_dim": 64}
 
+_SHARED_EXPERTS: Final = gated("mlp.shared_experts", "SX", when=SHARED)
+
 _DEEPSEEK_V3 = Family(
     architectures=("DeepseekV3ForCausalLM",),
     outside=outside(),
@@ -155,6 +157,22 @@ LATENT: Final[dict[str, Family]] = {
     "deepseek_v32": _DEEPSEEK_V32,
     "glm_moe_dsa": evolve(
         _DEEPSEEK_V32, architectures=("GlmMoeDsaForCausalLM",), own=_indexers, adapt=_indexed(32, 2048)
+    ),
+    "mistral4": Family(
+        architectures=("Mistral4ForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *_MLA),
+        dense=gated(),
+        sparse=(
+            *ROUTER,
+            Row("mlp.experts.gate_up_proj", "e EX+EX RS", out=1),
+            Row("mlp.experts.down_proj", "e RS EX", out=1),
+            *_SHARED_EXPERTS,
+        ),
+        defaults={"num_experts_per_tok": 4, **_HEAD},
+        flags={"attention_bias": False},
+        moe=after_dense(0),
+        adapt=_latent(1024, 1),
     ),
     "glm4_moe_lite": Family(
         architectures=("Glm4MoeLiteForCausalLM",),

@@ -38,6 +38,9 @@ from tpplan.models.config import Config
 #: The flag of layers that attend to what an earlier layer has cached of keys and values.
 SHARED_KV: Final = "shared_kv"
 
+#: The flag of layers without attention.
+NO_ATTENTION: Final = "no_attention"
+
 _NO_LINEAR = LinearAttention(0, 0, 0, 0, 0)
 
 
@@ -276,7 +279,7 @@ class Family:
         )
         return Block(
             layers=layers,
-            attention=None if linear else attention,
+            attention=None if linear or NO_ATTENTION in shape.flags else attention,
             parameters=tuple(p for row in rows for p in row.parameters(shape, dtype, self.root + self.layers)),
             intermediate=0 if sparse else shape.intermediate,
             expert_intermediate=shape.expert_intermediate if sparse else 0,

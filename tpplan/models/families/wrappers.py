@@ -112,6 +112,7 @@ _DEFAULTS: Final[dict[str, tuple[int, ...]]] = {
     "llama": (32_000, 4096, 11_008, 32, 32, 2048),
     "ministral3": (131_072, 4096, 14_336, 34, 32, 262_144),
     "mistral": (32_000, 4096, 14_336, 32, 32, 131_072),
+    "mistral4": (131_072, 4096, 12_288, 36, 32, 1_048_576),
     "qwen2": _QWEN,
     "qwen3": _QWEN,
     "qwen3_moe": (151_936, 2048, 6144, 24, 32, 32_768),
@@ -137,6 +138,14 @@ _EXPERTS: Final[dict[str, dict[str, int]]] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
     "llama4_text": {"num_experts": 16},
+    "mistral4": {
+        "num_experts": 128,
+        "moe_intermediate_size": 2048,
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
+    },
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "qwen3_vl_moe_text": {"num_experts": 60, "moe_intermediate_size": 1408},
 }
