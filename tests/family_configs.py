@@ -63,6 +63,9 @@ _OPEN_EXPERTS: Keys = {"num_experts": st.integers(2, 4), "num_experts_per_tok": 
 _GROUPS: Keys = {"n_group": st.just(1), "topk_group": st.just(1)}
 
 _SLIDING_TYPES = ("full_attention", "sliding_attention")
+_LEFT_OUT = {"no_op": _FLAG, "replace_with_linear": _FLAG}
+_SEARCHED_HEADS = st.fixed_dictionaries({**_LEFT_OUT, "n_heads_in_group": st.sampled_from((1, 2, 3, 6))})
+_SEARCHED_MLP = st.fixed_dictionaries({**_LEFT_OUT, "ffn_mult": st.sampled_from((0.5, 1.3125, 5.25))})
 _GLOBAL: Keys = {
     "attention_bias": _FLAG,
     "sliding_window": _WINDOW,
@@ -176,6 +179,16 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         },
     ),
     "mistral4": (_MLA, _BIASED),
+    "nemotron-nas": (
+        {
+            **_HEAD,
+            "num_attention_heads": st.just(6),
+            "block_configs": st.lists(
+                st.fixed_dictionaries({"attention": _SEARCHED_HEADS, "ffn": _SEARCHED_MLP}), min_size=5, max_size=5
+            ),
+        },
+        _BIASES,
+    ),
     "phi": ({}, {"qk_layernorm": _FLAG}),
     "phi3": ({}, _SLIDING),
     "cohere": ({}, {"attention_bias": _FLAG, "use_qk_norm": _FLAG}),

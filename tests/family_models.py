@@ -57,6 +57,9 @@ ONLY_IN_WRAPPERS = {"step3p5": "step3p7"}
 #: The smallest part that reads images of that.
 VISION_OF_STEP = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
 
+#: Models that transformers lacks: their own code is on the hub.
+NOT_IN_TRANSFORMERS = {"nemotron-nas"}
+
 #: Models that transformers saves in another form than they have on the hub.
 UNLIKE_HUB = {"kimi_k25", "qwen3_vl_moe"}
 

@@ -16,6 +16,7 @@ from tests.examples import examples
 from tests.family_configs import FAMILY_KEYS, INNER, VISION, configs
 from tests.family_models import (
     INCOMPLETE_DEFAULTS,
+    NOT_IN_TRANSFORMERS,
     SAME,
     UNLIKE_HUB,
     assert_consistent,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 #: What transformers knows by name and can build.
-KNOWN = sorted({*families.supported()} - SAME.keys())
+KNOWN = sorted({*families.supported()} - SAME.keys() - NOT_IN_TRANSFORMERS)
 
 
 @pytest.mark.parametrize("model_type", KNOWN)
@@ -122,7 +123,7 @@ def test_tolerated_names_are_no_tensors_of_the_model() -> None:
     """Buffers and vision towers that checkpoints are known for are ignored, and no tensor of a model is."""
     assert any(fnmatch("h.0.attn.bias", pattern) for pattern in families.tolerated("gpt2").ignored)
     assert any(fnmatch("vision_tower.x.weight", pattern) for pattern in families.tolerated("gemma3").ignored)
-    for model_type in families.supported():
+    for model_type in (*KNOWN, *SAME):
         record = families.tolerated(model_type)
         config = hub_config({"model_type": model_type, **INCOMPLETE_DEFAULTS.get(model_type, {})})
         parameters = parameters_of(spec_of(config.to_dict()))

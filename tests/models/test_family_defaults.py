@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.family_configs import INNER, VISION, WITHIN
-from tests.family_models import INCOMPLETE_DEFAULTS, SAME, hub_config, meta_model, named, saved_tensors, spec_of
+from tests.family_models import (
+    INCOMPLETE_DEFAULTS,
+    NOT_IN_TRANSFORMERS,
+    SAME,
+    hub_config,
+    meta_model,
+    named,
+    saved_tensors,
+    spec_of,
+)
 from tests.later import transformers
 from tpplan.errors import ModelError
 from tpplan.models import families
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 #: Models that transformers can build: their types, and of language models within others those.
-KNOWN = [(name, "") for name in sorted({*families.FAMILIES} - SAME.keys())]
+KNOWN = [(name, "") for name in sorted({*families.FAMILIES} - SAME.keys() - NOT_IN_TRANSFORMERS)]
 KNOWN += [(name, inner) for name, inners in INNER.items() for inner in inners]
 
 #: Small sizes in place of the defaults, as far as a family calls them so.

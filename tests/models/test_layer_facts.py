@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from safetensors.torch import save_file
 
 import tpplan
-from tests.family_models import build, hub_config, saved_tensors, spec_of
+from tests.examples import examples
+from tests.family_configs import configs
+from tests.family_models import assert_same_tensors, build, hub_config, meta_model, saved_tensors, spec_of
 from tests.later import transformers
 from tpplan.core.plan import LAYOUTS, Cache
 from tpplan.planfile.verify import problems
@@ -200,6 +203,44 @@ def test_a_compressed_cache_is_what_transformers_keeps() -> None:
     counted = sequence_cache_bytes(spec, "fp16", 20)
     assert counted == 2 * (window + 20 * (16 + 8) // 3 + buffers) + 2 * 20 * 16 // 7
     assert kept(cache) <= 3 * counted
+
+
+@settings(max_examples=examples(10))
+@given(configs("nemotron-nas"))
+def test_layers_that_a_search_chose_are_llamas(raw: dict[str, Any]) -> None:
+    """What is left of a layer is Llama's, with KV heads and a width of its own, or a matrix is in its place."""
+    spec = spec_of(raw)
+    own, blocks = {}, raw["block_configs"]
+    for i, block in enumerate(blocks):
+        width = int(2 * block["ffn"]["ffn_mult"] * raw["hidden_size"] / 3)
+        own[i] = {
+            "num_key_value_heads": 6 // block["attention"]["n_heads_in_group"],
+            "intermediate_size": width if width % 256 == 0 else width + 256 - width % 256,
+        }
+    llama = {key: value for key, value in raw.items() if key != "block_configs"} | {"model_type": "llama"}
+    tensors = saved_tensors(meta_model(hub_config(llama | {"per_layer_config": own})))
+    square = torch.empty(raw["hidden_size"], raw["hidden_size"], device="meta")
+    for i, block in enumerate(blocks):
+        for part, module, matrix, norm in (
+            ("attention", "self_attn", "linear_attn", "input_layernorm"),
+            ("ffn", "mlp", "linear_mlp", "post_attention_layernorm"),
+        ):
+            start = f"model.layers.{i}."
+            if block[part]["no_op"] or block[part]["replace_with_linear"]:
+                tensors = {n: tensor for n, tensor in tensors.items() if not n.startswith(f"{start}{module}.")}
+            if block[part]["no_op"]:
+                del tensors[f"{start}{norm}.weight"]
+            elif block[part]["replace_with_linear"]:
+                tensors[f"{start}{module}.{matrix}.weight"] = square
+                if raw.get("attention_bias" if part == "attention" else "mlp_bias"):
+                    tensors[f"{start}{module}.{matrix}.bias"] = square[0]
+    assert_same_tensors(spec, tensors)
+    heads = sum(own[i]["num_key_value_heads"] for i, block in enumerate(blocks) if _has_heads(block))
+    assert cache_bytes_per_token(spec, "fp16") == heads * 2 * raw["head_dim"] * 2
+
+
+def _has_heads(block: dict[str, Any]) -> bool:
+    return not (block["attention"]["no_op"] or block["attention"]["replace_with_linear"])
 
 
 def test_names_of_deepseek_v4_on_the_hub_are_known(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from attrs import evolve
 
 from tpplan.models.config import MAX_COUNT, Config
 from tpplan.models.families.rows import linear, norm, outside
-from tpplan.models.families.table import NO_ATTENTION, Family, Shape
+from tpplan.models.families.table import NO_ATTENTION, Family, Row, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,8 +72,13 @@ def _nemotron_nas(config: Config, shape: Shape) -> Shape:  # noqa: ARG001 (the f
     return evolve(shape, intermediate=0) if _NO_MLP in shape.flags else shape
 
 
-_HEADS: Final = {"bias": "attention_bias", "when": f"!{NO_ATTENTION}"}
-_MLP: Final = {"bias": "mlp_bias", "when": f"!{_NO_MLP}"}
+def _attention(name: str, out: str, inputs: str) -> tuple[Row, ...]:
+    return linear(f"self_attn.{name}", out, inputs, "attention_bias", when=f"!{NO_ATTENTION}")
+
+
+def _mlp(name: str, out: str, inputs: str) -> tuple[Row, ...]:
+    return linear(f"mlp.{name}", out, inputs, "mlp_bias", when=f"!{_NO_MLP}")
+
 
 SEARCHED: Final[dict[str, Family]] = {
     "nemotron-nas": Family(
@@ -81,17 +86,17 @@ SEARCHED: Final[dict[str, Family]] = {
         outside=outside(),
         layer=(
             *norm("input_layernorm", when=_ATTENTION_NORM),
-            *linear("self_attn.q_proj", "Q", "RS", **_HEADS),
-            *linear("self_attn.k_proj", "K", "RS", **_HEADS),
-            *linear("self_attn.v_proj", "V", "RS", **_HEADS),
-            *linear("self_attn.o_proj", "RS", "O", **_HEADS),
+            *_attention("q_proj", "Q", "RS"),
+            *_attention("k_proj", "K", "RS"),
+            *_attention("v_proj", "V", "RS"),
+            *_attention("o_proj", "RS", "O"),
             *linear("self_attn.linear_attn", "RS", "h", "attention_bias", when=_AS_MATRIX),
             *norm("post_attention_layernorm", when=_MLP_NORM),
         ),
         dense=(
-            *linear("mlp.gate_proj", "ID", "RS", **_MLP),
-            *linear("mlp.up_proj", "ID", "RS", **_MLP),
-            *linear("mlp.down_proj", "RS", "ID", **_MLP),
+            *_mlp("gate_proj", "ID", "RS"),
+            *_mlp("up_proj", "ID", "RS"),
+            *_mlp("down_proj", "RS", "ID"),
             *linear("mlp.linear_mlp", "RS", "h", "mlp_bias", when=_MLP_AS_MATRIX),
         ),
         flags={
