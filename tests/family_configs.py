@@ -182,6 +182,7 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     "nemotron-nas": (
         {
             **_HEAD,
+            "hidden_size": st.just(48),
             "num_attention_heads": st.just(6),
             "block_configs": st.lists(
                 st.fixed_dictionaries({"attention": _SEARCHED_HEADS, "ffn": _SEARCHED_MLP}), min_size=5, max_size=5
