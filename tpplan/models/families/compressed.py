@@ -93,7 +93,7 @@ def _deepseek_v4(config: Config, shape: Shape) -> Shape:
         heads = f"{shape.q_heads} query heads (num_attention_heads)"
         raise config.error(f"{heads} are not a multiple of {groups} groups (o_groups)")
     latent, index = shape.head_dim, config.count("index_head_dim", default=128)
-    heads, ratio = config.count("index_n_heads", default=64), config.count(_RATIO, default=0, minimum=0)
+    index_heads, ratio = config.count("index_n_heads", default=64), config.count(_RATIO, default=0, minimum=0)
     streams = config.count("hc_mult", default=4)
     indexed = index if _INDEXED in shape.flags else 0
     # Tokens wait with their weights. Layers with an indexer compress two series, of which one overlaps: they keep what
@@ -117,8 +117,8 @@ def _deepseek_v4(config: Config, shape: Shape) -> Shape:
         cw=series * latent,
         iw=2 * index,
         id=index,
-        iqs=heads * index,
-        ihs=heads,
+        iqs=index_heads * index,
+        ihs=index_heads,
         tokens=shape.vocab,
         top=shape.experts_per_token,
         hs=streams * (streams + 2),
