@@ -210,15 +210,20 @@ def test_a_compressed_cache_is_what_transformers_keeps() -> None:
 def test_layers_that_a_search_chose_are_llamas(raw: dict[str, Any]) -> None:
     """What is left of a layer is Llama's, with KV heads and a width of its own, or a matrix is in its place."""
     spec = spec_of(raw)
-    own, blocks = {}, raw["block_configs"]
+    own: dict[int, dict[str, int]] = {}
+    blocks = raw["block_configs"]
     for i, block in enumerate(blocks):
         width = int(2 * block["ffn"]["ffn_mult"] * raw["hidden_size"] / 3)
         own[i] = {
             "num_key_value_heads": 6 // block["attention"]["n_heads_in_group"],
             "intermediate_size": width if width % 256 == 0 else width + 256 - width % 256,
         }
-    llama = {key: value for key, value in raw.items() if key != "block_configs"} | {"model_type": "llama"}
-    tensors = saved_tensors(meta_model(hub_config(llama | {"per_layer_config": own})))
+    llama = {key: value for key, value in raw.items() if key != "block_configs"}
+    llama |= {"model_type": "llama", "num_hidden_layers": 1}
+    tensors: dict[str, torch.Tensor] = {}
+    for i, sizes in own.items():
+        one = saved_tensors(meta_model(hub_config(llama | sizes)))
+        tensors |= {name.replace("layers.0.", f"layers.{i}."): tensor for name, tensor in one.items()}
     square = torch.empty(raw["hidden_size"], raw["hidden_size"], device="meta")
     for i, block in enumerate(blocks):
         for part, module, matrix, norm in (

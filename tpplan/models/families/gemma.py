@@ -53,7 +53,7 @@ def _gemma4_layers(config: Config, layers: int) -> tuple[Mapping[str, object], .
         full["head_dim"] = config.count("global_head_dim", default=512)
         heads = config.optional_count("num_global_key_value_heads") if k_is_v else None
         full.update({"num_key_value_heads": heads} if heads else {})
-    shared = {SHARED_KV: True}
+    shared: dict[str, object] = {SHARED_KV: True}
     if config.flag("use_double_wide_mlp"):
         shared["intermediate_size"] = 2 * config.count("intermediate_size", default=_GEMMA4["intermediate_size"])
     return tuple(

@@ -20,9 +20,6 @@ MAX_PARTS: Final = 2**16
 #: What ``layer_types`` calls layers that cache all tokens.
 _FULL: Final = "full_attention"
 
-#: What a shape has for each layer.
-_BY_LAYER: Final = ("windows", "sparse", "linear")
-
 #: The flag that every family has: the output matrix is the embedding.
 TIED: Final = "tie_word_embeddings"
 
@@ -50,8 +47,10 @@ def read_shape(config: Config, family: Family, *, tied: bool, stacked: bool) -> 
         shapes.append(known[kind])
     if len({(shape.hidden, shape.vocab, shape.context) for shape in shapes}) > 1:
         raise config.error(f"layers differ in hidden_size, vocab_size or max_position_embeddings ({PER_LAYER})")
-    alike = {name: tuple(getattr(shape, name)[i] for i, shape in enumerate(shapes)) for name in _BY_LAYER}
-    first, *others = shapes = [evolve(shape, **alike) for shape in shapes]
+    windows = tuple(shape.windows[i] for i, shape in enumerate(shapes))
+    sparse = tuple(shape.sparse[i] for i, shape in enumerate(shapes))
+    linear = tuple(shape.linear[i] for i, shape in enumerate(shapes))
+    first, *others = shapes = [evolve(shape, windows=windows, sparse=sparse, linear=linear) for shape in shapes]
     return first if all(shape == first for shape in others) else evolve(first, layers=tuple(shapes))
 
 
