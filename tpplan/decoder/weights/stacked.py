@@ -12,7 +12,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.weights.quantised import Float4Matrix, Float8Matrix, IntMatrix, Quantised
 from tpplan.errors import ModelError
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ def stack_rows(matrices: Sequence[Quantised], join: Join) -> Quantised | None:
         return _stack_ints([each for each in matrices if isinstance(each, IntMatrix)], join)
     if all(isinstance(each, Float8Matrix) for each in matrices):
         return _stack_floats([each for each in matrices if isinstance(each, Float8Matrix)], join)
-    return None
+    floats = [each for each in matrices if isinstance(each, Float4Matrix)]
+    codes = join([each.codes for each in floats]) if len(floats) == len(matrices) else None
+    return None if codes is None else Float4Matrix(codes, _joined([each.scales for each in floats], join))
 
 
 def _stack_ints(matrices: Sequence[IntMatrix], join: Join) -> IntMatrix | None:
