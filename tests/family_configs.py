@@ -62,6 +62,20 @@ _PACKED: Keys = {"num_local_experts": st.integers(2, 4), "num_experts_per_tok": 
 _OPEN_EXPERTS: Keys = {"num_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2)}
 _GROUPS: Keys = {"n_group": st.just(1), "topk_group": st.just(1)}
 
+_SLIDING_TYPES = ("full_attention", "sliding_attention")
+_LEFT_OUT = {"no_op": _FLAG, "replace_with_linear": _FLAG}
+_SEARCHED_HEADS = st.fixed_dictionaries({**_LEFT_OUT, "n_heads_in_group": st.sampled_from((1, 2, 3, 6))})
+_SEARCHED_MLP = st.fixed_dictionaries({**_LEFT_OUT, "ffn_mult": st.sampled_from((0.5, 1.3125, 5.25))})
+_GLOBAL: Keys = {
+    "attention_bias": _FLAG,
+    "sliding_window": _WINDOW,
+    "global_head_dim": st.sampled_from((4, 8, 12)),
+    "num_global_key_value_heads": st.none() | st.just(1),
+    "attention_k_eq_v": _FLAG,
+    "use_double_wide_mlp": _FLAG,
+    "num_kv_shared_layers": st.integers(0, 4),
+}
+
 #: For each model type the keys that its config has besides the common ones: always, and sometimes.
 FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     "llama": ({}, {**_BIASES, **_HEAD}),
@@ -82,6 +96,99 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     "gemma3_text": (
         _HEAD,
         {"attention_bias": _FLAG, "sliding_window": _WINDOW, "sliding_window_pattern": st.integers(1, 4)},
+    ),
+    "gemma3n_text": (
+        {
+            **_HEAD,
+            "vocab_size_per_layer_input": st.integers(5, 40),
+            "hidden_size_per_layer_input": _SIZE,
+            "num_kv_shared_layers": st.integers(0, 4),
+            "layer_types": _types(_SLIDING_TYPES),
+        },
+        {
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "altup_num_inputs": st.integers(2, 4),
+            "laurel_rank": _SIZE,
+            "intermediate_size": _SIZE | st.lists(_SIZE, min_size=5, max_size=5),
+        },
+    ),
+    "gemma4_text": (
+        {
+            **_HEAD,
+            "vocab_size_per_layer_input": st.integers(5, 40),
+            "hidden_size_per_layer_input": st.integers(0, 8),
+            "layer_types": _types(_SLIDING_TYPES),
+        },
+        {**_GLOBAL, "enable_moe_block": _FLAG},
+    ),
+    "gemma4_unified_text": ({**_HEAD, "layer_types": _types(_SLIDING_TYPES)}, _GLOBAL),
+    "laguna": (
+        {**_EXPERTS, **_HEAD, "shared_expert_intermediate_size": _SIZE},
+        {
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "layer_types": _types(_SLIDING_TYPES),
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "gating": st.sampled_from((True, "per-head", "per-element")),
+            "num_attention_heads_per_layer": st.lists(st.sampled_from((6, 12)), min_size=5, max_size=5),
+        },
+    ),
+    "mimo_v2_flash": (
+        {**_ROUTED, **_HEAD, "v_head_dim": st.sampled_from((4, 6)), "num_attention_heads": st.just(12)},
+        {
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "sliding_window_size": _WINDOW,
+            "layer_types": _types(_SLIDING_TYPES),
+            "mlp_layer_types": _types(_MLP_TYPES),
+        },
+    ),
+    "step3p5": (
+        {**_HEAD, **_ROUTED, "share_expert_dim": _SIZE, "sliding_window": _WINDOW},
+        {
+            "attention_bias": _FLAG,
+            "layer_types": _types(_SLIDING_TYPES),
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "moe_layers_enum": st.sampled_from(("", "1, 2", "0,4")) | st.lists(st.integers(0, 4), max_size=3),
+            "num_sliding_attention_heads": st.sampled_from((6, 12)),
+            "attention_other_setting": st.just({"num_attention_heads": 6, "head_dim": 5}),
+        },
+    ),
+    "deepseek_v4": (
+        {
+            **_ROUTED,
+            "num_attention_heads": st.just(4),
+            "num_key_value_heads": st.just(1),
+            "head_dim": st.sampled_from((8, 16)),
+            "q_lora_rank": _SIZE,
+            "o_groups": st.sampled_from((1, 2, 4)),
+            "o_lora_rank": _SIZE,
+            "index_n_heads": st.integers(1, 3),
+            "index_head_dim": st.sampled_from((8, 12)),
+            "sliding_window": _WINDOW,
+        },
+        {
+            "hc_mult": st.integers(1, 4),
+            "layer_types": _types(("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")),
+            "compress_ratios": st.lists(st.sampled_from((0, 4, 128)), min_size=5, max_size=6),
+            "compress_rate_csa": st.integers(2, 5),
+            "compress_rates": st.just({"compressed_sparse_attention": 3, "heavily_compressed_attention": 7}),
+            "mlp_layer_types": _types(("hash_moe", "moe")),
+            "num_hash_layers": st.integers(0, 3),
+        },
+    ),
+    "mistral4": (_MLA, _BIASED),
+    "nemotron-nas": (
+        {
+            **_HEAD,
+            "hidden_size": st.just(48),
+            "num_attention_heads": st.just(6),
+            "block_configs": st.lists(
+                st.fixed_dictionaries({"attention": _SEARCHED_HEADS, "ffn": _SEARCHED_MLP}), min_size=5, max_size=5
+            ),
+        },
+        _BIASES,
     ),
     "phi": ({}, {"qk_layernorm": _FLAG}),
     "phi3": ({}, _SLIDING),
@@ -165,6 +272,17 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     ),
     "kimi_k2": (_MLA, {"attention_bias": _FLAG}),
     "deepseek_v32": ({**_MLA, **_INDEXER, "q_lora_rank": _SIZE}, {"attention_bias": _FLAG}),
+    "glm_moe_dsa": (
+        {**_MLA, **_INDEXER, "q_lora_rank": _SIZE},
+        {
+            "attention_bias": _FLAG,
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "indexer_types": _types(("full", "shared")).map(lambda types: ["full", *types[1:]]),
+            "index_topk_pattern": st.text("FS", min_size=5, max_size=5).map(lambda types: f"F{types[1:]}"),
+            "index_topk_freq": st.integers(0, 3),
+            "index_skip_topk_offset": st.integers(0, 3),
+        },
+    ),
     "glm4_moe_lite": (
         {key: drawn for key, drawn in _MLA.items() if key != "first_k_dense_replace"},
         {"attention_bias": _FLAG, "mlp_layer_types": _types(_MLP_TYPES)},
@@ -276,6 +394,7 @@ _NAMES: dict[str, dict[str, str | None]] = {
     "bloom": {**_GPT2, "hidden_size": "hidden_size", "max_position_embeddings": None},
     "opt": {"num_key_value_heads": None, "intermediate_size": None},
     "gpt_neox": {"num_key_value_heads": None},
+    "deepseek_v4": {"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None},
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": None},
 }
 
@@ -290,6 +409,9 @@ VISION: dict[str, dict[str, Any]] = {
     "aya_vision": _SIGLIP,
     "cohere2_vision": _SIGLIP,
     "gemma3": _SIGLIP,
+    "gemma3n": {},
+    "gemma4": {"model_type": "gemma4_vision", "head_dim": 4, "num_key_value_heads": 1, **_TOWER},
+    "gemma4_unified": {"model_type": "gemma4_unified_vision", "mm_embed_dim": 4, "mm_posemb_size": 4},
     "glm4v": _DEEP,
     "internvl": {"model_type": "internvl_vision", **_TOWER},
     "llava": _CLIP,
@@ -302,6 +424,7 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _DEEP,
     "qwen2_vl": {"depth": 1, "embed_dim": 4, "hidden_size": 4, "num_heads": 1},
     "qwen3_vl": _DEEP,
+    "step3p7": _TOWER,
     "vipllava": _CLIP,
     "kimi_k25": {**_TOWER, "merge_kernel_size": [1, 1]},
     "llama4": {**_TOWER, "image_size": 4, "patch_size": 2, "vision_output_dim": 4, "projector_input_dim": 4},
@@ -312,19 +435,23 @@ VISION: dict[str, dict[str, Any]] = {
 INNER = {
     "aya_vision": ("cohere2",),
     "cohere2_vision": ("cohere2",),
+    "gemma3n": ("gemma3n_text",),
+    "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
     "glm4v": ("glm4v_text",),
     "gemma3": ("gemma3_text",),
     "internvl": ("qwen2", "llama", "qwen3", "qwen3_moe"),
     "llava": ("llama", "mistral"),
     "llava_next": ("llama", "mistral", "qwen2"),
     "llava_onevision": ("qwen2",),
-    "mistral3": ("mistral", "ministral3"),
+    "mistral3": ("mistral", "ministral3", "mistral4"),
     "paligemma": ("gemma", "gemma2"),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen2_5_vl": ("qwen2_5_vl_text",),
     "qwen2_vl": ("qwen2_vl_text",),
     "qwen3_vl": ("qwen3_vl_text",),
+    "step3p7": ("step3p5",),
     "vipllava": ("llama",),
     "kimi_k25": ("deepseek_v3",),
     "llama4": ("llama4_text",),
@@ -337,7 +464,7 @@ WITHIN: dict[str, dict[str, Any]] = {"kimi_k25": {"q_lora_rank": 3}, "llama4": {
 #: Families whose latent attention or old form gives every query head its own keys.
 _UNGROUPED = {
     *("gpt2", "gpt_bigcode", "gptj", "bloom", "opt", "gpt_neox"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "mistral4", "glm4_moe_lite"),
 }
 
 
@@ -368,5 +495,21 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     names = _NAMES.get(model_type, {})
     renamed = {name: value for key, value in common.items() if (name := names.get(key, key))}
     own = draw(st.fixed_dictionaries(always, optional={"tie_word_embeddings": _FLAG, **sometimes}))
-    types = {key: own[key][: common["num_hidden_layers"]] for key in own if key.endswith("layer_types")}
-    return {"model_type": model_type, **renamed, **own, **types}
+    if own.get("enable_moe_block"):
+        own |= {"num_experts": 3, "moe_intermediate_size": draw(_SIZE), "top_k_experts": draw(st.integers(1, 2))}
+    types = {
+        key: own[key][: common["num_hidden_layers"]]
+        for key in own
+        if key.endswith(("layer_types", "indexer_types", "topk_pattern")) or isinstance(own[key], list)
+    }
+    return _with_caches_to_share({"model_type": model_type, **renamed, **own, **types})
+
+
+def _with_caches_to_share(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config in which no more layers share keys and values than find layers of their kind before them."""
+    kinds = [kind == "full_attention" for kind in config.get("layer_types", ())]
+    if kinds and config["model_type"].startswith("gemma4"):
+        kinds[-1] = True
+    while config.get("num_kv_shared_layers") and {*kinds} != {*kinds[: -config["num_kv_shared_layers"]]}:
+        config["num_kv_shared_layers"] -= 1
+    return config

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from tests.later import transformers
 from tpplan.core.axes import Axis
@@ -49,6 +52,14 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
 #: What transformers calls a family that the hub knows by another name.
 SAME = {"kimi_k2": "deepseek_v3"}
 
+#: Language models that are models of their own on the hub, but in transformers only part of another one.
+ONLY_IN_WRAPPERS = {"step3p5": "step3p7"}
+#: The smallest part that reads images of that.
+VISION_OF_STEP = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+#: Models that transformers lacks: their own code is on the hub.
+NOT_IN_TRANSFORMERS = {"nemotron-nas"}
+
 #: Models that transformers saves in another form than they have on the hub.
 UNLIKE_HUB = {"kimi_k25", "qwen3_vl_moe"}
 
@@ -65,10 +76,31 @@ def hub_config(data: dict[str, Any]) -> Any:
 
 def build(config: Any, **options: Any) -> Any:
     """Build transformers' model of a config, with what reads images if the config has that."""
+    if config.model_type == "gemma3n":
+        return _without_timm(config, **options)
+    if config.model_type in ONLY_IN_WRAPPERS:
+        whole = {"model_type": ONLY_IN_WRAPPERS[config.model_type], "tie_word_embeddings": config.tie_word_embeddings}
+        config = hub_config({**whole, "vision_config": dict(VISION_OF_STEP), "text_config": config.to_dict()})
+    if config.model_type == "mistral4":  # which AutoModelForCausalLM does not know
+        return transformers.Mistral4ForCausalLM._from_config(config, **options)
     auto = (
         transformers.AutoModelForImageTextToText if config.model_type in WRAPPERS else transformers.AutoModelForCausalLM
     )
     return auto.from_config(config, **options)
+
+
+def _without_timm(config: Any, **options: Any) -> Any:
+    """Build Gemma 3n with something else in place of what reads images, which needs a library of its own."""
+    import torch  # noqa: PLC0415 (where it is not installed, the tests without models run)
+
+    module = importlib.import_module("transformers.models.gemma3n.modeling_gemma3n")
+    real = module.AutoModel.from_config
+
+    def from_config(config: Any, **options: Any) -> Any:
+        return torch.nn.Linear(1, 1) if config.model_type == "gemma3n_vision" else real(config, **options)
+
+    with patch.object(module, "AutoModel", SimpleNamespace(from_config=from_config)):
+        return transformers.AutoModelForImageTextToText.from_config(config, **options)
 
 
 def meta_model(config: Any) -> Any:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.export_cases import EVEN, data_of, made, options_of, plan_of
+from tests.family_models import NOT_IN_TRANSFORMERS
 from tests.later import transformers as hub
 from tpplan.core.plan import Cache, Reserve
 from tpplan.export.even import even_bytes
@@ -143,7 +144,7 @@ def test_what_is_reserved_is_kept() -> None:
     assert export(plan, "vllm").works_with == "2xRTX3060"  # the reserve names device 1
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - NOT_IN_TRANSFORMERS))
 def test_what_transformers_cuts(model_type: str) -> None:
     """Architectures without a plan of transformers, and those whose plan has no attention, are those of the tables."""
     config = hub.AutoConfig.for_model({"kimi_k2": "deepseek_v3"}.get(model_type, model_type))

@@ -16,6 +16,7 @@ from tests.examples import examples
 from tests.family_configs import FAMILY_KEYS, INNER, VISION, configs
 from tests.family_models import (
     INCOMPLETE_DEFAULTS,
+    NOT_IN_TRANSFORMERS,
     SAME,
     UNLIKE_HUB,
     assert_consistent,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 #: What transformers knows by name and can build.
-KNOWN = sorted({*families.supported()} - SAME.keys())
+KNOWN = sorted({*families.supported()} - SAME.keys() - NOT_IN_TRANSFORMERS)
 
 
 @pytest.mark.parametrize("model_type", KNOWN)
@@ -105,6 +106,7 @@ def test_families_of_two_names_are_one(model_type: str, same: str) -> None:
 
 #: Flags that are no keys of a config: what families make of theirs.
 DERIVED = {"one_kv_head", "two_norms", "q_lora_rank", "shared_experts", "biased", "xielu"}
+DERIVED |= {"per_layer_inputs", "same_vocab", "gate_per_head"}
 
 
 @pytest.mark.parametrize(("model_type", "family"), families.LANGUAGE_MODELS.items())
@@ -121,12 +123,12 @@ def test_tolerated_names_are_no_tensors_of_the_model() -> None:
     """Buffers and vision towers that checkpoints are known for are ignored, and no tensor of a model is."""
     assert any(fnmatch("h.0.attn.bias", pattern) for pattern in families.tolerated("gpt2").ignored)
     assert any(fnmatch("vision_tower.x.weight", pattern) for pattern in families.tolerated("gemma3").ignored)
-    for model_type in families.supported():
+    for model_type in (*KNOWN, *SAME):
         record = families.tolerated(model_type)
         config = hub_config({"model_type": model_type, **INCOMPLETE_DEFAULTS.get(model_type, {})})
         parameters = parameters_of(spec_of(config.to_dict()))
         assert not [p.name for p in parameters for pattern in record.ignored if fnmatch(p.name, pattern)]
-        assert all(p.name.startswith((record.prefix, "lm_head.", "embed_out.")) for p in parameters)
+        assert all(p.name.startswith((record.prefix, "lm_head.", "embed_out.", "head.")) for p in parameters)
 
 
 def test_the_language_model_in_a_wrapper_says_what_is_tolerated() -> None:
@@ -141,7 +143,8 @@ def test_the_language_model_in_a_wrapper_says_what_is_tolerated() -> None:
 def test_extra_layers_are_tolerated_where_checkpoints_have_them() -> None:
     """DeepSeek-V3 comes with a layer for predicting a second token, which its config does not count."""
     assert {name for name in families.supported() if families.tolerated(name).extra_layers} == {
-        *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "hy_v3", "kimi_k2", "kimi_k25", "minimax_m2")
+        *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3"),
+        *("kimi_k2", "kimi_k25", "minimax_m2", "step3p5", "step3p7"),
     }
 
 

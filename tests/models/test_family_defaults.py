@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.family_configs import INNER, VISION, WITHIN
-from tests.family_models import INCOMPLETE_DEFAULTS, SAME, hub_config, meta_model, named, saved_tensors, spec_of
+from tests.family_models import (
+    INCOMPLETE_DEFAULTS,
+    NOT_IN_TRANSFORMERS,
+    SAME,
+    hub_config,
+    meta_model,
+    named,
+    saved_tensors,
+    spec_of,
+)
 from tests.later import transformers
 from tpplan.errors import ModelError
 from tpplan.models import families
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 #: Models that transformers can build: their types, and of language models within others those.
-KNOWN = [(name, "") for name in sorted({*families.FAMILIES} - SAME.keys())]
+KNOWN = [(name, "") for name in sorted({*families.FAMILIES} - SAME.keys() - NOT_IN_TRANSFORMERS)]
 KNOWN += [(name, inner) for name, inners in INNER.items() for inner in inners]
 
 #: Small sizes in place of the defaults, as far as a family calls them so.
@@ -37,6 +46,7 @@ SMALL = {
     "vocab_size": 64,
     "pad_token_id": 0,
     "max_position_embeddings": 512,
+    "num_kv_shared_layers": 1,
 }
 #: Of the language model they say nothing.
 ASIDE = {"model_type", "architectures", "vision_config", "text_config", "transformers_version", "dtype", "id2label"}
@@ -46,7 +56,10 @@ SAME_MODEL = {"_name_or_path", "chunk_size_feed_forward", "is_encoder_decoder", 
 SAME_MODEL |= {"output_hidden_states", "return_dict", "bos_token_id", "eos_token_id", "attention_dropout"}
 
 #: Why tpplan does not plan for some configs that transformers builds a model of: most cannot run.
-UNFIT = re.compile(r" is null$|not a multiple|more than the \d+ experts| entries for |is \d+, but hidden_size")
+UNFIT = re.compile(
+    r" is null$|not a multiple|more than the \d+ experts| entries for |is \d+, but hidden_size"
+    r"|none such is before them$"
+)
 #: Sizes that no config of a whole model lacks; those of the language model in another one are left out if usual.
 LACKING = re.compile(r" is missing$")
 
@@ -66,9 +79,12 @@ def small(model_type: str, inner: str) -> dict[str, Any]:
         raw["vision_config"] = VISION[model_type]
     text = text_of(raw)
     text.update({key: value for key, value in SMALL.items() if text.get(key) is not None})
-    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+    for key in ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types", "activation_sparsity_pattern"):
         if text.get(key):
             text[key] = text[key][:5]
+    if text.get("num_kv_shared_layers"):
+        text["layer_types"] = [("full_attention", "sliding_attention")[layer % 2] for layer in range(5)]
+    text.pop("per_layer_config", None)
     if text.get("moe_layers"):
         text["moe_layers"] = [layer for layer in text["moe_layers"] if layer < 5]
     if families.LANGUAGE_MODELS[text["model_type"]].fixed_head:

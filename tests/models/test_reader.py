@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, tensor_bytes, write_checkpoint
 from tests.examples import examples
 from tests.family_configs import configs
-from tests.family_models import SAME
+from tests.family_models import NOT_IN_TRANSFORMERS, SAME
 from tests.models.reader_cases import plain, save, small
 from tpplan.errors import ModelError
 from tpplan.models import families
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("model_type", sorted({*families.supported()} - SAME.keys()))
+@pytest.mark.parametrize("model_type", sorted({*families.supported()} - SAME.keys() - NOT_IN_TRANSFORMERS))
 @settings(
     max_examples=examples(3),
     deadline=None,

@@ -24,7 +24,7 @@ from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, Cache, Request
 from tpplan.models.config import parse_config
 from tpplan.models.families import FAMILIES, spec_from_config
 from tpplan.planner.costs import Cost, Demand
-from tpplan.planner.ledger import cache_bytes_per_token, demands, ledger, state_bytes
+from tpplan.planner.ledger import cache_bytes_per_token, demands, ledger, sequence_cache_bytes, state_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,9 +128,12 @@ def cache_of(task: Task, device: int) -> int:
         tokens = task.request.cache.tokens
         if a.window:
             tokens = min(tokens, a.window * task.request.batch)
+        if a.ratio and heads:
+            total += task.request.cache.tokens * ceil(a.compressed_dim * bits / 8) // a.ratio
+            total += task.request.batch * a.buffer_dim * (4 if task.model.dtype == "float32" else 2)
         if a.latent_dim:
             total += tokens * ceil(a.latent_dim * bits / 8) * (heads > 0)
-        else:
+        elif not a.shared:
             total += tokens * heads * ceil((a.head_dim + a.v_head_dim) * bits / 8)
     return total + state_of(task, device)
 
@@ -202,7 +205,11 @@ def test_one_device_holds_the_whole_model_once(name: str, layout: str, kv: str) 
     wanted = demands(chosen, request, 1)
     (entry,) = ledger([(0, d.size) for d in wanted.axes], wanted, [Device(name="x", budget_bytes=1)], request)
     assert entry.weights_bytes == chosen.weight_bytes
-    assert entry.cache_bytes == 50 * cache_bytes_per_token(chosen, "q6") + state_bytes(chosen)
+    rounded = 50 * cache_bytes_per_token(chosen, "q6") + state_bytes(chosen)
+    assert entry.cache_bytes == sequence_cache_bytes(chosen, "q6", 50)
+    # What several tokens are compressed into is rounded down for all of them together, not for each.
+    compressing = sum(len(block.layers) for block in chosen.blocks if block.attention and block.attention.ratio)
+    assert 0 <= entry.cache_bytes - rounded <= 50 * compressing
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

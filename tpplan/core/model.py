@@ -112,6 +112,11 @@ class Attention:
         window: size of the sliding window in tokens per sequence; 0 for full attention.
         latent_dim: elements cached per token for all heads together (MLA: latent + rotary part + an indexer's key); 0
             caches K and V per head.
+        shared: whether it attends to keys and values that an earlier layer has cached, and caches none of its own;
+            ``latent_dim`` is then what it caches beside them.
+        compressed_dim: elements cached for every ``ratio`` tokens, for all heads together and beyond any window.
+        ratio: tokens that are compressed into one, 0 without compression.
+        buffer_dim: most elements, in the dtype of the activations, of what a sequence keeps until it is compressed.
     """
 
     q_heads: int
@@ -120,6 +125,10 @@ class Attention:
     v_head_dim: int
     window: int = 0
     latent_dim: int = 0
+    shared: bool = False
+    compressed_dim: int = 0
+    ratio: int = 0
+    buffer_dim: int = 0
 
 
 @frozen

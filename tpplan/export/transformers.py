@@ -25,6 +25,7 @@ NO_PLAN = frozenset({
 WHOLE_ATTENTION = frozenset({
     *("AfmoeForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     *("HunYuanMoEV1ForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
+    *("DeepseekV4ForCausalLM", "Mistral4ForCausalLM"),
 })  # fmt: skip
 
 

@@ -29,9 +29,10 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "max_position_embeddings": ("n_positions",),
     "num_attention_heads": ("n_head",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("experts_per_token", "moe_k", "moe_topk"),
+    "num_experts_per_tok": ("experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"),
     "num_hidden_layers": ("n_layer",),
-    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "num_attention_groups"),
+    "share_expert_dim": ("share_expert_dims",),
     "torch_dtype": ("dtype",),
 }
 
@@ -185,6 +186,12 @@ class Config:
     def having(self, key: str, value: object) -> Config:
         """Return a copy of the config with ``key`` set to ``value``."""
         return Config({**self._data, key: value}, self.source)
+
+    def overlaid(self, values: Mapping[str, object]) -> Config:
+        """Return a copy of the config with these values in place of those under any name of their keys."""
+        others = {name for key in values for name in ALIASES.get(key, ())}
+        kept = {key: value for key, value in self._data.items() if key not in others}
+        return Config({**kept, **values}, self.source)
 
     def level(self, key: str) -> Config:
         """Return a copy of the config with one number under ``key`` if it lists the same number several times.

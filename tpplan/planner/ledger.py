@@ -43,30 +43,36 @@ def sequence_cache_bytes(model: ModelSpec, kind: str, tokens: int) -> int:
 
 
 def state_bytes(model: ModelSpec) -> int:
-    """Return the bytes of the state that linear attention keeps of a sequence, summed over all layers."""
-    return sum(
+    """Return the bytes that layers keep of a sequence of any length: states, and what is not compressed yet."""
+    linear = sum(
         len(block.layers) * block.linear.key_heads * _state_bytes(block.linear, model.dtype)
         for block in model.blocks
         if block.linear
     )
+    buffers = sum(len(block.layers) * block.attention.buffer_dim for block in model.blocks if block.attention)
+    return linear + buffers * ITEM_BYTES[model.dtype]
 
 
 def _token_bytes(model: ModelSpec, kind: str, tokens: int) -> int:
-    return sum(
-        len(block.layers) * kept * (_latent_bytes(block.attention, kind) or _head_bytes(block.attention, kind) * heads)
-        for block in model.blocks
-        if block.attention
-        for heads in (block.attention.kv_heads,)
-        for kept in (min(tokens, block.attention.window or tokens),)
-    )
+    total = 0
+    for attention, layers in ((block.attention, len(block.layers)) for block in model.blocks if block.attention):
+        each = _latent_bytes(attention, kind) or _head_bytes(attention, kind) * attention.kv_heads
+        kept = min(tokens, attention.window or tokens)
+        total += layers * (kept * each + _compressed_bytes(attention, kind, tokens))
+    return total
 
 
 def _head_bytes(attention: Attention, kind: str) -> int:
-    return 0 if attention.latent_dim else cache_bytes(attention.head_dim + attention.v_head_dim, kind)
+    per_head = not (attention.latent_dim or attention.shared)
+    return cache_bytes(attention.head_dim + attention.v_head_dim, kind) if per_head else 0
 
 
 def _latent_bytes(attention: Attention, kind: str) -> int:
     return cache_bytes(attention.latent_dim, kind)
+
+
+def _compressed_bytes(attention: Attention, kind: str, tokens: int) -> int:
+    return tokens * cache_bytes(attention.compressed_dim, kind) // attention.ratio if attention.ratio else 0
 
 
 def _state_bytes(linear: LinearAttention, dtype: str) -> int:
@@ -131,7 +137,7 @@ def demands(
             own[axis] = groups.setdefault(key, group)
             own[axis].layers.extend(block.layers)
         if block.attention:
-            _add_cache(own[Axis.KV_HEADS], block.attention, len(block.layers), request)
+            _add_cache(own[Axis.KV_HEADS], block.attention, len(block.layers), request, ITEM_BYTES[model.dtype])
         if block.linear:
             heads = block.linear.key_heads * len(block.layers) * request.batch
             state = heads * _state_bytes(block.linear, model.dtype)
@@ -169,13 +175,15 @@ def replicas(attention: Attention, devices: int) -> int:
     return next((f for f in factors if attention.kv_heads * f >= devices), group)
 
 
-def _add_cache(group: _Group, attention: Attention, layers: int, request: Request) -> None:
+def _add_cache(group: _Group, attention: Attention, layers: int, request: Request, item_bytes: int) -> None:
     """Add the cache of layers; sliding windows limit what a sequence keeps, unless the server keeps all of it."""
     tokens = request.cache.tokens
+    compressed = _compressed_bytes(attention, request.cache.kind, tokens)
+    buffers = request.batch * attention.buffer_dim * item_bytes
     if attention.window and not request.full_window:
         tokens = min(tokens, request.batch * attention.window)
     heads = tokens * layers * _head_bytes(attention, request.cache.kind) * attention.kv_heads
-    latent = tokens * layers * _latent_bytes(attention, request.cache.kind)
+    latent = layers * (tokens * _latent_bytes(attention, request.cache.kind) + compressed + buffers)
     group.add_heads(Cost(cache=heads, reads=heads))
     group.kept += Cost(cache=latent, reads=latent)
 

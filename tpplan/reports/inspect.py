@@ -59,8 +59,10 @@ class Inspection:
         weight_format: how most of them are stored: ``BF16``, ``AWQ 4-bit g128``, …
         assumed: what is assumed of the weights because no file says; left out if their bytes are exact.
         not_planned: parts of the files that are not counted; left out for none.
-        cache_bytes_per_token: what one more token takes, while no sliding window is full.
-        state_bytes_per_sequence: what linear attention keeps of a sequence of any length, 0 without it.
+        cache_bytes_per_token: what one more token takes, while no sliding window is full; of what takes the place of
+            several tokens a part.
+        state_bytes_per_sequence: what linear attention keeps of a sequence of any length, and a compressed cache of
+            tokens that are not compressed yet; 0 without either.
         max_context: tokens per sequence that the model was made for.
         context_basis: the RoPE scaling that decides it, such as ``32768 × 4 by yarn``; empty if none does.
         max_context_cache_bytes: what one sequence of so many tokens takes, with its state, and of sliding windows what

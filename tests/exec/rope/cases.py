@@ -236,6 +236,7 @@ MIXTURES: dict[str, Json] = {
     },
     "deepseek_v32": {"model_type": "deepseek_v32", **_HEADS, "qk_rope_head_dim": 64},
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **_HEADS, "qk_rope_head_dim": 64},
+    "glm_moe_dsa": {"model_type": "glm_moe_dsa", **_HEADS, "qk_rope_head_dim": 64},
     "MiniMax-M2": {"model_type": "minimax_m2", **_HEADS, "head_dim": 128, "rotary_dim": 64, "rope_theta": 5000000},
 }
 

@@ -31,7 +31,7 @@ def rotated(rope: Rope, x: Tensor) -> Tensor:
     "name",
     [
         *("Llama-3.1", "DeepSeek-V3", "GLM-4", "Command-R", "ERNIE-4.5, silent", "GLM-4-9B, silent", "Helium, silent"),
-        *("cohere2_moe", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+        *("cohere2_moe", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "minimax_m2"),
     ],
 )
 def test_style(name: str) -> None:
@@ -44,7 +44,11 @@ def test_style(name: str) -> None:
     turn = getattr(module, "apply_rotary_pos_emb_interleave", module.apply_rotary_pos_emb)
     theirs, _ = turn(x[None, None], x[None, None], cos[None], sin[None])
     ours = rotated(rope, x)
-    if name in {"DeepSeek-V3", "glm4_moe_lite"}:  # they leave the first of all pairs before the second of all
+    if name in {
+        "DeepSeek-V3",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+    }:  # they leave the first of all pairs before the second of all
         ours = torch.cat((ours[:, 0::2], ours[:, 1::2]), dim=1)
     assert torch.equal(ours, theirs[0, 0])
 

@@ -10,7 +10,8 @@ from tpplan.models.families.contexts import ORIGINAL, SCALED
 GPTJ: Final = frozenset(
     {
         *("cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5"),
-        *("ernie4_5_moe", "glm", "glm4", "glm4_moe_lite", "glm4v_text", "gptj", "helium", "kimi_k2", "llama4_text"),
+        *("ernie4_5_moe", "glm", "glm4", "glm4_moe_lite", "glm4v_text", "glm_moe_dsa", "gptj", "helium", "kimi_k2"),
+        "llama4_text",
     }
 )
 

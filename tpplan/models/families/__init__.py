@@ -13,15 +13,18 @@ from tpplan.errors import ModelError
 from tpplan.models.config import ELSEWHERE, Config
 from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.classic import CLASSIC
+from tpplan.models.families.compressed import COMPRESSED
 from tpplan.models.families.contexts import longest_context
 from tpplan.models.families.corrected import CORRECTED
 from tpplan.models.families.dense import DENSE
 from tpplan.models.families.gemma import GEMMA
 from tpplan.models.families.hybrid import HYBRID
 from tpplan.models.families.latent import LATENT
+from tpplan.models.families.layered import LAYERED
 from tpplan.models.families.moe import MOE
 from tpplan.models.families.packed import PACKED
 from tpplan.models.families.parts import PARTS
+from tpplan.models.families.searched import SEARCHED
 from tpplan.models.families.shape import TIED, read_shape
 from tpplan.models.families.table import Family
 from tpplan.models.families.ungated import UNGATED
@@ -41,6 +44,9 @@ FAMILIES: Final[dict[str, Family]] = {
     **CORRECTED,
     **PACKED,
     **LATENT,
+    **LAYERED,
+    **COMPRESSED,
+    **SEARCHED,
     **HYBRID,
 }
 
@@ -96,7 +102,8 @@ def tolerated(model_type: str, text: str = "") -> Tolerated:
     """
     wrapper = WRAPPERS.get(model_type)
     family = wrapper.around(LANGUAGE_MODELS[text or wrapper.text]) if wrapper else FAMILIES[model_type]
-    return Tolerated(family.ignored, family.prefix, wrapper.renamed if wrapper else {}, family.extra_layers)
+    renamed = wrapper.renamed if wrapper else family.renamed
+    return Tolerated(family.ignored, family.prefix, renamed, family.extra_layers)
 
 
 def slides(config: Config, model_type: str, layers: int) -> tuple[bool, ...]:
@@ -238,8 +245,9 @@ def _torch_dtype(config: Config) -> str:
 
 
 def _groups(shape: Shape) -> list[tuple[int, ...]]:
-    """Group the layers that are equal in window, kind of MLP and linear attention, in order of their first."""
+    """Group the layers that are equal in window, kind of MLP, linear attention and shape, in order of their first."""
     groups: dict[tuple[object, ...], list[int]] = {}
-    for layer, kind in enumerate(zip(shape.windows, shape.sparse, shape.linear, strict=True)):
+    own = shape.layers or (None,) * len(shape.windows)
+    for layer, kind in enumerate(zip(shape.windows, shape.sparse, shape.linear, own, strict=True)):
         groups.setdefault(kind, []).append(layer)
     return [tuple(layers) for layers in groups.values()]

@@ -29,6 +29,7 @@ def parts_aside(config: Config, text: Config) -> tuple[NotPlanned, ...]:
         text: that of its language model, which may be the same.
     """
     found = {what for what, keys in _KEYS.items() for key in keys if config.raw(key) or text.raw(key)}
-    if config.text("model_type") in WRAPPERS:
+    wrapper = WRAPPERS.get(config.text("model_type"))
+    if wrapper and wrapper.tower:
         found.add("vision tower")  # a config may leave all of it to the defaults of the class
     return tuple(NotPlanned(what) for what in _KEYS if what in found)

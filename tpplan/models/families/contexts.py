@@ -31,6 +31,7 @@ _EXTENDED: Final = frozenset({"gemma3_text"})
 #: Scaling that a family's class in transformers has where its config says nothing of RoPE.
 SCALED: Final[dict[str, dict[str, object]]] = {
     "gpt_oss": {"rope_type": "yarn", "factor": 32.0, ORIGINAL: 4096},
+    "mistral4": {"rope_type": "yarn", "factor": 128.0, ORIGINAL: 8192},
     "ministral3": {"rope_type": "yarn", "factor": 16.0, ORIGINAL: 16384},
 }
 

@@ -9,13 +9,18 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.models.families.corrected import CORRECTED_EXPERTS
 from tpplan.models.families.rows import EXPERTS, NORMS, ROUTER, gated, linear, norm, outside
+from tpplan.models.families.shape import are_of_kind
 from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_experts
-from tpplan.models.families.table import Family, Shape
+from tpplan.models.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tpplan.models.config import Config
+
+
+#: The flag of layers with an indexer of their own.
+INDEXED: Final = "indexed"
 
 
 def _latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape], Shape]:
@@ -40,13 +45,48 @@ def _latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape], Sh
     return adapt
 
 
-def _indexed(config: Config, shape: Shape) -> Shape:
-    """Add the indexer, which chooses the tokens that a query attends to by keys and a cache of its own."""
-    return evolve(
-        _latent(shared=1)(config, shape),
-        index_heads=config.count("index_n_heads", default=64),
-        index_dim=config.count("index_head_dim", default=128),
-    )
+def _indexed(heads: int = 64, q_rank: int = 1536) -> Callable[[Config, Shape], Shape]:
+    """Add the indexer, which chooses the tokens that a query attends to by keys and a cache of its own.
+
+    Args:
+        heads: default of its heads.
+        q_rank: default of the rank of the queries.
+    """
+    add_latent = _latent(q_rank, shared=1)
+
+    def adapt(config: Config, shape: Shape) -> Shape:
+        return evolve(
+            add_latent(config, shape),
+            index_heads=config.count("index_n_heads", default=heads),
+            index_dim=config.count("index_head_dim", default=128) if INDEXED in shape.flags else 0,
+        )
+
+    return adapt
+
+
+def _indexers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
+    """Tell which layers have an indexer; the others take the tokens that the layer before them took.
+
+    Their types tell it, a pattern of letters, or a period.
+
+    Raises:
+        ModelError: the types or the pattern are of another number of layers, or of other kinds; or the first layer has
+            none to share.
+    """
+    pattern = config.raw("index_topk_pattern")
+    if config.raw("indexer_types") is None and isinstance(pattern, str):
+        letters = {"F": "full", "S": "shared"}
+        config = config.having("indexer_types", [letters.get(letter, letter) for letter in pattern])
+    elif config.raw("indexer_types") is None and pattern is not None:
+        config = config.having("indexer_types", pattern)
+    taken = are_of_kind(config, "indexer_types", layers, ("full", "shared"))
+    if not taken:
+        period = max(1, config.count("index_topk_freq", default=1, minimum=0))
+        offset = config.count("index_skip_topk_offset", default=2, minimum=0)
+        taken = tuple(max(layer - offset + 1, 0) % period != 0 for layer in range(layers))
+    if taken[0]:
+        raise config.error("the first layer shares an indexer (indexer_types), but no layer before it has one")
+    return tuple({INDEXED: not each} for each in taken)
 
 
 #: What leads down to the latent is needed wherever heads are, what leads up is cut.
@@ -63,14 +103,16 @@ _MLA = (
 
 #: All heads attend to the tokens that the indexer's heads choose together, so it is needed wherever heads are.
 _INDEXER = (
-    *linear("self_attn.indexer.wq_b", "iq", "qr", home=Axis.KV_HEADS),
-    *linear("self_attn.indexer.wk", "ik", "h", home=Axis.KV_HEADS),
-    *norm("self_attn.indexer.k_norm", "ik", bias=True, home=Axis.KV_HEADS),
-    *linear("self_attn.indexer.weights_proj", "ih", "h", home=Axis.KV_HEADS),
+    *linear("self_attn.indexer.wq_b", "iq", "qr", when=INDEXED, home=Axis.KV_HEADS),
+    *linear("self_attn.indexer.wk", "ik", "h", when=INDEXED, home=Axis.KV_HEADS),
+    *norm("self_attn.indexer.k_norm", "ik", bias=True, when=INDEXED, home=Axis.KV_HEADS),
+    *linear("self_attn.indexer.weights_proj", "ih", "h", when=INDEXED, home=Axis.KV_HEADS),
 )
 
 #: Heads have sizes of their own, so hidden sizes need not be multiples of heads.
 _HEAD = {"head_dim": 64}
+
+_SHARED_EXPERTS: Final = gated("mlp.shared_experts", "SX", when=SHARED)
 
 _DEEPSEEK_V3 = Family(
     architectures=("DeepseekV3ForCausalLM",),
@@ -83,6 +125,19 @@ _DEEPSEEK_V3 = Family(
     flags={"attention_bias": False},
     moe=after_dense(3),
     adapt=_latent(shared=1),
+)
+
+_DEEPSEEK_V32 = Family(
+    architectures=("DeepseekV32ForCausalLM",),
+    outside=outside(),
+    layer=(*NORMS, *_MLA, *_INDEXER),
+    dense=gated(),
+    sparse=CORRECTED_EXPERTS,
+    extra_layers=True,
+    defaults={"num_experts_per_tok": 8, **_HEAD},
+    flags={"attention_bias": False, INDEXED: True},
+    moe=mlp_types(after_dense(3)),
+    adapt=_indexed(),
 )
 
 LATENT: Final[dict[str, Family]] = {
@@ -99,17 +154,25 @@ LATENT: Final[dict[str, Family]] = {
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
-    "deepseek_v32": Family(
-        architectures=("DeepseekV32ForCausalLM",),
+    "deepseek_v32": _DEEPSEEK_V32,
+    "glm_moe_dsa": evolve(
+        _DEEPSEEK_V32, architectures=("GlmMoeDsaForCausalLM",), own=_indexers, adapt=_indexed(32, 2048)
+    ),
+    "mistral4": Family(
+        architectures=("Mistral4ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_MLA, *_INDEXER),
+        layer=(*NORMS, *_MLA),
         dense=gated(),
-        sparse=CORRECTED_EXPERTS,
-        extra_layers=True,
-        defaults={"num_experts_per_tok": 8, **_HEAD},
+        sparse=(
+            *ROUTER,
+            Row("mlp.experts.gate_up_proj", "e EX+EX RS", out=1),
+            Row("mlp.experts.down_proj", "e RS EX", out=1),
+            *_SHARED_EXPERTS,
+        ),
+        defaults={"num_experts_per_tok": 4, **_HEAD},
         flags={"attention_bias": False},
-        moe=mlp_types(after_dense(3)),
-        adapt=_indexed,
+        moe=after_dense(0),
+        adapt=_latent(1024, 1),
     ),
     "glm4_moe_lite": Family(
         architectures=("Glm4MoeLiteForCausalLM",),

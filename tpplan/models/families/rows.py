@@ -30,16 +30,24 @@ def norm(
 
 
 def attention(
-    bias: str | None = NEVER, out_bias: str | None = NEVER, *, q: str = "Q", out: str = "o_proj", taken: str = "O"
+    bias: str | None = NEVER,
+    out_bias: str | None = NEVER,
+    *,
+    q: str = "Q",
+    out: str = "o_proj",
+    taken: str = "O",
+    keys: str = "",
+    values: str = "",
 ) -> tuple[Row, ...]:
     """Return the rows of attention with separate query, key and value projections.
 
-    ``q`` is what the first gives, and ``taken`` what the output projection takes.
+    ``q`` is what the first gives, ``taken`` what the output projection takes, and ``keys`` and ``values`` are the flags
+    of layers that project them.
     """
     return (
         *linear("self_attn.q_proj", q, "RS", bias),
-        *linear("self_attn.k_proj", "K", "RS", bias),
-        *linear("self_attn.v_proj", "V", "RS", bias),
+        *linear("self_attn.k_proj", "K", "RS", bias, when=keys),
+        *linear("self_attn.v_proj", "V", "RS", bias, when=values),
         *linear(f"self_attn.{out}", "RS", taken, out_bias),
     )
 

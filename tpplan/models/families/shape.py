@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from attrs import evolve
+
 from tpplan.core.axes import MAX_LAYERS
 from tpplan.models.families.table import Family, Shape
 
@@ -25,12 +27,54 @@ TIED: Final = "tie_word_embeddings"
 STACKED: Final = "stacked_experts"
 
 
+#: The key with what layers have of their own, as transformers saves it: by the numbers of layers, keys and values.
+PER_LAYER: Final = "per_layer_config"
+
+
 def read_shape(config: Config, family: Family, *, tied: bool, stacked: bool) -> Shape:
     """Read what the tables of ``family`` need from the language model's own ``config``, and which form it is stored in.
 
     Raises:
         ModelError: a key is missing, is of the wrong type or out of range, or two of them contradict each other.
     """
+    layers = config.count("num_hidden_layers", default=family.defaults.get("num_hidden_layers"), maximum=MAX_LAYERS)
+    known: dict[str, Shape] = {}
+    shapes = []
+    for own in _own_keys(config, family, layers):
+        kind = repr(sorted(own.items()))
+        if kind not in known:
+            known[kind] = _read(config.overlaid(own), family, tied=tied, stacked=stacked)
+        shapes.append(known[kind])
+    if len({(shape.hidden, shape.vocab, shape.context) for shape in shapes}) > 1:
+        raise config.error(f"layers differ in hidden_size, vocab_size or max_position_embeddings ({PER_LAYER})")
+    windows = tuple(shape.windows[i] for i, shape in enumerate(shapes))
+    sparse = tuple(shape.sparse[i] for i, shape in enumerate(shapes))
+    linear = tuple(shape.linear[i] for i, shape in enumerate(shapes))
+    first, *others = shapes = [evolve(shape, windows=windows, sparse=sparse, linear=linear) for shape in shapes]
+    return first if all(shape == first for shape in others) else evolve(first, layers=tuple(shapes))
+
+
+def _own_keys(config: Config, family: Family, layers: int) -> list[dict[str, object]]:
+    """Return for each layer the keys of which it has values of its own: those of its family, then :data:`PER_LAYER`.
+
+    Raises:
+        ModelError: there is no such layer, its keys are no object, or it lacks a part of a layer.
+    """
+    found = [dict(own) for own in family.own(config, layers)] if family.own else [{} for _ in range(layers)]
+    given = config.section(PER_LAYER).data if config.raw(PER_LAYER) else {}
+    for name, values in given.items():
+        layer = int(name) if name.isascii() and name.isdecimal() and len(name) <= len(str(MAX_LAYERS)) else layers
+        if layer >= layers or not isinstance(values, dict):
+            what = "is no object" if layer < layers else f"is none of the {layers} layers (num_hidden_layers)"
+            raise config.error(f"{PER_LAYER}: {name[:60]!r} {what}")
+        if values.get("skip"):
+            raise config.error(f"{PER_LAYER}: layer {layer} skips a part of itself", "that is not supported")
+        found[layer].update(values)
+    return found
+
+
+def _read(config: Config, family: Family, *, tied: bool, stacked: bool) -> Shape:
+    """Read the shape of a model whose layers are all as the config says; see :func:`read_shape`."""
     given = family.defaults
     for key in family.uniform:
         config = config.level(key)
@@ -137,6 +181,11 @@ def are_of_kind(config: Config, key: str, layers: int, kinds: tuple[str, str]) -
     if unknown is not None:
         raise config.error(f"{key} has {unknown[:60]!r}, known are {' and '.join(kinds)}")
     return tuple(found == kinds[1] for found in types)
+
+
+def no_layer(_config: Config, layers: int) -> tuple[bool, ...]:
+    """Select none."""
+    return (False,) * layers
 
 
 def every_layer(_config: Config, layers: int) -> tuple[bool, ...]:

@@ -63,11 +63,13 @@ def moe_interval(config: Config, layers: int) -> tuple[bool, ...]:
     return tuple(first <= layer < end and (layer + 1) % step == 0 for layer in range(layers))
 
 
-def shared_expert(default: int | None = None) -> Callable[[Config, Shape], Shape]:
-    """Add the shared expert of Qwen's mixtures, which has a width of its own."""
+def shared_expert(
+    default: int | None = None, key: str = "shared_expert_intermediate_size"
+) -> Callable[[Config, Shape], Shape]:
+    """Add the shared expert, which has a width of its own (Qwen's mixtures)."""
 
     def adapt(config: Config, shape: Shape) -> Shape:
-        width = config.count("shared_expert_intermediate_size", default=default) if shape.experts else 0
+        width = config.count(key, default=default) if shape.experts else 0
         return evolve(shape, shared_intermediate=width)
 
     return adapt

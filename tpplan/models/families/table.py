@@ -28,12 +28,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from typing import Final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from tpplan.core.axes import Axis
 from tpplan.core.model import Attention, Block, LinearAttention, Parameter, Segment
 from tpplan.models.config import Config
+
+#: The flag of layers that attend to what an earlier layer has cached of keys and values.
+SHARED_KV: Final = "shared_kv"
+
+#: The flag of layers without attention.
+NO_ATTENTION: Final = "no_attention"
 
 _NO_LINEAR = LinearAttention(0, 0, 0, 0, 0)
 
@@ -64,6 +71,11 @@ class Shape:
         sparse: for each layer whether its MLP is made of experts.
         linear: for each layer its linear attention, which has the same sizes in all layers that have it.
         flags: the names that a row's ``when`` may test, if they are true.
+        compressed_dim: elements that a layer caches for every ``ratio`` tokens, 0 without compression.
+        ratio: tokens that are compressed into one.
+        buffer_dim: most elements of what is not compressed yet.
+        further: further words.
+        layers: the shape of each layer, where layers differ in more than windows, experts and linear attention.
     """
 
     hidden: int
@@ -87,6 +99,16 @@ class Shape:
     sparse: tuple[bool, ...]
     linear: tuple[LinearAttention | None, ...]
     flags: frozenset[str]
+    compressed_dim: int = 0
+    ratio: int = 0
+    buffer_dim: int = 0
+    further: tuple[tuple[str, Segment], ...] = ()
+    layers: tuple[Shape, ...] = ()
+
+    def having(self, *flags: str, **words: int | Segment) -> Shape:
+        """Return the shape with further flags, and further words; of those that nothing cuts their lengths."""
+        segments = ((word, Segment(None, each) if isinstance(each, int) else each) for word, each in words.items())
+        return evolve(self, flags=self.flags | {*flags}, further=(*self.further, *segments))
 
     @cached_property
     def words(self) -> Mapping[str, Segment]:
@@ -132,6 +154,7 @@ class Shape:
             "ih": Segment(None, self.index_heads),
             "ik": Segment(None, self.index_dim),
             "iq": Segment(None, self.index_heads * self.index_dim),
+            **dict(self.further),
         }
 
 
@@ -192,6 +215,7 @@ class Family:
         layers: how the names of a layer's tensors start.
         root: how all names start.
         prefix: the start of names that some checkpoints leave out.
+        renamed: starts of names that some checkpoints have, and what the tables have in their place.
         ignored: patterns (fnmatch) of names in checkpoints that no plan needs, such as buffers and vision towers.
         extra_layers: whether checkpoints may hold layers beyond ``num_hidden_layers`` (multi-token prediction).
         defaults: values of keys that a config.json may leave out, as in transformers' configuration classes.
@@ -206,6 +230,8 @@ class Family:
         moe: which layers have experts, from the config and the number of layers; None if none ever has.
         linear: the linear attention of each layer, from the config and the number of layers; None if none ever has.
         expert_key: the key with the width of a routed expert.
+        own: for each layer the keys of which it has values of its own, from the config and the number of layers; None
+            if layers differ in windows, experts and linear attention only.
         adapt: changes the shape where the family reads its config in its own way.
     """
 
@@ -218,6 +244,7 @@ class Family:
     layers: str = "model.layers.{layer}."
     root: str = ""
     prefix: str = "model."
+    renamed: Mapping[str, str] = field(factory=dict)
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     extra_layers: bool = False
     defaults: Mapping[str, int] = field(factory=dict)
@@ -231,23 +258,31 @@ class Family:
     moe: Callable[[Config, int], tuple[bool, ...]] | None = None
     linear: Callable[[Config, int], tuple[LinearAttention | None, ...]] | None = None
     expert_key: str = "moe_intermediate_size"
+    own: Callable[[Config, int], tuple[Mapping[str, object], ...]] | None = None
     adapt: Callable[[Config, Shape], Shape] | None = None
 
     def block(self, shape: Shape, layers: tuple[int, ...], dtype: str) -> Block:
-        """Return the block of ``layers``, which must be equal in window, linear attention and kind of MLP."""
-        sparse, linear = shape.sparse[layers[0]], shape.linear[layers[0]]
+        """Return the block of ``layers``, which must be equal in window, linear attention, kind of MLP and shape."""
+        sparse, linear, window = shape.sparse[layers[0]], shape.linear[layers[0]], shape.windows[layers[0]]
+        shape = shape.layers[layers[0]] if shape.layers else shape
         rows = (*(self.linear_layer if linear else self.layer), *(self.sparse if sparse else self.dense))
+        shared = SHARED_KV in shape.flags
+        latent = shape.index_dim + (0 if shared else shape.kv_rank + shape.rope_dim)
         attention = Attention(
             shape.q_heads,
             shape.kv_heads,
             shape.head_dim,
             shape.v_head_dim,
-            window=shape.windows[layers[0]],
-            latent_dim=shape.kv_rank + shape.rope_dim + shape.index_dim if shape.kv_rank else 0,
+            window=window,
+            latent_dim=latent if shape.kv_rank else 0,
+            shared=shared,
+            compressed_dim=shape.compressed_dim,
+            ratio=shape.ratio,
+            buffer_dim=shape.buffer_dim,
         )
         return Block(
             layers=layers,
-            attention=None if linear else attention,
+            attention=None if linear or NO_ATTENTION in shape.flags else attention,
             parameters=tuple(p for row in rows for p in row.parameters(shape, dtype, self.root + self.layers)),
             intermediate=0 if sparse else shape.intermediate,
             expert_intermediate=shape.expert_intermediate if sparse else 0,

@@ -36,6 +36,8 @@ _RENAMED: Final[dict[str, dict[str, str]]] = {
 _VISION: Final = (
     *("vision_tower.*", "multi_modal_projector.*", "image_newline"),
     *("vision_model.*", "mm_projector.*", "visual.*"),  # Llama 4, Kimi, Qwen
+    "vit_large_projector.*",  # Step
+    *("audio_tower.*", "embed_vision.*", "embed_audio.*", "vision_embedder.*"),  # Gemma 3n and 4
 )
 VISION: Final = (*_VISION, *(f"model.{name}" for name in _VISION))
 
@@ -49,12 +51,14 @@ class Wrapper:
         text: the ``model_type`` of the language model where its own config does not say.
         root: how the names of the language model start.
         flat: whether a config.json may have the language model's keys beside its own, without a config of its own.
+        tower: whether it has a part that reads images also if its config says nothing of one.
     """
 
     architectures: tuple[str, ...]
     text: str
     root: str = ROOT
     flat: bool = False
+    tower: bool = True
 
     @property
     def renamed(self) -> Mapping[str, str]:
@@ -71,6 +75,9 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "aya_vision": Wrapper(("AyaVisionForConditionalGeneration",), "cohere2"),
     "cohere2_vision": Wrapper(("Cohere2VisionForConditionalGeneration",), "cohere2", root=""),
     "gemma3": Wrapper(("Gemma3ForConditionalGeneration",), "gemma3_text"),
+    "gemma3n": Wrapper(("Gemma3nForConditionalGeneration",), "gemma3n_text", root=""),
+    "gemma4": Wrapper(("Gemma4ForConditionalGeneration",), "gemma4_text", root="", tower=False),
+    "gemma4_unified": Wrapper(("Gemma4UnifiedForConditionalGeneration",), "gemma4_unified_text", root="", tower=False),
     "glm4v": Wrapper(("Glm4vForConditionalGeneration",), "glm4v_text", root=""),
     "internvl": Wrapper(("InternVLForConditionalGeneration",), "qwen2"),
     "llava": Wrapper(("LlavaForConditionalGeneration",), "llama"),
@@ -83,6 +90,7 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "qwen3_5": Wrapper(("Qwen3_5ForConditionalGeneration",), "qwen3_5_text", root=""),
     "qwen3_5_moe": Wrapper(("Qwen3_5MoeForConditionalGeneration",), "qwen3_5_moe_text", root=""),
     "qwen3_vl": Wrapper(("Qwen3VLForConditionalGeneration",), "qwen3_vl_text", root=""),
+    "step3p7": Wrapper(("Step3p7ForConditionalGeneration",), "step3p5", root=""),
     "vipllava": Wrapper(("VipLlavaForConditionalGeneration",), "llama"),
     # Around mixtures of experts.
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
@@ -104,6 +112,7 @@ _DEFAULTS: Final[dict[str, tuple[int, ...]]] = {
     "llama": (32_000, 4096, 11_008, 32, 32, 2048),
     "ministral3": (131_072, 4096, 14_336, 34, 32, 262_144),
     "mistral": (32_000, 4096, 14_336, 32, 32, 131_072),
+    "mistral4": (131_072, 4096, 12_288, 36, 32, 1_048_576),
     "qwen2": _QWEN,
     "qwen3": _QWEN,
     "qwen3_moe": (151_936, 2048, 6144, 24, 32, 32_768),
@@ -129,6 +138,14 @@ _EXPERTS: Final[dict[str, dict[str, int]]] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
     "llama4_text": {"num_experts": 16},
+    "mistral4": {
+        "num_experts": 128,
+        "moe_intermediate_size": 2048,
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
+    },
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "qwen3_vl_moe_text": {"num_experts": 60, "moe_intermediate_size": 1408},
 }

@@ -20,7 +20,7 @@ from tpplan.errors import ModelError
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.scheme import Form
 from tpplan.models.formats.storage import Stored, split_name, store
-from tpplan.models.formats.table import FLOATS, FORMATS
+from tpplan.models.formats.table import FLOATS, FORMATS, INTEGERS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -373,7 +373,7 @@ class _Match:
                 )
                 return found
         plain = forms.get(suffix)
-        if plain and plain.dtype in FLOATS:
+        if plain and plain.dtype in (FLOATS if parameter.dtype in FLOATS else INTEGERS):
             for each in (parameter, *_turned(parameter)):
                 if plain.shape == each.shape:
                     return Stored((evolve(each, dtype=plain.dtype),), (suffix,), plain.dtype)

@@ -39,6 +39,9 @@ _WORD: Final = re.compile(
     r"(?P<whole>~)?(?P<side>[a-z]+|\d+)(?:\^(?P<pad>\d+))?(?:\*(?P<times>\w+))?(?:/(?P<over>\w+))?"
 )
 
+#: The dtypes of tables of whole numbers.
+INTEGERS: Final = ("I64", "I32", "I16", "U8")
+
 #: The dtypes of unquantised tensors.
 FLOATS: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 
