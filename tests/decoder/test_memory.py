@@ -125,7 +125,7 @@ def test_activations_fit_in_the_scratch_of_the_ledger(model_type: str, tmp_path:
             assert all(0.4 < share <= 1 for share in found.values()), (layout, shares, found)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "q8"])
+@pytest.mark.parametrize("kind", ["fp8", "q8", "q6", "q4"])
 def test_smaller_caches_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
     """Of which one KV head of a sequence is in 16 bits at a time."""
     directory = made("qwen3", tmp_path, **_FEW)
