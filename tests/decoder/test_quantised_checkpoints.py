@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,45 @@ def _float8(of: dict[str, Tensor], n: int, k: int, block: tuple[int, int]) -> fl
     return of[".weight"][n, k].float().item() * scale.item()
 
 
+def _float4(of: dict[str, Tensor], n: int, k: int) -> float:
+    code = _field(of[".weight_packed" if ".weight_packed" in of else ".weight"][n, k // 2], k % 2, 4)
+    exponent, fraction = code >> 1 & 3, code & 1
+    magnitude = (1 + fraction / 2) * 2 ** (exponent - 1) if exponent else fraction / 2
+    scales = of[".weight_scale"]
+    scale = (
+        scales[n, k // 16].float().item()
+        if scales.dtype.is_floating_point
+        else 2.0 ** (scales[n, k // 32].item() - 127)
+    )
+    factor = of.get(".weight_scale_2", 1 / of.get(".weight_global_scale", torch.ones(())))
+    return (-magnitude if code >> 3 else magnitude) * scale * factor.item()
+
+
+def _int8(of: dict[str, Tensor], n: int, k: int) -> float:
+    if ".SCB" in of:
+        return of[".weight"][n, k].item() * of[".SCB"][n].item() / 127
+
+    def own(numbers: Tensor) -> float:
+        if numbers.ndim == 1:
+            return numbers.item()
+        return numbers[n, k * numbers.shape[1] // of[".weight"].shape[1]].item()
+
+    zero = own(of[".weight_zero_point"]) if ".weight_zero_point" in of else 0
+    return (of[".weight"][n, k].item() - zero) * own(of[".weight_scale"])
+
+
+def _table(of: dict[str, Tensor], n: int, k: int) -> float:
+    (state,) = (json.loads(bytes(of[name].tolist())) for name in of if ".quant_state." in name)
+    at = n * state["shape"][1] + k
+    byte = of[".weight"].view(torch.uint8).flatten()[at // 2].item()
+    block = at // 64
+    scale = of[".weight.absmax"][block].item()
+    if ".weight.nested_absmax" in of:
+        level, top = of[".weight.nested_quant_map"][int(scale)], of[".weight.nested_absmax"][block // 256]
+        scale = (level * top + state["nested_offset"]).item()
+    return of[".weight.quant_map"][int(byte) & 15 if at % 2 else int(byte) >> 4].item() * scale
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_elements_are_what_the_format_says(form: str) -> None:
     """The values beside a quantised model are those that its codes, zeros and scales stand for, near the original's."""
@@ -83,9 +123,15 @@ def test_elements_are_what_the_format_says(form: str) -> None:
                 found = _awq(of, n, k)
             elif config.get("format") == "pack-quantized":
                 found = _packed(of, n, k, config["config_groups"]["group_0"]["weights"]["num_bits"])
+            elif form.startswith(("nvfp4", "mxfp4")):
+                found = _float4(of, n, k)
+            elif form.startswith(("int8", "llm.int8")):
+                found = _int8(of, n, k)
+            elif config["quant_method"] == "bitsandbytes":
+                found = _table(of, n, k)
             else:
                 found = _float8(of, n, k, FORMATS[form].block)  # type: ignore[attr-defined]
-            assert matrix[n, k].item() == pytest.approx(found, rel=1e-7), (stem, n, k)
+            assert matrix[n, k].item() == pytest.approx(found, rel=2e-7), (stem, n, k)
         assert 0.15 < matrix.std() < 0.25
 
 

@@ -6,7 +6,7 @@ Shapes: N rows of a matrix (outputs), K columns (inputs), G groups of columns th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Final, Self
+from typing import Final, Self
 
 import torch
 from attrs import evolve, frozen
@@ -165,15 +165,18 @@ class Float8Matrix(_Coded):
 
 @frozen(eq=False)
 class Float4Matrix(_Coded):
-    """A matrix of 4-bit floats (MXFP4 of the Open Compute Project): an element is its e2m1 code times a power of two.
+    """A matrix of 4-bit floats: an element is its e2m1 code times the scale of its group, times a factor.
 
     Attributes:
         codes: ``uint8 [N, K / 2]``, two columns in a byte, the first in its low bits; rows may be apart.
-        scales: exponents plus 127 of :attr:`group` columns each, ``uint8 [N, G]``; rows may be apart. 0 stands for 0.
+        scales: of MXFP4 (Open Compute Project) exponents plus 127, ``uint8 [N, G]``, where 0 stands for 0; of NVFP4
+            ``float8_e4m3fn [N, G]``. Rows may be apart.
         group: columns that share a scale.
+        factors: what all scales are multiplied by, ``[1]``, or those of each row, ``[N]``; None for 1.
     """
 
-    group: ClassVar[int] = 32
+    group: int = 32
+    factors: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -182,15 +185,88 @@ class Float4Matrix(_Coded):
 
     def part(self, start: int, end: int) -> Self:
         """Return rows ``start`` to ``end`` without a copy."""
-        return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end])
+        factors = self.factors if self.factors is None or len(self.factors) == 1 else self.factors[start:end]
+        return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end], factors=factors)
 
     def _values(self, rows: Tensor) -> Tensor:
         codes = self.codes[rows]
         codes = torch.stack((codes & 15, codes >> _BITS), dim=-1).flatten(-2).int()
         bits = (codes & 7) << _MANTISSA - 1 | (codes & 8) << 28
         values = bits.view(torch.float32) * 2.0**_LATER
-        scales = (self.scales[rows].int() << _MANTISSA).view(torch.float32)
+        scales = self.scales.view(torch.uint8)[rows]  # torch cannot index float8
+        if self.scales.dtype == torch.uint8:
+            scales = (scales.int() << _MANTISSA).view(torch.float32)
+        else:
+            scales = scales.view(self.scales.dtype).float()
+        if self.factors is not None:
+            scales *= (self.factors if len(self.factors) == 1 else self.factors[rows])[:, None]
         return _scaled(values, self.group, scales)
+
+
+@frozen(eq=False)
+class NestedScales:
+    """Scales that are codes of 8 bits themselves (double quantisation of QLoRA, arXiv:2305.14314).
+
+    A scale is its number in the table times the scale of its block, plus an offset. Rows belong to runs: each is a
+    range of rows whose blocks follow one another.
+
+    Attributes:
+        table: numbers of the codes, ``[256]``.
+        scales: of all blocks, float32.
+        size: codes of a block.
+        starts: first row of each run, ``[S]``, ascending.
+        firsts: number of each run's first code, ``[S]``, where the first code of the first block is number 0.
+        offsets: of the scales of each run, ``[S]``, float32.
+        before: rows that are left out in front of the first one.
+    """
+
+    table: Tensor
+    scales: Tensor
+    size: int
+    starts: Tensor
+    firsts: Tensor
+    offsets: Tensor
+    before: int = 0
+
+    def of(self, rows: Tensor, codes_RG: Tensor) -> Tensor:
+        """Return the scales of rows, given their numbers and codes, in float32."""
+        rows, count = rows + self.before, codes_RG.shape[1]
+        run = torch.searchsorted(self.starts, rows, right=True) - 1
+        numbers = self.firsts[run] + (rows - self.starts[run]) * count
+        blocks = (numbers[:, None] + torch.arange(count, device=rows.device)) // self.size
+        return self.table[codes_RG.int()] * self.scales[blocks] + self.offsets[run, None]
+
+
+@frozen(eq=False)
+class TableMatrix(_Coded):
+    """A matrix of 4-bit codes of bitsandbytes (NF4, FP4): an element is its number in a table times its block's scale.
+
+    Attributes:
+        codes: ``uint8 [N, K / 2]``, two columns in a byte, the first in its high bits.
+        scales: ``[N, G]`` in float32, or codes of ``nested``.
+        table: numbers of the codes, ``[16]``.
+        group: columns that share a scale.
+        nested: what codes of scales stand for; None if scales are stored as they are.
+    """
+
+    table: Tensor
+    group: int
+    nested: NestedScales | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.codes), 2 * self.codes.shape[1]
+
+    def part(self, start: int, end: int) -> Self:
+        """Return rows ``start`` to ``end`` without a copy."""
+        nested = self.nested and evolve(self.nested, before=self.nested.before + start)
+        return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end], nested=nested)
+
+    def _values(self, rows: Tensor) -> Tensor:
+        codes, scales = self.codes[rows], self.scales[rows]
+        values = self.table[torch.stack((codes >> _BITS, codes & 15), dim=-1).flatten(-2).int()]
+        return _scaled(values, self.group, self.nested.of(rows, scales) if self.nested else scales)
 
 
 def _scaled(codes_RK: Tensor, columns: int, scales_RG: Tensor, zeros_RG: Tensor | None = None) -> Tensor:
@@ -206,7 +282,7 @@ def _scaled(codes_RK: Tensor, columns: int, scales_RG: Tensor, zeros_RG: Tensor 
     return values_RGK.flatten(1)[:, :size]
 
 
-Quantised = IntMatrix | Float8Matrix | Float4Matrix
+Quantised = IntMatrix | Float8Matrix | Float4Matrix | TableMatrix
 Matrix = Tensor | Quantised
 
 
