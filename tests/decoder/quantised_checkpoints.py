@@ -16,7 +16,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.checkpoints import saved_values
-from tests.decoder.quantised_formats import FP4, Awq, Float4, Float8, Format, Gptq, Int8, IntPacked, Mixed, Nf4
+from tests.decoder.quantised_formats import (
+    FP4,
+    AutoRound,
+    Awq,
+    Float4,
+    Float8,
+    Format,
+    Gptq,
+    Int8,
+    IntPacked,
+    Mixed,
+    Mxfp8,
+    Nf4,
+)
 from tests.decoder_cases import CONFIGS, SIZES, Model, answered, random_model
 from tests.later import transformers
 
@@ -89,6 +102,10 @@ FORMATS: Final[dict[str, Format]] = {
     "int8 g64 asym": Int8(group=64, symmetric=False),
     "int8 channel asym": Int8(symmetric=False),
     "llm.int8": Int8(tool="bitsandbytes"),
+    "mxfp8": Mxfp8(),
+    "gptq of auto-round, asym": AutoRound(packed=Gptq(group=64, symmetric=False), packing="auto_round:auto_gptq"),
+    "gptq_v2 of auto-round, asym": AutoRound(packed=Gptq(group=64, symmetric=False, version=2), packing="auto_round"),
+    "awq of auto-round": AutoRound(packed=Awq(group=64), packing="auto_round:auto_awq"),
     "nf4": Nf4(),
     "nf4 nested": Nf4(nested=True),
     "nf4 nested, stored as bfloat16": Nf4(nested=True, storage=torch.bfloat16),

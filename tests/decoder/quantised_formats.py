@@ -369,6 +369,53 @@ class Nf4(Format):
 
 
 @frozen(kw_only=True)
+class AutoRound(Format):
+    """What auto-round writes: another tool's format, but with its own config, and without groups of inputs.
+
+    Attributes:
+        packed: the other tool's.
+        packing: what the config calls it.
+    """
+
+    packed: Gptq | Awq
+    packing: str
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        other = self.packed.config()
+        return {
+            "quant_method": "auto-round",
+            "bits": other["bits"],
+            "group_size": other["group_size"],
+            "data_type": "int",
+            "packing_format": self.packing,
+        }
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`."""
+        packed, values = self.packed.store(matrix_NK)
+        return {suffix: tensor for suffix, tensor in packed.items() if suffix != ".g_idx"}, values
+
+
+@frozen(kw_only=True)
+class Mxfp8(Format):
+    """Floats of 8 bits with a power of two for each 32 inputs, as compressed-tensors stores them."""
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+        return compressed("mxfp8-quantized", weights | {"dynamic": False}, None)
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`."""
+        exponents_NG = torch.unflatten(matrix_NK, 1, (-1, 32)).abs().amax(-1).log2().floor() - 7
+        by_NK = exponents_NG.exp2().repeat_interleave(32, 1)
+        codes_NK = (matrix_NK / by_NK).to(torch.float8_e4m3fn)
+        packed = {".weight": codes_NK, ".weight_scale": (exponents_NG + 127).to(torch.uint8)}
+        return packed, codes_NK.float() * by_NK
+
+
+@frozen(kw_only=True)
 class Mixed(Format):
     """A tool's format of which one module is stored otherwise than the others.
 

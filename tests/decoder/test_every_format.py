@@ -48,15 +48,6 @@ def _headers(quantization: dict[str, Any], matrix: Callable[[int, int, int], Ten
     return write_checkpoint(_directory(), LLAMA | {"quantization_config": quantization}, tensors)
 
 
-def _compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False} | weights, "format": form}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"g": group}, "ignore": ["lm_head"]}
-
-
-def _mxfp8(inputs: int, outputs: int, _layer: int) -> Tensors:
-    return {".weight": ("F8_E4M3", (outputs, inputs)), ".weight_scale": ("U8", (outputs, inputs // 32))}
-
-
 def _smoothed(inputs: int, outputs: int, _layer: int) -> Tensors:
     """Return 8-bit floats whose inputs ModelOpt has scaled, in the dtype of the model."""
     return {
@@ -111,6 +102,8 @@ COMPUTED: Final[dict[str, Callable[[], Path]]] = {
     "nvfp4 of compressed-tensors": lambda: stored("llama", "nvfp4 compressed", 1)[0],
     "mxfp4 of compressed-tensors": lambda: stored("llama", "mxfp4 compressed", 1)[0],
     "int8 w8a8": lambda: stored("llama", "int8 channel", 1)[0],
+    "mxfp8": lambda: stored("llama", "mxfp8", 1)[0],
+    "auto-round": lambda: stored("llama", "awq of auto-round", 1)[0],
     "nf4": lambda: stored("llama", "nf4", 1)[0],
     "nf4 nested": lambda: stored("llama", "nf4 nested", 1)[0],
     "experts": lambda: base("qwen3_moe"),
@@ -124,9 +117,6 @@ REFUSED: Final[dict[str, Callable[[], Path]]] = {
         f"{case} of headers": partial(_case, case)
         for case in ("exl2", "exl3", "gptq 3 bits", "gptq, no config", "awq, no config", "int packed")
     },
-    "mxfp8": lambda: _headers(
-        _compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32), _mxfp8
-    ),
     "fp8 smoothed": lambda: _headers({"quant_method": "modelopt", "quant_algo": "FP8"}, _smoothed),
     "fp8 block in four dimensions": lambda: _headers(
         {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, _float8_of_two_scales

@@ -35,7 +35,8 @@ def _field(word: Tensor, place: int, bits: int) -> int:
 
 def _gptq(of: dict[str, Tensor], n: int, k: int, bits: int, plus: int) -> float:
     per = 32 // bits
-    g = int(of[".g_idx"][k].item())
+    inputs = len(of[".qweight"]) * per
+    g = int(of[".g_idx"][k].item()) if ".g_idx" in of else k * len(of[".scales"]) // inputs
     zero = _field(of[".qzeros"][g, n // per], n % per, bits) + plus
     return (_field(of[".qweight"][k // per, n], k % per, bits) - zero) * of[".scales"][g, n].item()
 
@@ -108,6 +109,11 @@ def test_elements_are_what_the_format_says(form: str) -> None:
     """The values beside a quantised model are those that its codes, zeros and scales stand for, near the original's."""
     directory, twin = stored("llama", form, 1)
     parts, values, config = saved_values(directory), saved_values(twin), FORMATS[form].config()
+    packing = config.get("packing_format", "")
+    method = {"auto_round:auto_gptq": "gptq", "auto_round": "gptq", "auto_round:auto_awq": "awq"}.get(
+        packing, config["quant_method"]
+    )
+    less_one = packing == "auto_round:auto_gptq" or config.get("checkpoint_format") == "gptq"
     random = Random(form)
     stems = [name.removesuffix(".weight") for name in values if "_proj.weight" in name]
     stems += ["lm_head"] if FORMATS[form].head else []
@@ -117,9 +123,9 @@ def test_elements_are_what_the_format_says(form: str) -> None:
         matrix = values[f"{stem}.weight"]
         for _ in range(20):
             n, k = (random.randrange(size) for size in matrix.shape)
-            if config["quant_method"] == "gptq":
-                found = _gptq(of, n, k, config["bits"], int(config["checkpoint_format"] == "gptq"))
-            elif config["quant_method"] == "awq":
+            if method == "gptq":
+                found = _gptq(of, n, k, config["bits"], int(less_one))
+            elif method == "awq":
                 found = _awq(of, n, k)
             elif config.get("format") == "pack-quantized":
                 found = _packed(of, n, k, config["config_groups"]["group_0"]["weights"]["num_bits"])
@@ -129,6 +135,9 @@ def test_elements_are_what_the_format_says(form: str) -> None:
                 found = _int8(of, n, k)
             elif config["quant_method"] == "bitsandbytes":
                 found = _table(of, n, k)
+            elif form == "mxfp8":
+                scale = 2.0 ** (of[".weight_scale"][n, k // 32].item() - 127)
+                found = of[".weight"][n, k].float().item() * scale
             else:
                 found = _float8(of, n, k, FORMATS[form].block)  # type: ignore[attr-defined]
             assert matrix[n, k].item() == pytest.approx(found, rel=2e-7), (stem, n, k)

@@ -225,6 +225,8 @@ def _is_coded(stem: str, tensors: Mapping[str, Parameter], scheme: Scheme, fused
         fits = _are_int8(shapes, scheme)
     elif ".weight" in tensors:
         dtypes |= {".weight": _FLOAT8, **dict.fromkeys(SCALES, _OF_FLOAT8)}
+        if is_mx(shapes):
+            dtypes[".weight_scale"] = ("U8", "F8_E8M0")
         fits = _are_floats(shapes, scheme)
     else:
         dtypes |= dict.fromkeys(MXFP4, ("U8",))
@@ -274,6 +276,12 @@ def _are_ints(layout: Layout, shapes: Mapping[str, tuple[int, ...]], scheme: Sch
     return rows == scales[layout.outputs] and any(
         size_of(width, count, config_values(scheme, "group")) for width in widths
     )
+
+
+def is_mx(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether 8-bit floats have a scale for each 32 columns of a row, as MXFP8 does."""
+    rows, columns = shapes[".weight"]
+    return shapes.get(".weight_scale") == (rows, columns // 32) and not columns % 32
 
 
 def _are_floats(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> bool:

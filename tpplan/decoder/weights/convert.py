@@ -327,7 +327,8 @@ def _floats(stored: _Stored) -> Float8Matrix:
             )
         sizes.append(block)
     scales, sizes = _scales_of(stored, ".weight", suffix, sizes)
-    return Float8Matrix(codes, _wide(scales), *sizes)
+    is_mx = sizes[0] == 1 and scales.dtype.itemsize == 1  # so many scales stay as they are
+    return Float8Matrix(codes, scales.view(torch.uint8) if is_mx else _wide(scales), *sizes)
 
 
 def _wide(scales: Tensor) -> Tensor:

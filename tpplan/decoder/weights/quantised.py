@@ -31,7 +31,7 @@ class _Coded(ABC):
 
     Attributes:
         codes: codes, one row of the matrix after the other.
-        scales: scales, in 16 or 32 bits.
+        scales: what codes are multiplied by, see each kind.
     """
 
     codes: Tensor
@@ -141,7 +141,7 @@ class Float8Matrix(_Coded):
 
     Attributes:
         codes: ``[N, K]``, in one of torch's float8 dtypes.
-        scales: one for each block, one row of blocks after the other; in 16 or 32 bits.
+        scales: one for each block, one row of blocks after the other; in 16 or 32 bits, or exponents plus 127 in uint8.
         rows: rows of a block.
         columns: columns of a block.
     """
@@ -160,7 +160,8 @@ class Float8Matrix(_Coded):
 
     def _values(self, rows: Tensor) -> Tensor:
         codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)  # torch cannot index float8
-        return _scaled(codes, self.columns, self.scales[rows // self.rows])
+        scales = self.scales[rows // self.rows]
+        return _scaled(codes, self.columns, _powers(scales) if scales.dtype == torch.uint8 else scales)
 
 
 @frozen(eq=False)
@@ -194,10 +195,7 @@ class Float4Matrix(_Coded):
         bits = (codes & 7) << _MANTISSA - 1 | (codes & 8) << 28
         values = bits.view(torch.float32) * 2.0**_LATER
         scales = self.scales.view(torch.uint8)[rows]  # torch cannot index float8
-        if self.scales.dtype == torch.uint8:
-            scales = (scales.int() << _MANTISSA).view(torch.float32)
-        else:
-            scales = scales.view(self.scales.dtype).float()
+        scales = _powers(scales) if self.scales.dtype == torch.uint8 else scales.view(self.scales.dtype).float()
         if self.factors is not None:
             scales *= (self.factors if len(self.factors) == 1 else self.factors[rows])[:, None]
         return _scaled(values, self.group, scales)
@@ -267,6 +265,11 @@ class TableMatrix(_Coded):
         codes, scales = self.codes[rows], self.scales[rows]
         values = self.table[torch.stack((codes >> _BITS, codes & 15), dim=-1).flatten(-2).int()]
         return _scaled(values, self.group, self.nested.of(rows, scales) if self.nested else scales)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """Return powers of two, given exponents plus 127, in float32; 0 stands for 0."""
+    return (exponents.int() << _MANTISSA).view(torch.float32)
 
 
 def _scaled(codes_RK: Tensor, columns: int, scales_RG: Tensor, zeros_RG: Tensor | None = None) -> Tensor:
