@@ -369,6 +369,51 @@ class Nf4(Format):
 
 
 @frozen(kw_only=True)
+class Exl2(Format):
+    """EXL2 as ExLlamaV2's converter packs it: inputs in any order, and groups of 32 with several numbers of bits."""
+
+    bits: tuple[int, ...] = (8, 6, 5, 4, 3, 2)
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        return {"quant_method": "exl2", "bits": 4.0}
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`; outputs are padded to a multiple of 32, which shows in no value."""
+        outputs, inputs = matrix_NK.shape
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+        some = [self.bits[i * len(self.bits) * 32 // inputs] for i in range(inputs // 32)]
+        scales, codes_KN, nibbles, largest = [], [], [], []
+        for i, bits in enumerate(some):
+            own_KN = matrix_NK.T[order[32 * i : 32 * i + 32]]
+            half = 2 ** (bits - 1)
+            wanted_N = own_KN.abs().amax(0) / max(half - 1, 1)
+            largest.append(wanted_N.max().half().float())
+            nibbles.append((wanted_N / largest[i] * 256).sqrt().sub(1).ceil().clamp(0, 15).int())
+            scales.append((nibbles[i] + 1) ** 2 / 256 * largest[i])
+            codes_KN.append((own_KN / scales[i]).round().clamp(-half, half - 1).int() + half)
+        lines: list[list[int]] = []
+        groups: list[int] = []
+        for bits, own_KN in zip(some, codes_KN, strict=True):
+            groups += [bits, len(lines)]
+            streams = [sum(code << bits * k for k, code in enumerate(column)) for column in own_KN.T.tolist()]
+            lines += [[stream >> 32 * word & 0xFFFFFFFF for stream in streams] for word in range(bits)]
+        values_KN = torch.empty(inputs, outputs)
+        halves = [2 ** (bits - 1) for bits in some]
+        values_KN[order] = torch.cat(
+            [(codes - half) * scale for codes, half, scale in zip(codes_KN, halves, scales, strict=True)]
+        )
+        packed = torch.from_numpy(np.array(lines, dtype=np.uint32).view(np.int32))
+        return {
+            ".q_weight": torch.nn.functional.pad(packed, (0, -outputs % 32)),
+            ".q_scale": words(torch.nn.functional.pad(torch.stack(nibbles), (0, -outputs % 32)), 4),
+            ".q_scale_max": torch.stack(largest).half(),
+            ".q_groups": torch.tensor(groups, dtype=torch.int16),
+            ".q_invperm": order.argsort().int(),
+        }, values_KN.T.contiguous()
+
+
+@frozen(kw_only=True)
 class AutoRound(Format):
     """What auto-round writes: another tool's format, but with its own config, and without groups of inputs.
 

@@ -109,6 +109,12 @@ INT8_SCALES: Final = (".SCB", ".weight_scale")
 #: Suffix of the scales of bitsandbytes' 4-bit codes; what further tensors there are begins so.
 ABSMAX: Final = ".weight.absmax"
 QUANT_STATE: Final = ".weight.quant_state.bitsandbytes__"
+#: Suffix of the codes of EXL2, and the dtypes of all its tensors.
+EXL2: Final = ".q_weight"
+_OF_EXL2: Final = {
+    EXL2: ("I32",), ".q_scale": ("I32",), ".q_scale_max": ("F16",), ".q_groups": ("I16",),
+    **dict.fromkeys((".q_invperm", ".q_perm"), ("I32",)), ".q_group_map": ("I16",),
+}  # fmt: skip
 #: Suffixes of tensors that are not used: the decoder does not quantise activations, and its cache has own scales.
 _UNUSED: Final = frozenset({
     ".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".input_scale_ub",
@@ -127,7 +133,8 @@ _PLAIN: Final = frozenset({".weight", ".bias", ""})
 _EMBEDDING: Final = "embed_tokens"
 
 _TAKEN: Final = (
-    "it takes GPTQ and compressed-tensors of 4 and 8 bits, AWQ of 4 (gemm), 8-bit integers, FP8, NVFP4, MXFP4, NF4"
+    "it takes GPTQ and compressed-tensors of 4 and 8 bits, AWQ of 4 (gemm), 8-bit integers, FP8, MXFP8, NVFP4, MXFP4, "
+    "NF4 and EXL2"
 )
 
 
@@ -216,6 +223,9 @@ def _is_coded(stem: str, tensors: Mapping[str, Parameter], scheme: Scheme, fused
         dtypes |= {**dict.fromkeys(FLOAT4, ("U8",)), ".weight_scale": tuple(OF_FLOAT4)}
         dtypes |= dict.fromkeys((FACTOR, INVERSE), ("F32",))
         fits = _are_float4(shapes, tensors[".weight_scale"].dtype)
+    elif EXL2 in tensors:
+        dtypes |= _OF_EXL2
+        fits = ".experts." not in stem and any(suffix in tensors for suffix in (".q_invperm", ".q_perm"))
     elif ABSMAX in tensors:
         dtypes |= _OF_TABLES
         fits = any(QUANT_STATE + kind in tensors for kind in ("nf4", "fp4"))

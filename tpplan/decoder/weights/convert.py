@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tpplan.decoder.model.stored import (
     ABSMAX,
+    EXL2,
     FACTOR,
     FLOAT4,
     INT8_SCALES,
@@ -34,6 +35,7 @@ from tpplan.decoder.model.stored import (
 )
 from tpplan.decoder.weights.quantised import (
     ORDER,
+    Exl2Matrix,
     Float4Matrix,
     Float8Matrix,
     IntMatrix,
@@ -165,6 +167,8 @@ def matrices_of(
         codes = next((tensors[suffix] for suffix in FLOAT4 if suffix in tensors), None)
         if layout and layout.codes in tensors and tensors[layout.codes].dtype == torch.int32:
             found[f"{stem}.weight"] = convert_once(tensors[layout.codes], stem, partial(_ints, stored, layout))
+        elif EXL2 in tensors:
+            found[f"{stem}.weight"] = _exl2(stored)
         elif ABSMAX in tensors:
             found[f"{stem}.weight"] = _table(stored)
         elif codes is not None and codes.dtype == torch.int8:
@@ -463,6 +467,28 @@ def _table(stored: _Stored) -> TableMatrix:
             torch.full((len(ranges),), offset, device=codes.device),
         )
     return TableMatrix(codes, scales, stored.tensors[".weight.quant_map"], block, nested)
+
+
+def _exl2(stored: _Stored) -> Exl2Matrix:
+    """Return a matrix in EXL2, in place but for the order of its inputs.
+
+    Raises:
+        ModelError: its groups are not those of its codes.
+    """
+    codes, scales, largest = (stored.tensors[suffix] for suffix in (EXL2, ".q_scale", ".q_scale_max"))
+    order = stored.tensors.get(".q_perm")
+    if order is None:
+        order = stored.tensors[".q_invperm"].long().argsort()
+    inputs, groups, told = len(order), [], stored.tensors[".q_groups"].tolist()
+    starts = [*told[1::2], len(codes)]
+    for i, (bits, first) in enumerate(zip(told[::2], told[1::2], strict=True)):
+        count = min((starts[i + 1] - first) * WORD // bits, inputs) if bits > 0 else 0
+        groups.append((bits, first, count))
+        inputs -= count
+    if inputs or len(groups) != len(scales) or any(count <= 0 or bits > 8 for bits, _, count in groups):  # noqa: PLR2004
+        what = f"the groups of {stored.name} are not those of {len(codes)} rows of words"
+        raise ModelError(what, "fetch the checkpoint again")
+    return Exl2Matrix(codes, scales, largest, tuple(groups), order)
 
 
 def _inverted(tensor: Tensor) -> Tensor:

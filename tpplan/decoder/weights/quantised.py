@@ -267,6 +267,68 @@ class TableMatrix(_Coded):
         return _scaled(values, self.group, self.nested.of(rows, scales) if self.nested else scales)
 
 
+@frozen(eq=False)
+class Exl2Matrix(_Coded):
+    """A matrix in EXL2, as it is stored: outputs side by side, and groups of sorted inputs, each with bits of its own.
+
+    A group's code is an element plus half the range of its bits, over the scale of the group and output. That is the
+    square of a nibble plus 1, over 256, times the largest scale of the group.
+
+    Attributes:
+        codes: ``int32 [W, N]``; down a column, the codes of each 32 inputs of a group are a run of bits.
+        scales: nibbles, ``int32 [G, N / 8]``, lowest bits first.
+        largest: the largest scale of each group, ``[G]``.
+        groups: bits, first row of ``codes``, and inputs of each group.
+        columns: index of the input of each column, ``[K]``.
+    """
+
+    largest: Tensor
+    groups: tuple[tuple[int, int, int], ...]
+    columns: Tensor
+
+    def __len__(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self), len(self.columns)
+
+    def part(self, start: int, end: int) -> Self:
+        """Return rows ``start`` to ``end``.
+
+        Raises:
+            NotImplementedError: always; such matrices are not stacked.
+        """
+        raise NotImplementedError
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """Return inputs reordered along the last dimension to match the columns."""
+        return x.index_select(-1, self.columns)
+
+    def _values(self, rows: Tensor) -> Tensor:
+        nibbles = self.scales[:, rows // _WORD] >> (rows % _WORD * _BITS).int() & 15
+        scales_GR = (nibbles + 1).square() * (self.largest.float() / 256)[:, None]
+        out_KR = torch.empty(len(self.columns), len(rows), device=rows.device)
+        at = 0
+        for (bits, first, count), scales_R in zip(self.groups, scales_GR, strict=True):
+            words = self.codes[first : first + -(-count * bits // 32)].index_select(1, rows)
+            out_KR[at : at + count] = _unpacked(words, bits, count).sub_(1 << bits - 1) * scales_R
+            at += count
+        return out_KR.mT
+
+
+def _unpacked(words_WR: Tensor, bits: int, count: int) -> Tensor:
+    """Return so many codes of runs of bits down the columns, lowest bits first, ``int32 [count, R]``."""
+    starts = torch.arange(0, count * bits, bits, device=words_WR.device)
+    word, shift = starts // 32, (starts % 32)[:, None]
+    both = words_WR.long() & 0xFFFFFFFF
+    codes = both[word] >> shift
+    if 32 % bits:  # some are in two words
+        codes |= both[(word + 1).clamp_(max=len(both) - 1)] << 32 - shift
+    return (codes & (1 << bits) - 1).int()
+
+
 def _powers(exponents: Tensor) -> Tensor:
     """Return powers of two, given exponents plus 127, in float32; 0 stands for 0."""
     return (exponents.int() << _MANTISSA).view(torch.float32)
@@ -285,7 +347,7 @@ def _scaled(codes_RK: Tensor, columns: int, scales_RG: Tensor, zeros_RG: Tensor 
     return values_RGK.flatten(1)[:, :size]
 
 
-Quantised = IntMatrix | Float8Matrix | Float4Matrix | TableMatrix
+Quantised = IntMatrix | Float8Matrix | Float4Matrix | TableMatrix | Exl2Matrix
 Matrix = Tensor | Quantised
 
 
