@@ -103,7 +103,8 @@ COMPUTED: Final[dict[str, Callable[[], Path]]] = {
     "mxfp4 of compressed-tensors": lambda: stored("llama", "mxfp4 compressed", 1)[0],
     "int8 w8a8": lambda: stored("llama", "int8 channel", 1)[0],
     "mxfp8": lambda: stored("llama", "mxfp8", 1)[0],
-    "auto-round": lambda: stored("llama", "awq of auto-round", 1)[0],
+    "auto-round": lambda: stored("llama", "gptq of auto-round, asym", 1)[0],
+    "exl2": lambda: stored("llama", "exl2", 1)[0],
     "nf4": lambda: stored("llama", "nf4", 1)[0],
     "nf4 nested": lambda: stored("llama", "nf4 nested", 1)[0],
     "experts": lambda: base("qwen3_moe"),
@@ -115,7 +116,7 @@ COMPUTED: Final[dict[str, Callable[[], Path]]] = {
 REFUSED: Final[dict[str, Callable[[], Path]]] = {
     **{
         f"{case} of headers": partial(_case, case)
-        for case in ("exl2", "exl3", "gptq 3 bits", "gptq, no config", "awq, no config", "int packed")
+        for case in ("exl3", "gptq 3 bits", "gptq, no config", "awq, no config", "int packed")
     },
     "fp8 smoothed": lambda: _headers({"quant_method": "modelopt", "quant_algo": "FP8"}, _smoothed),
     "fp8 block in four dimensions": lambda: _headers(

@@ -156,7 +156,7 @@ def _mxfp4(inputs: int, outputs: int, _layer: int) -> Tensors:
     ("quantization", "matrix", "what"),
     [
         *((CASES[case][0], CASES[case][1], name) for case, name in (
-            ("exl2", "EXL2"), ("exl3", "EXL3"),
+            ("exl3", "EXL3"),
             ("gptq 2 bits", "GPTQ 2-bit"), ("gptq 3 bits", "GPTQ 3-bit"),
         )),
         (_GEMV, awq, "AWQ"),

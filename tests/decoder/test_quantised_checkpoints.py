@@ -12,11 +12,26 @@ import torch
 import tpplan
 from tests.checkpoints import saved_values
 from tests.decoder.quantised_checkpoints import FAMILIES, FORMATS, stored
-from tests.decoder.quantised_formats import AWQ_ORDER, words
+from tests.decoder.quantised_formats import (
+    AWQ_ORDER,
+    AutoRound,
+    Awq,
+    Exl2,
+    Float4,
+    Float8,
+    Gptq,
+    Int8,
+    IntPacked,
+    Mxfp8,
+    Nf4,
+    words,
+)
 from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tests.decoder.quantised_formats import Format
 
 __all__ = ["fine_units"]  # a fixture
 
@@ -104,16 +119,45 @@ def _table(of: dict[str, Tensor], n: int, k: int) -> float:
     return of[".weight.quant_map"][int(byte) & 15 if at % 2 else int(byte) >> 4].item() * scale
 
 
+def _exl2(of: dict[str, Tensor], n: int, k: int) -> float:
+    at = int(of[".q_invperm"][k].item())
+    groups, row = of[".q_groups"].view(-1, 2).tolist(), 0
+    for group, (bits, first) in enumerate(groups):
+        end = groups[group + 1][1] if group + 1 < len(groups) else len(of[".q_weight"])
+        count = (end - first) * 32 // bits
+        if at < row + count:
+            break
+        row += count
+    stream = sum((int(word) & 0xFFFFFFFF) << 32 * i for i, word in enumerate(of[".q_weight"][first:end, n].tolist()))
+    code = (stream >> bits * (at - row)) & (1 << bits) - 1
+    scale = (_field(of[".q_scale"][group, n // 8], n % 8, 4) + 1) ** 2 / 256 * of[".q_scale_max"][group].item()
+    return (code - (1 << bits - 1)) * scale
+
+
+def _mxfp8(of: dict[str, Tensor], n: int, k: int) -> float:
+    return of[".weight"][n, k].float().item() * 2.0 ** (of[".weight_scale"][n, k // 32].item() - 127)
+
+
+def _element(form: Format, of: dict[str, Tensor], n: int, k: int) -> float:
+    """Return the element of a matrix that its tensors stand for."""
+    form, less_one = (
+        (form.packed, form.packing == "auto_round:auto_gptq") if isinstance(form, AutoRound) else (form, None)
+    )
+    if isinstance(form, Gptq):
+        return _gptq(of, n, k, form.bits, int(form.version == 1 if less_one is None else less_one))
+    if isinstance(form, IntPacked):
+        return _packed(of, n, k, form.bits)
+    if isinstance(form, Float8):
+        return _float8(of, n, k, form.block)
+    others = {Awq: _awq, Float4: _float4, Int8: _int8, Nf4: _table, Exl2: _exl2, Mxfp8: _mxfp8}
+    return others[type(form)](of, n, k)
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_elements_are_what_the_format_says(form: str) -> None:
     """The values beside a quantised model are those that its codes, zeros and scales stand for, near the original's."""
     directory, twin = stored("llama", form, 1)
-    parts, values, config = saved_values(directory), saved_values(twin), FORMATS[form].config()
-    packing = config.get("packing_format", "")
-    method = {"auto_round:auto_gptq": "gptq", "auto_round": "gptq", "auto_round:auto_awq": "awq"}.get(
-        packing, config["quant_method"]
-    )
-    less_one = packing == "auto_round:auto_gptq" or config.get("checkpoint_format") == "gptq"
+    parts, values = saved_values(directory), saved_values(twin)
     random = Random(form)
     stems = [name.removesuffix(".weight") for name in values if "_proj.weight" in name]
     stems += ["lm_head"] if FORMATS[form].head else []
@@ -123,23 +167,7 @@ def test_elements_are_what_the_format_says(form: str) -> None:
         matrix = values[f"{stem}.weight"]
         for _ in range(20):
             n, k = (random.randrange(size) for size in matrix.shape)
-            if method == "gptq":
-                found = _gptq(of, n, k, config["bits"], int(less_one))
-            elif method == "awq":
-                found = _awq(of, n, k)
-            elif config.get("format") == "pack-quantized":
-                found = _packed(of, n, k, config["config_groups"]["group_0"]["weights"]["num_bits"])
-            elif form.startswith(("nvfp4", "mxfp4")):
-                found = _float4(of, n, k)
-            elif form.startswith(("int8", "llm.int8")):
-                found = _int8(of, n, k)
-            elif config["quant_method"] == "bitsandbytes":
-                found = _table(of, n, k)
-            elif form == "mxfp8":
-                scale = 2.0 ** (of[".weight_scale"][n, k // 32].item() - 127)
-                found = of[".weight"][n, k].float().item() * scale
-            else:
-                found = _float8(of, n, k, FORMATS[form].block)  # type: ignore[attr-defined]
+            found = _element(FORMATS[form], of, n, k)
             assert matrix[n, k].item() == pytest.approx(found, rel=2e-7), (stem, n, k)
         assert 0.15 < matrix.std() < 0.25
 
