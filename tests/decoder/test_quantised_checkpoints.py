@@ -29,6 +29,8 @@ from tests.decoder.quantised_formats import (
 from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from tests.decoder.quantised_formats import Format
@@ -135,7 +137,7 @@ def _exl2(of: dict[str, Tensor], n: int, k: int) -> float:
 
 
 def _mxfp8(of: dict[str, Tensor], n: int, k: int) -> float:
-    return of[".weight"][n, k].float().item() * 2.0 ** (of[".weight_scale"][n, k // 32].item() - 127)
+    return float(of[".weight"][n, k]) * 2.0 ** (of[".weight_scale"][n, k // 32].item() - 127)
 
 
 def _element(form: Format, of: dict[str, Tensor], n: int, k: int) -> float:
@@ -149,7 +151,14 @@ def _element(form: Format, of: dict[str, Tensor], n: int, k: int) -> float:
         return _packed(of, n, k, form.bits)
     if isinstance(form, Float8):
         return _float8(of, n, k, form.block)
-    others = {Awq: _awq, Float4: _float4, Int8: _int8, Nf4: _table, Exl2: _exl2, Mxfp8: _mxfp8}
+    others: dict[type[Format], Callable[..., float]] = {
+        Awq: _awq,
+        Float4: _float4,
+        Int8: _int8,
+        Nf4: _table,
+        Exl2: _exl2,
+        Mxfp8: _mxfp8,
+    }
     return others[type(form)](of, n, k)
 
 

@@ -89,8 +89,8 @@ def _to_int4(x: Tensor) -> Parts:
 
 def _from_int4(parts: Parts, out: Tensor) -> None:
     first, second = out.chunk(2, dim=-1)
-    torch.bitwise_and(parts[0], 15, out=first)
-    torch.bitwise_right_shift(parts[0], 4, out=second)
+    first.copy_(parts[0] & 15)  # temporaries of half a byte for each element
+    second.copy_(parts[0] >> 4)
     groups = torch.unflatten(out.sub_(8), -1, (-1, _GROUP))
     groups.mul_(parts[1].unsqueeze(-1))
 

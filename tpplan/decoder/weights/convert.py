@@ -439,11 +439,13 @@ def _table(stored: _Stored) -> TableMatrix:
         ModelError: its description cannot be read, or a block has parts of two rows.
     """
     state = next(tensor for suffix, tensor in stored.tensors.items() if suffix.startswith(QUANT_STATE))
-    told = read_json(bytes(state.tolist()))
     try:
+        told = read_json(bytes(state.tolist()))
+        if not isinstance(told, dict):
+            raise TypeError
         (_, width), block = (int(size) for size in told["shape"]), int(told["blocksize"])
         size, offset = int(told.get("nested_blocksize", 0)), float(told.get("nested_offset", 0))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
             f"the quant_state of {stored.name} does not tell its shape", "fetch the checkpoint again"
         ) from error

@@ -11,7 +11,7 @@ import torch
 
 from tpplan.decoder.fast.kernels.scale_kinds import FORMS
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
-from tpplan.decoder.weights.quantised import Float4Matrix, Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.weights.quantised import Exl2Matrix, Float4Matrix, Float8Matrix, IntMatrix, Quantised
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -106,7 +106,9 @@ class Dequantiser:
 
 
 def block_of(matrix: Quantised) -> tuple[int, int]:
-    """Return the numbers of rows and columns that share a scale."""
+    """Return the numbers of rows and columns that share a scale; 1 where groups differ, as in EXL2."""
+    if isinstance(matrix, Exl2Matrix):
+        return 1, 1
     return (matrix.rows, matrix.columns) if isinstance(matrix, Float8Matrix) else (1, matrix.group)
 
 
