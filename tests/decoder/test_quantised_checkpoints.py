@@ -137,7 +137,7 @@ def _exl2(of: dict[str, Tensor], n: int, k: int) -> float:
 
 
 def _mxfp8(of: dict[str, Tensor], n: int, k: int) -> float:
-    return float(of[".weight"][n, k]) * 2.0 ** (of[".weight_scale"][n, k // 32].item() - 127)
+    return float(of[".weight"][n, k]) * 2.0 ** int(of[".weight_scale"][n, k // 32].item() - 127)
 
 
 def _element(form: Format, of: dict[str, Tensor], n: int, k: int) -> float:

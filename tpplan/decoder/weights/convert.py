@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate
 from math import gcd
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from attrs import frozen
@@ -440,9 +440,7 @@ def _table(stored: _Stored) -> TableMatrix:
     """
     state = next(tensor for suffix, tensor in stored.tensors.items() if suffix.startswith(QUANT_STATE))
     try:
-        told = read_json(bytes(state.tolist()))
-        if not isinstance(told, dict):
-            raise TypeError
+        told: Any = read_json(bytes(state.tolist()))
         (_, width), block = (int(size) for size in told["shape"]), int(told["blocksize"])
         size, offset = int(told.get("nested_blocksize", 0)), float(told.get("nested_offset", 0))
     except (KeyError, TypeError, ValueError) as error:
