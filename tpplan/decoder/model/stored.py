@@ -225,7 +225,8 @@ def _is_coded(stem: str, tensors: Mapping[str, Parameter], scheme: Scheme, fused
         fits = _are_float4(shapes, tensors[".weight_scale"].dtype)
     elif EXL2 in tensors:
         dtypes |= _OF_EXL2
-        fits = ".experts." not in stem and any(suffix in tensors for suffix in (".q_invperm", ".q_perm"))
+        is_padded = len(outputs := tensors[EXL2].dims[1]) > 1 and outputs[-1].axis is None
+        fits = not is_padded and ".experts." not in stem and any(each in tensors for each in (".q_invperm", ".q_perm"))
     elif ABSMAX in tensors:
         dtypes |= _OF_TABLES
         fits = any(QUANT_STATE + kind in tensors for kind in ("nf4", "fp4"))

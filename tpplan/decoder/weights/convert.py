@@ -479,16 +479,16 @@ def _exl2(stored: _Stored) -> Exl2Matrix:
     order = stored.tensors.get(".q_perm")
     if order is None:
         order = stored.tensors[".q_invperm"].long().argsort()
-    inputs, groups, told = len(order), [], stored.tensors[".q_groups"].tolist()
-    starts = [*told[1::2], len(codes)]
-    for i, (bits, first) in enumerate(zip(told[::2], told[1::2], strict=True)):
-        count = min((starts[i + 1] - first) * WORD // bits, inputs) if bits > 0 else 0
-        groups.append((bits, first, count))
-        inputs -= count
-    if inputs or len(groups) != len(scales) or any(count <= 0 or bits > 8 for bits, _, count in groups):  # noqa: PLR2004
+    inputs, told, groups = len(order), stored.tensors[".q_groups"].tolist(), []
+    ends, start = [*told[3::2], len(codes)], 0
+    for bits, first, end in zip(told[::2], told[1::2], ends, strict=True):
+        count = min((end - first) * WORD // bits, inputs - start) if 0 < bits <= 2 * NIBBLE else 0
+        groups.append((bits, first, start, count))
+        start += count
+    if start < inputs or len(groups) != len(scales) or any(count <= 0 for *_, count in groups):
         what = f"the groups of {stored.name} are not those of {len(codes)} rows of words"
         raise ModelError(what, "fetch the checkpoint again")
-    return Exl2Matrix(codes, scales, largest, tuple(groups), order)
+    return Exl2Matrix(codes, scales, largest, torch.tensor(groups, device=codes.device).T.contiguous(), order)
 
 
 def _inverted(tensor: Tensor) -> Tensor:

@@ -271,19 +271,19 @@ class TableMatrix(_Coded):
 class Exl2Matrix(_Coded):
     """A matrix in EXL2, as it is stored: outputs side by side, and groups of sorted inputs, each with bits of its own.
 
-    A group's code is an element plus half the range of its bits, over the scale of the group and output. That is the
+    An element is its code, less half the range of its bits, times the scale of its group and output. That is the
     square of a nibble plus 1, over 256, times the largest scale of the group.
 
     Attributes:
-        codes: ``int32 [W, N]``; down a column, the codes of each 32 inputs of a group are a run of bits.
+        codes: ``int32 [W, N]``; down a column, the codes of a group are a run of bits, lowest first.
         scales: nibbles, ``int32 [G, N / 8]``, lowest bits first.
         largest: the largest scale of each group, ``[G]``.
-        groups: bits, first row of ``codes``, and inputs of each group.
+        groups: bits, first row of ``codes``, first column and number of columns of each group, ``[4, G]``.
         columns: index of the input of each column, ``[K]``.
     """
 
     largest: Tensor
-    groups: tuple[tuple[int, int, int], ...]
+    groups: Tensor
     columns: Tensor
 
     def __len__(self) -> int:
@@ -295,38 +295,28 @@ class Exl2Matrix(_Coded):
         return len(self), len(self.columns)
 
     def part(self, start: int, end: int) -> Self:
-        """Return rows ``start`` to ``end``.
-
-        Raises:
-            NotImplementedError: always; such matrices are not stacked.
-        """
-        raise NotImplementedError
+        """Return rows ``start`` to ``end`` without a copy; the rows before must fill whole words of scales."""
+        scales = self.scales[:, start // _WORD : -(-end // _WORD)]
+        return evolve(self, codes=self.codes[:, start:end], scales=scales)
 
     def ordered(self, x: Tensor) -> Tensor:
         """Return inputs reordered along the last dimension to match the columns."""
         return x.index_select(-1, self.columns)
 
     def _values(self, rows: Tensor) -> Tensor:
-        nibbles = self.scales[:, rows // _WORD] >> (rows % _WORD * _BITS).int() & 15
-        scales_GR = (nibbles + 1).square() * (self.largest.float() / 256)[:, None]
-        out_KR = torch.empty(len(self.columns), len(rows), device=rows.device)
-        at = 0
-        for (bits, first, count), scales_R in zip(self.groups, scales_GR, strict=True):
-            words = self.codes[first : first + -(-count * bits // 32)].index_select(1, rows)
-            out_KR[at : at + count] = _unpacked(words, bits, count).sub_(1 << bits - 1) * scales_R
-            at += count
-        return out_KR.mT
-
-
-def _unpacked(words_WR: Tensor, bits: int, count: int) -> Tensor:
-    """Return so many codes of runs of bits down the columns, lowest bits first, ``int32 [count, R]``."""
-    starts = torch.arange(0, count * bits, bits, device=words_WR.device)
-    word, shift = starts // 32, (starts % 32)[:, None]
-    both = words_WR.long() & 0xFFFFFFFF
-    codes = both[word] >> shift
-    if 32 % bits:  # some are in two words
-        codes |= both[(word + 1).clamp_(max=len(both) - 1)] << 32 - shift
-    return (codes & (1 << bits) - 1).int()
+        count = len(self.columns)
+        group_K = torch.repeat_interleave(self.groups[3], output_size=count)
+        bits_K1, first_K1, start_K1, _ = self.groups[:, group_K, None]
+        place_K1 = (torch.arange(count, device=rows.device)[:, None] - start_K1) * bits_K1
+        word_K1, shift_K1 = first_K1 + place_K1 // 32, place_K1 % 32
+        words_WR = self.codes.index_select(1, rows).long() & 0xFFFFFFFF
+        next_K = (word_K1 + 1).clamp_(max=len(words_WR) - 1).squeeze(1)  # some codes are in two words
+        codes_KR = words_WR[word_K1.squeeze(1)] >> shift_K1 | words_WR[next_K] << 32 - shift_K1
+        nibbles_GR = self.scales[:, rows // _WORD] >> (rows % _WORD * _BITS).int() & 15
+        scales_GR = (nibbles_GR + 1).square() * (self.largest.float() / 256)[:, None]
+        one = torch.ones_like(bits_K1)
+        values_KR = (codes_KR & (one << bits_K1) - 1) - (one << bits_K1 - 1)
+        return (values_KR * scales_GR[group_K]).mT
 
 
 def _powers(exponents: Tensor) -> Tensor:
