@@ -133,7 +133,7 @@ def _exl2(of: dict[str, Tensor], n: int, k: int) -> float:
     stream = sum((int(word) & 0xFFFFFFFF) << 32 * i for i, word in enumerate(of[".q_weight"][first:end, n].tolist()))
     code = (stream >> bits * (at - row)) & (1 << bits) - 1
     scale = float((_field(of[".q_scale"][group, n // 8], n % 8, 4) + 1) ** 2 / 256 * of[".q_scale_max"][group].item())
-    return (code - (1 << bits - 1)) * scale
+    return float((code - (1 << bits - 1)) * scale)
 
 
 def _mxfp8(of: dict[str, Tensor], n: int, k: int) -> float:

@@ -315,8 +315,8 @@ class Exl2Matrix(_Coded):
         nibbles_GR = self.scales[:, rows // _WORD] >> (rows % _WORD * _BITS).int() & 15
         scales_GR = (nibbles_GR + 1).square() * (self.largest.float() / 256)[:, None]
         one = torch.ones_like(bits_K1)
-        values_KR = (codes_KR & (one << bits_K1) - 1) - (one << bits_K1 - 1)
-        return (values_KR * scales_GR[group_K]).mT
+        values_KR: Tensor = (codes_KR & (one << bits_K1) - 1) - (one << bits_K1 - 1)
+        return values_KR.mul(scales_GR[group_K]).mT
 
 
 def _powers(exponents: Tensor) -> Tensor:
