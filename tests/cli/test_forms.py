@@ -32,8 +32,9 @@ READER = MarkdownIt("commonmark").enable("table")
 
 def shown(token: Token) -> str:
     """Return the text that a reader sees of a paragraph, a heading or a cell; nothing in it may be a link or HTML."""
-    assert {child.type for child in token.children or ()} <= {"text", "text_special", "strong_open", "strong_close"}
-    return "".join(child.content for child in token.children or ())
+    seen = [child for child in token.children or () if (child.type, child.content) != ("html_inline", "<!-- -->")]
+    assert {child.type for child in seen} <= {"text", "text_special", "strong_open", "strong_close"}
+    return "".join(child.content for child in seen)
 
 
 def parsed(text: str) -> tuple[list[str], list[list[list[str]]], list[list[str]]]:
@@ -118,9 +119,10 @@ def test_fit_as_markdown() -> None:
 
 
 HOSTILE = ["a|b", "`x`", "<b>x</b>", "&lt;", "*a* _b_", "[a](b:c)", "~~no~~", "\\|", "a\nb", "$x$", "x\\", "![i](j)"]
+CALLING = ["@someone", "by @some-one/team", "https://a.b/c", "HTTP://a.b", "see www.a.b", "#12", "a/b#7"]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE + CALLING)
 def test_names_in_markdown(name: str) -> None:
     """Whatever a device or a model is called, it neither breaks a table nor becomes markup."""
     devices = (attrs.evolve(PLAN.devices[0], name=name), *PLAN.devices[1:])
@@ -128,6 +130,16 @@ def test_names_in_markdown(name: str) -> None:
     headings, (memory, splits), _ = parsed(markdown(show(data(plan))))
     assert headings[0] == f"{visible(name)} on 4 devices"
     assert memory[1][1] == splits[5][1] == visible(name)
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_names_call_nobody(name: str) -> None:
+    """GitHub looks for mentions, issues and links in each piece of text; no piece of a name has one."""
+    (_, inline, _) = READER.parse(escaped(name))
+    pieces = [child.content for child in inline.children or () if child.type == "text"]
+    assert "".join(pieces) == name
+    assert not any(re.search(r"(?:^|\W)@\w|(?:^|\W|\w)#\d|://|www\.", piece, re.IGNORECASE) for piece in pieces)
+    assert escaped("2GiB@0 of a_b") == "2GiB@0 of a_b"
 
 
 @settings(max_examples=examples(200))
@@ -199,6 +211,30 @@ def test_annotations_of_plans() -> None:
     piped = command("diff", a, "-", "--format", "github", stdin=Path(b).read_bytes())
     assert "file" not in commands_in(piped.out)[0][1]
     assert command("diff", a, a, "--format", "github").out == ""
+
+
+def test_annotations_name_files_from_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """GitHub takes paths from the root of the repository, wherever the command runs and however they are typed."""
+    plan = dumps(attrs.evolve(PLAN, request=attrs.evolve(PLAN.request, batch=0)))
+    for name in ("clone/.git", "clone/team/plans"):
+        Path(name).mkdir(parents=True)
+    Path("clone/team/plans/a.json").write_text(plan, encoding="utf-8")
+    Path("clone/team/plans/b.json").write_text(dumps(PLAN), encoding="utf-8")
+    monkeypatch.chdir("clone/team")
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    asked = ("plans/a.json", "--format", "github")
+    assert commands_in(command("validate", *asked).out)[0][1]["file"] == "team/plans/a.json"
+    assert commands_in(command("validate", str(Path("plans/a.json").resolve()), *asked[1:]).out)[0][1]["file"] == (
+        "team/plans/a.json"
+    )
+    changed = dumps(attrs.evolve(PLAN, model=attrs.evolve(PLAN.model, name="other")))
+    Path("plans/a.json").write_text(changed, encoding="utf-8")
+    found = commands_in(command("diff", "plans/b.json", *asked).out)
+    assert found[0][1]["file"] == "team/plans/a.json"
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
+    assert commands_in(command("diff", "plans/b.json", *asked).out)[0][1]["file"] == "clone/team/plans/a.json"
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "elsewhere"))
+    assert commands_in(command("diff", "plans/b.json", *asked).out)[0][1]["file"] == "team/plans/a.json"
 
 
 def test_errors_in_every_form() -> None:

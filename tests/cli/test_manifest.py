@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -273,3 +274,100 @@ def test_what_git_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is outside of the repository" in refused("diff", "../a.json", "--against", "HEAD")
     monkeypatch.setenv("PATH", "nowhere")
     assert "git is not installed" in refused("diff", "--against", "HEAD")
+
+
+def test_links_of_a_revision_are_followed(tmp_path: Path) -> None:
+    """A plan that is a link is its file's, as the revision had that; one that leads out of the repository is none."""
+    assert command("plan", "--all").code == 0
+    Path("links").mkdir()
+    Path("links/box.json").symlink_to("../plans/box.json")
+    Path("links/again.json").symlink_to("box.json")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    assert command("diff", "--against", "HEAD", "links").code == 0
+    plan = Path("plans/box.json")
+    plan.write_bytes(plan.read_bytes().replace(b'"batch": 1', b'"batch": 2'))
+    done = command("diff", "--against", "HEAD", "links", "--json")
+    changes = {one["path"]: one for one in conforms(done.out, "revision-diff")["plans"]}
+    assert set(changes) == {"links/box.json", "links/again.json"}
+    assert all(one["change"] == "changed" and one["diff"]["reasons"] == ["request"] for one in changes.values())
+    outside = tmp_path / "outside.json"
+    outside.write_bytes(plan.read_bytes())
+    for target in (str(outside), "../../../outside.json", "gone.json", "round.json"):
+        Path("links/round.json").unlink(missing_ok=True)
+        Path("links/round.json").symlink_to(target)
+        git("add", "-A")
+        git("commit", "-qm", "two")
+        Path("links/round.json").unlink()
+        done = command("diff", "--against", "HEAD", "links/round.json", "links/box.json")
+        assert done.code == 2
+        assert "is a link that leads to no file within the repository" in done.out
+        assert done.out.endswith("2 plans since HEAD: 1 deleted, 1 same\n")
+
+
+def test_a_large_file_ends_no_other_comparison() -> None:
+    """More than 16 MiB, in the revision or here, is told of that file; the others are compared."""
+    assert command("plan", "--all").code == 0
+    for name in ("then", "now"):
+        Path(f"plans/{name}.json").write_bytes(b"[" + b" " * 2**24 + b"]" if name == "then" else b"{}")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    Path("plans/then.json").write_bytes(b"{}")
+    Path("plans/now.json").write_bytes(b"[" + b" " * 2**24 + b"]")
+    done = command("diff", "--against", "HEAD", "plans", "plans/then.json", "plans/now.json", "--json")
+    plans = {one["path"]: one for one in conforms(done.out, "revision-diff")["plans"]}
+    assert done.code == 2
+    assert [plans[file]["change"] for file in FILES] == ["same", "same"]
+    assert "HEAD:plans/then.json has a problem" in plans["plans/then.json"]["message"]
+    assert "plans/now.json has a problem" in plans["plans/now.json"]["message"]
+
+
+def test_in_a_hook_of_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What git tells a hook of its repository misleads nobody, in a folder of a linked work tree and elsewhere."""
+    assert command("plan", "--all").code == 0
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    hook = Path(".git/hooks/pre-commit")
+    script = f"cd plans && {sys.executable} -m tpplan diff --against HEAD box.json > ../told; echo $? >> ../told"
+    hook.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    hook.chmod(0o755)
+    git("worktree", "add", "-q", "tree")
+    monkeypatch.chdir("tree")
+    plan = Path("plans/box.json")
+    plan.write_bytes(plan.read_bytes().replace(b'"batch": 1', b'"batch": 2'))
+    git("commit", "-qam", "two")
+    told = Path("told").read_text(encoding="utf-8").splitlines()
+    assert told[0].startswith("box.json: changed")
+    assert told[-1] == "1"
+    git("init", "-q", "other")
+    monkeypatch.chdir("other")
+    for name, value in (("GIT_DIR", "../../.git"), ("GIT_INDEX_FILE", "../../.git/index"), ("GIT_WORK_TREE", "..")):
+        monkeypatch.setenv(name, value)
+    assert "there is no revision 'HEAD'" in refused("diff", "--against", "HEAD", "box.json")
+
+
+def test_plans_of_a_manifest_have_the_notes_of_their_own_command() -> None:
+    """Idle devices, a faster strategy and what else plan says are told of each plan, with its name."""
+    entry = '\n[[plan]]\nfile = "plans/idle.json"\ngpus = "RTX4090,2xRTX3060,2GiB"\nstrategy = "balanced"\n'
+    Path("tpplan.toml").write_text(MANIFEST + entry, encoding="utf-8")
+    alone = command(
+        *("plan", "models/llama", "--gpus", "RTX4090,2xRTX3060,2GiB", "--strategy", "balanced", "--context", 4096),
+        *("-o", "other/idle.json"),
+    )
+    notes = [line.partition(": ") for line in alone.err.splitlines() if line.startswith(("note: ", "hint: "))]
+    assert any("no part of the model is on device 3" in text for _, _, text in notes)
+    done = command("plan", "--all")
+    assert done.code == 0
+    for kind, _, text in notes:
+        assert f"{kind}: plans/idle.json: {text}" in done.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    "typed", [("--batch", 1), ("--cache", "fp16"), ("--strategy", "auto"), ("--max-rows", 2048), ("--kv", "idle")]
+)
+def test_what_is_typed_beside_a_manifest_is_refused(typed: tuple[object, ...]) -> None:
+    """An option does not go with a manifest, whether it has its default or not."""
+    assert f"{typed[0]} does not go with --all" in refused("plan", "--all", *typed)

@@ -56,7 +56,7 @@ FOREIGN: dict[str, tuple[bytes, str, str]] = {
     "page in capitals": (PAGE.upper(), "is a web page", "hf download"),
     "error": (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "is a web page", "hf download"),
     "refusal": (b"Invalid username or password.", "is a hub's refusal", "hf auth login"),
-    "gguf": (b"GGUF\x03\0\0\0\x23\x01\0\0\0\0\0\0\x1a\0\0\0", "is a GGUF file", "in safetensors"),
+    "gguf": (b"GGUF\x03\0\0\0\x23\x01\0\0\0\0\0\0\x1a\0\0\0", "is a GGUF file", "end in .gguf"),
     "gzip": (gzip.compress(b"{}"), "is a compressed file", "unpack"),
     "xz": (lzma.compress(b"{}"), "is a compressed file", "unpack"),
     "bzip2": (bz2.compress(b"{}"), "is a compressed file", "unpack"),

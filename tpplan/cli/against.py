@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tpplan.cli import console
 from tpplan.cli import manifest as of_manifest
 from tpplan.cli import plans as on_plans
-from tpplan.errors import PlanError, UsageError
+from tpplan.errors import PlanError, TpplanError, UsageError
 from tpplan.files.kinds import PLAN, mistaken
 from tpplan.files.places import SUFFIX, is_other, is_pattern, matches, places_of
 from tpplan.files.revision import revision
@@ -20,6 +20,8 @@ from tpplan.render.verdicts import since as view
 from tpplan.reports.revision import since
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tpplan.files.revision import Revision
     from tpplan.reports.revision import RevisionDiff
 
@@ -40,19 +42,27 @@ def diff(plans: tuple[str, ...], name: str, manifest: str, form: str) -> Revisio
     named = [path for argument in plans for path in _named(argument, found)]
     paths = tuple(dict.fromkeys(map(os.path.relpath, named))) if plans else of_manifest.files_since(manifest, found)
     before = {os.path.relpath(path): content for path, content in found.files(paths).items()}
-    files: dict[str, tuple[bytes | None, bytes | None]] = {}
+    files: dict[str, tuple[bytes | TpplanError | None, bytes | TpplanError | None]] = {}
     for path in paths:
         is_here = os.path.lexists(path)
         if not is_here and path not in before:
             on_plans.note(f"{path} is neither here nor in {name}")
             continue
-        old = found.read(before[path], f"{name}:{path}") if path in before else None
-        files[path] = (old, read_bytes(path) if is_here else None)
+        old = _or_error(found.read, before[path], f"{name}:{path}") if path in before else None
+        files[path] = (old, _or_error(read_bytes, path) if is_here else None)
     if not files:
         raise UsageError(f"there is no plan to compare, neither here nor in {name}", "name plan files or their folder")
     report = since(name, found.commit, files)
     console.present(report, view, form, annotate=annotate)
     return report
+
+
+def _or_error(read: Callable[..., bytes], *arguments: str) -> bytes | TpplanError:
+    """Return what is read, or why that is no plan."""
+    try:
+        return read(*arguments)
+    except TpplanError as error:
+        return error
 
 
 def _named(argument: str, revision: Revision) -> list[str]:

@@ -5,7 +5,7 @@ What a command needs is imported when it runs: showing a plan must not pay for p
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -123,12 +123,12 @@ def plan(
     manifest: str = "",
     output: _Output = "",
     context: Whole | None = None,
-    batch: Whole = 1,
-    cache: CacheKind = "fp16",
+    batch: Whole | None = None,
+    cache: CacheKind | None = None,
     layout: Layout | None = None,
-    strategy: Strategy = "auto",
-    max_rows: Whole = 2048,
-    kv: KvMode = "idle",
+    strategy: Strategy | None = None,
+    max_rows: Whole | None = None,
+    kv: KvMode | None = None,
     tokens: Whole | None = None,
     full_window: bool = False,
     beyond: bool = False,
@@ -161,42 +161,28 @@ def plan(
     from tpplan.planner.options import Options  # noqa: PLC0415
     from tpplan.planner.plan import plan_request as make  # noqa: PLC0415
 
-    options = Options(
-        context=context,
-        batch=batch,
-        cache=cache,
-        layout=layout or "",
-        strategy=strategy,
-        max_rows=max_rows,
-        kv=kv,
-        tokens=tokens,
-        full_window=full_window,
-        beyond=beyond,
-        reserve=reserve,
-    )
+    choices = {"cache": cache, "layout": layout, "strategy": strategy, "kv": kv}
+    numbers = {"context": context, "batch": batch, "max_rows": max_rows, "tokens": tokens}
+    flags = {"full_window": full_window or None, "beyond": beyond or None, "reserve": reserve or None}
+    asked: dict[str, Any] = {
+        name: value for name, value in {**choices, **numbers, **flags}.items() if value is not None
+    }
     if all_ or manifest:
         from tpplan.cli import manifest as on_manifest  # noqa: PLC0415
 
-        given = {"MODEL": model, "--gpus": gpus, "-o": output, **dict.fromkeys(options.unusual, True)}
+        given = {"MODEL": model, "--gpus": gpus, "-o": output}
+        given |= {f"--{name.replace('_', '-')}": "given" for name in asked}
         report = on_manifest.plan(manifest, given, json=json)
         return OK if report.ok else NO if report.only_infeasible else FAILED
     for name, value in (("MODEL", model), ("--gpus", gpus)):
         if not value:
             raise lacking("plan", name)
     on_plans.apart(output, reading=(model, gpus))
+    options = Options(**asked)
     spec, gpu_list, links = on_plans.read_model(model), parse_devices(gpus, on_plans.note), links_of(gpus)
     with console.busy("planning"):
         found = make(spec, gpu_list, options.request(spec), links)
-    if found.request.layout != (layout or "reduce"):
-        on_plans.note(f"layout gather, because rows cannot be cut: {spec.gather_only}")
-    if full_window and not found.request.full_window:
-        on_plans.note("no layer has a sliding window shorter than a sequence, so --full-window changes nothing")
-    if found.request.beyond:
-        length = found.request.sequence_tokens
-        on_plans.note(f"{length} tokens per sequence are more than the {spec.max_context} that the model was made for")
-    on_plans.note_idle(found, spec)
-    on_plans.note_faster(found, spec, links)
-    on_plans.note_fewer(found, spec)
+    on_plans.note_all(found, spec, options, links)
     if output:
         console.save(dumps(found), output)
         on_plans.tell(found)
@@ -313,7 +299,7 @@ def diff(*plans: File, against: str = "", manifest: File = "", form: Verdict | N
         hint = "name one before and one after; --against REVISION compares any number with those of a git revision"
         raise UsageError(f"tpplan diff compares two plans, and {len(plans)} are named", hint)
     found = compare(*(on_plans.read_plan(path, allow_newer=True) for path in on_plans.some(plans)))
-    console.present(found, view, chosen, annotate=lambda data: github.diff(data, plans[1]))
+    console.present(found, view, chosen, annotate=lambda data: github.diff(data, console.in_repository(plans[1])))
     return NO if found else OK
 
 

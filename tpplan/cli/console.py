@@ -115,7 +115,20 @@ def present(
 
         emit(markdown(view(data)))
     else:
-        emit(render(data) if form == "json" else annotate(data))
+        emit(render(data) if form == "json" else annotate(_in_repository(data)))
+
+
+def _in_repository(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of a document with the paths of its files as GitHub names them."""
+    lists = {key: data[key] for key in ("files", "plans") if key in data}
+    return data | {key: [one | {"path": in_repository(one["path"])} for one in each] for key, each in lists.items()}
+
+
+def in_repository(path: str) -> str:
+    """Return a file's path as GitHub names it; standard input has none."""
+    from tpplan.files import places  # noqa: PLC0415 (for one form only)
+
+    return path if path == STREAM else places.in_repository(path)
 
 
 def growing(view: Callable[[dict[str, Any], int], list[Line]]) -> Callable[[object], None]:

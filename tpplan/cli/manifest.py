@@ -45,8 +45,20 @@ def plan(path: str, given: Mapping[str, object], *, json: bool) -> ManifestRepor
     manifest = load(path or MANIFEST)
     read = dict.fromkeys(name for entry in manifest.plans for name in (entry.model, entry.gpus))
     on_plans.apart(*(entry.file for entry in manifest.plans), reading=(manifest.path, *read))
-    report = make(manifest, _inputs(), _stored, lambda plan, file: save_text(dumps(plan), file))
+    entries, inputs = {entry.file: entry for entry in manifest.plans}, _inputs()
+    made: dict[str, SplitPlan] = {}
+
+    def save(plan: SplitPlan, file: str) -> bool:
+        is_written = save_text(dumps(plan), file)
+        made[file] = plan
+        return is_written
+
+    report = make(manifest, inputs, _stored, save)
     console.present(report, verdicts.made, "json" if json else "text")
+    for file, found in made.items():
+        known = inputs(entries[file])
+        on_plans.note_all(found, known.model, entries[file].options, known.links, file)
+        on_plans.note_uncounted(found, on_screen=False, of=file)
     for each in report.plans:
         if each.error:
             _advise(each.path, each.error, manifest)

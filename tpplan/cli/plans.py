@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.core.speed import LinkSpeed
+    from tpplan.planner.options import Options
     from tpplan.reports.check import PlanCheck
     from tpplan.reports.export import ExportReport
 
@@ -152,12 +153,39 @@ def _files(path: str) -> list[str]:
     return [str(file) for name in ("config.json", "*.safetensors*") for file in Path(path).glob(name)]
 
 
-def note(text: str) -> None:
-    """Say on standard error what is worth knowing."""
-    console.say("note", text, "warn")
+def note(text: str, of: str = "") -> None:
+    """Say on standard error what is worth knowing, and of which plan where there are several."""
+    console.say("note", f"{of}: {text}" if of else text, "warn")
 
 
-def note_uncounted(plan: SplitPlan, *, on_screen: bool) -> None:
+def hint(text: str, of: str = "") -> None:
+    """Say on standard error what to do about what was noted."""
+    console.say("hint", f"{of}: {text}" if of else text, "hint")
+
+
+def note_all(plan: SplitPlan, model: ModelSpec, options: Options, links: tuple[LinkSpeed, ...], of: str = "") -> None:
+    """Say what is worth knowing of a new plan.
+
+    Args:
+        plan: the plan.
+        model: its model.
+        options: that it was made with.
+        links: measured links of its devices.
+        of: which plan it is, where there are several.
+    """
+    if plan.request.layout != (options.layout or "reduce"):
+        note(f"layout gather, because rows cannot be cut: {model.gather_only}", of)
+    if options.full_window and not plan.request.full_window:
+        note("no layer has a sliding window shorter than a sequence, so --full-window changes nothing", of)
+    if plan.request.beyond:
+        length = plan.request.sequence_tokens
+        note(f"{length} tokens per sequence are more than the {model.max_context} that the model was made for", of)
+    note_idle(plan, model, of)
+    note_faster(plan, model, links, of)
+    note_fewer(plan, model, of)
+
+
+def note_uncounted(plan: SplitPlan, *, on_screen: bool, of: str = "") -> None:
     """Say what a plan does not count or assumes, unless that is on the screen, and how to keep room for it."""
     from tpplan.files.codec import unstructure  # noqa: PLC0415
     from tpplan.models.formats.matching import BUFFERS  # noqa: PLC0415
@@ -165,45 +193,44 @@ def note_uncounted(plan: SplitPlan, *, on_screen: bool) -> None:
 
     if not on_screen:
         for text in uncounted_lines(unstructure(plan)):
-            note(text)
+            note(text, of)
     beside = [part for part in plan.model.not_planned if part.what != BUFFERS]  # which nobody loads
     if beside and not plan.request.reserve:
         known = all(part.bytes for part in beside)
         size = f"{-(-sum(part.bytes for part in beside) // 2**20)}MiB" if known else "SIZE"
-        text = f"--reserve {size}@0 keeps room on device 0 for what is not planned, --reserve {size} on every device"
-        console.say("hint", text, "hint")
+        hint(f"--reserve {size}@0 keeps room on device 0 for what is not planned, --reserve {size} on every device", of)
 
 
-def note_faster(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...]) -> None:
+def note_faster(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], of: str = "") -> None:
     """Say what the other strategy would give, where one of both decodes clearly faster."""
     from tpplan.reports.show import of_other_strategy  # noqa: PLC0415
 
     if found := of_other_strategy(plan, model, links):
         strategy, rates = found
-        note(f"{rates[0]} tokens/s by this plan, {rates[1]} with --strategy {strategy} ({_CUTS[strategy]})")
+        note(f"{rates[0]} tokens/s by this plan, {rates[1]} with --strategy {strategy} ({_CUTS[strategy]})", of)
 
 
-def note_fewer(plan: SplitPlan, model: ModelSpec) -> None:
+def note_fewer(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
     """Say where fewer of the devices decode faster, because sums over their links take longer than they save."""
     from tpplan.reports.show import faster_with_fewer  # noqa: PLC0415
 
     if found := faster_with_fewer(plan, model):
         devices, rates = found
         used = sum(1 for entry in plan.memory if entry.used_bytes)
-        note(f"{len(devices)} of {used} devices are faster: {rates[1]} instead of {rates[0]} tokens/s")
-        console.say("hint", f"name only devices {', '.join(map(str, devices))} in --gpus", "hint")
+        note(f"{len(devices)} of {used} devices are faster: {rates[1]} instead of {rates[0]} tokens/s", of)
+        hint(f"name only devices {', '.join(map(str, devices))} in --gpus", of)
 
 
-def note_idle(plan: SplitPlan, model: ModelSpec) -> None:
+def note_idle(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
     """Say which devices got nothing, and what to do about it: whoever named them may not expect that."""
     idle = [i for i, entry in enumerate(plan.memory) if not entry.used_bytes]
     if idle:
         names = ", ".join(f"{i} ({plan.devices[i].name})" for i in idle[:_NAMED])
         more = f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else ""
-        note(f"no part of the model is on device {names}{more}")
+        note(f"no part of the model is on device {names}{more}", of)
         them = "it" if len(idle) == 1 else "them"
         larger = f", or give {them} a larger budget" if _wants_memory(plan, model, idle) else ""
-        console.say("hint", f"leave {them} out of --gpus{larger}", "hint")
+        hint(f"leave {them} out of --gpus{larger}", of)
 
 
 def _wants_memory(plan: SplitPlan, model: ModelSpec, idle: list[int]) -> bool:

@@ -25,6 +25,10 @@ DTYPE_BITS = {
 }
 
 
+#: What the formats of weights begin with that GGUF files store.
+GGUF = "GGUF "
+
+
 @frozen
 class Segment:
     """A run of elements along one dimension of a tensor.

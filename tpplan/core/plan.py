@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
 #: The latest version of the format; a plan is written in the oldest one that has all of its keys.
-FORMAT_VERSION = "1.2"
+FORMAT_VERSION = "1.3"
 FIRST_VERSION = "1.0"
 SCHEMA_URN = "urn:tpplan:split-plan:1"
 
@@ -114,6 +114,7 @@ class PlanModel:
         layers: number of layers.
         not_planned: parts of the model's files that the plan does not count.
         assumed: what is assumed of the weights because no file says, in words; empty if their bytes are exact.
+        weight_format: how most weights are stored if that is in GGUF, such as ``GGUF Q4_K``; empty for other files.
     """
 
     name: str
@@ -123,6 +124,7 @@ class PlanModel:
     layers: int
     not_planned: tuple[NotPlanned, ...] = ()
     assumed: str = ""
+    weight_format: str = ""
 
 
 @frozen(kw_only=True)
@@ -242,6 +244,8 @@ class SplitPlan:
 def least_version(plan: SplitPlan) -> str:
     """Return the oldest version of the format that has all keys of a plan."""
     model, request = plan.model, plan.request
+    if model.weight_format:
+        return "1.3"
     if plan.speed or any(getattr(device, key) for device in plan.devices for key in MEASURED):
         return "1.2"
     newer = (

@@ -24,7 +24,7 @@ from tpplan.decoder.model.settings import settings_of
 from tpplan.decoder.prompts import Prompt, check, check_step, cut, facts_of, length_of, numbers_of
 from tpplan.decoder.weights.convert import matrices_of
 from tpplan.decoder.weights.fuse import check_weights, fuse_weights
-from tpplan.decoder.weights.gguf import dequantised
+from tpplan.decoder.weights.gguf import dequantised, room_note
 from tpplan.decoder.weights.products import elements_at_once
 from tpplan.errors import ExecutionError
 from tpplan.exec.processes.agreement import agree
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.core.model import Block, ModelSpec
+    from tpplan.core.model import ModelSpec
     from tpplan.decoder.decoding.prefill_graphs import Capture
     from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.prompts import PromptSlice
+    from tpplan.decoder.weights.quantised import Quantised
     from tpplan.exec.context import TPContext
     from tpplan.exec.cuda.graph import Graph
-    from tpplan.models.gguf.reader import GgufModel
-    from tpplan.weights import Weights
+    from tpplan.weights import TensorSlice, Weights
 
 _LOG = logging.getLogger(__name__)
 
@@ -98,8 +98,9 @@ class Decoder:
             ModelError: the decoder does not support the model, see :func:`tpplan.decoder.model.settings.settings_of`,
                 or the plan is for another one.
             RequestError: the weights do not match the plan.
-            ExecutionError: the decoder has no cache of this kind, or the plan counts other bytes for its cache; or of
-                several processes, one failed, or their arguments or config.json differ: the same error in all.
+            ExecutionError: the decoder has no cache of this kind, or the plan counts other bytes for its cache; a
+                device has too little room for the numbers that blocks of GGUF become; or of several processes, one
+                failed, or their arguments or config.json differ: the same error in all.
         """
         request = context.plan.request
         arguments = {
@@ -113,6 +114,8 @@ class Decoder:
             where = checkpoint if isinstance(checkpoint, Source) else local(checkpoint)
             model = where.model if isinstance(where, Source) else read_model(where)
             self._gguf = gguf_of(where)
+            if self._gguf:
+                room_note(context, self._gguf)
             return model, settings_of(where, model)
 
         model, self._settings = agree(
@@ -149,9 +152,7 @@ class Decoder:
         layers = [blocks[layer] for layer in range(model.layer_count)]
         self.weights = {}
         for device in context.devices:  # before there is a cache: rearranging codes takes memory
-            tensors, matrices = weights[device], matrices_of(weights[device], slices[device], self._settings.scheme)
-            if self._gguf:
-                tensors = self._from_gguf(self._gguf, tensors, layers, context.dtype)
+            tensors, matrices = self._read(weights[device], slices[device], context.dtype)
             self.weights[device] = fuse_weights(tensors, matrices, layers, self._settings, context.dtype)
             rearranged = matrices or self._settings.family.experts.fused
             if rearranged and context.devices[device].device.type == "cuda":
@@ -185,12 +186,13 @@ class Decoder:
         holders = sorted({device for each in heads for device in each})
         self._tables = dict(zip(holders, context.rope_tables(self._settings.ropes.rope, self.length), strict=True))
 
-    def _from_gguf(
-        self, file: GgufModel, tensors: Mapping[str, Tensor], layers: Sequence[Block], dtype: torch.dtype
-    ) -> Mapping[str, Tensor]:
-        """Return a device's tensors of a GGUF file in the dtype and the order that the decoder computes with."""
-        head_dim = next(layer.attention.head_dim for layer in layers if layer.attention)
-        return dequantised(tensors, file, dtype, head_dim)
+    def _read(
+        self, tensors: Mapping[str, Tensor], slices: Mapping[str, TensorSlice], dtype: torch.dtype
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Quantised]]:
+        """Return a device's tensors, those of a GGUF file as the decoder computes with them; and quantised matrices."""
+        if self._gguf:
+            return dequantised(tensors, self._gguf, dtype)
+        return tensors, matrices_of(tensors, slices, self._settings.scheme)
 
     @property
     def context(self) -> TPContext:

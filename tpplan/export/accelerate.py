@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 #: The cache of transformers' models has the dtype of their activations.
 _SIXTEEN_BITS = CacheKind(name="16-bit", sixteenths=32)
 CACHES = dict.fromkeys(CACHE_KINDS, _SIXTEEN_BITS)
+#: Packed weights need a kernel of the Hub for the GPU.
+NO_GGUF = "which transformers mostly dequantises as it loads, to bytes that the plan does not tell"
 
 #: Architectures without RoPE, or with its tables in each layer.
 _NO_TABLES = frozenset({
@@ -54,7 +56,7 @@ def home(plan: Facts) -> int:
 def layers(plan: Facts) -> Layers:
     """Return how layers go to the devices."""
     beside = (plan.outside_bytes if i == home(plan) else 0 for i in range(plan.count))
-    return Layers(plan, _SIXTEEN_BITS.sixteenths, tuple(beside))
+    return Layers(plan, _SIXTEEN_BITS.sixteenths, tuple(beside), plan.outside_bytes)
 
 
 def _refused(plan: Facts) -> Iterator[str]:
@@ -116,5 +118,6 @@ ENGINE = Engine(
     caches=CACHES,
     files=_load_py,
     refused=_refused,
+    no_gguf=NO_GGUF,
     differs=_differs,
 )

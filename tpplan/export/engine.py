@@ -58,6 +58,7 @@ class Engine:
         allows_beyond: the variable that has to be 1 for contexts beyond the model's; empty if none has to.
         files: the files that the command reads.
         refused: why the engine cannot run a plan, a clause each.
+        no_gguf: why it cannot where the plan's weights are in GGUF, which a clause ends with; empty if it can.
         differs: what only this engine does differently.
         cuts_evenly: whether every device has to get the same.
         repeats_heads: whether it gives a KV head to several devices where there are more devices than heads.
@@ -72,6 +73,7 @@ class Engine:
     allows_beyond: str = ""
     files: Callable[[Facts], tuple[TextFile, ...]] = lambda _: ()
     refused: Sentences = _nothing
+    no_gguf: str = ""
     differs: Sentences = _nothing
     cuts_evenly: bool = False
     repeats_heads: bool = False
@@ -84,6 +86,13 @@ class Engine:
     def argv(self, facts: Facts) -> tuple[str, ...]:
         """Return the command for a plan."""
         return (*self.command, *_words(self.flags, facts))
+
+    def obstacles(self, facts: Facts) -> Iterator[str]:
+        """Yield why the engine cannot run a plan, however that cuts, a clause each."""
+        if self.no_gguf and facts.is_gguf:
+            yield f"the plan's weights are in {facts.model.weight_format}, {self.no_gguf}"
+        else:
+            yield from self.refused(facts)
 
     def environment(self, facts: Facts) -> tuple[Variable, ...]:
         """Return the variables of the command, which show the plan's devices to it in their order."""

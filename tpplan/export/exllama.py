@@ -137,6 +137,7 @@ V3 = Engine(
     caches=_CACHES_V3,
     files=_config_yml,
     refused=_refused_v3,
+    no_gguf="which it does not read; its own format is EXL3",
     differs=_differs_v3,
 )
 
@@ -206,5 +207,6 @@ V2 = Engine(
     caches=_CACHES_V2,
     files=_load_py,
     refused=_refused_v2,
+    no_gguf="which it does not read; its own format is EXL2",
     differs=_differs_v2,
 )

@@ -63,16 +63,14 @@ def export(plan: SplitPlan, name: str) -> ExportReport:
     """
     engine, facts = engine_of(name), Facts(plan)
     if reasons := obstacles(engine, facts):
-        even = engine.cuts_evenly and not any(engine.refused(facts))
+        even = engine.cuts_evenly and not any(engine.obstacles(facts))
         return ExportReport(
             engine=engine.name,
             version=engine.version,
             model=plan.model.name,
             possible=False,
             reasons=reasons,
-            works_with=works_with(facts, _sixteenths(engine, facts), repeats_heads=engine.repeats_heads)
-            if even
-            else "",
+            works_with=_enough(engine, facts) if even else "",
             engines=tuple(name for name, other in ENGINES.items() if not obstacles(other, facts)),
         )
     return ExportReport(
@@ -89,7 +87,7 @@ def export(plan: SplitPlan, name: str) -> ExportReport:
 
 def obstacles(engine: Engine, facts: Facts) -> tuple[str, ...]:
     """Return why an engine cannot run a plan, a clause each; nothing if it can."""
-    reasons = tuple(engine.refused(facts))
+    reasons = tuple(engine.obstacles(facts))
     if engine.cuts_evenly and not reasons:
         return tuple(uneven(facts, _sixteenths(engine, facts), repeats_heads=engine.repeats_heads))
     return reasons

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from tpplan.core.axes import Axis
+from tpplan.core.model import GGUF
 from tpplan.core.plan import CACHE_KINDS, SplitPlan
 from tpplan.core.sizes import format_apart, format_bytes
 from tpplan.hardware import catalogue
@@ -60,6 +61,11 @@ class Facts:
     def model(self) -> PlanModel:
         """The model that the plan is for."""
         return self.plan.model
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the plan's weights are in GGUF files."""
+        return self.model.weight_format.startswith(GGUF)
 
     @property
     def splits(self) -> tuple[Split, ...]:

@@ -21,24 +21,28 @@ class Layers:
         plan: the plan.
         kind: sixteenths of a byte for each element of the cache.
         beside: bytes outside the layers on each device, such as an output matrix.
-        absent: bytes of the plan's weights that are on no device.
+        outside: bytes of the plan's weights that are not in layers.
     """
 
     plan: Facts
     kind: int
     beside: tuple[int, ...]
-    absent: int = 0
+    outside: int
 
     @classmethod
     def but_embedding(cls, plan: Facts, kind: int) -> Layers:
-        """Return the layers where the host has the embedding, and the last device the output matrix."""
+        """Return the layers where the host has the embedding, and the last device the output matrix.
+
+        In GGUF both may have few bits, so that their size in the dtype of the activations is not taken off the weights
+        there: layers would be counted too small.
+        """
         matrix = plan.outside_bytes // 2
-        return cls(plan, kind, (0,) * (plan.count - 1) + (matrix,), absent=matrix)
+        return cls(plan, kind, (0,) * (plan.count - 1) + (matrix,), 0 if plan.is_gguf else 2 * matrix)
 
     @property
     def mean_bytes(self) -> int:
         """The mean of a layer's weights and cache, rounded up; what a plan has on several devices counts each time."""
-        weights = sum(entry.weights_bytes for entry in self.plan.memory) - sum(self.beside) - self.absent
+        weights = sum(entry.weights_bytes for entry in self.plan.memory) - self.outside
         return -(-(max(1, weights) + sum(self.plan.cache_bytes(self.kind))) // self.plan.model.layers)
 
     @property

@@ -84,7 +84,7 @@ def _kind(plan: Facts) -> CacheKind:
 
 
 def _refused(plan: Facts) -> Iterator[str]:
-    if plan.model.architecture in UNKNOWN:
+    if plan.model.architecture in UNKNOWN and not plan.is_gguf:
         yield f"its converter to GGUF does not know {plan.model.architecture}"
     if plan.count > MOST_DEVICES:
         yield f"--tensor-split takes at most {MOST_DEVICES} devices, and the plan has {plan.count}"
@@ -100,7 +100,13 @@ def _refused_tensor(plan: Facts) -> Iterator[str]:
 
 
 def _differs(plan: Facts) -> Iterator[str]:
-    yield "a GGUF file has bytes of its own; they are cut by the same ratio"
+    if plan.is_gguf:
+        yield f"{MODEL}.gguf is the file that was planned, in {plan.model.weight_format}; of several, the first"
+    else:
+        yield (
+            f"{MODEL}.gguf is a file that its convert_hf_to_gguf.py makes of the model, with bytes of its own, which "
+            "are cut by the same ratio; a plan of that file has them exactly"
+        )
     yield "the embedding of the tokens stays in the host's memory"
     if _cells(plan) != plan.request.cache.tokens:
         yield f"the cache has {_cells(plan)} tokens instead of {plan.request.cache.tokens}, in multiples of {_TOKENS}"

@@ -51,6 +51,7 @@ ENGINE = Engine(
     caches=_CACHES,
     allows_beyond="SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
     differs=_differs,
+    no_gguf="and tpplan does not know which GGUF files it reads, and by which cuts",
     cuts_evenly=True,
     repeats_heads=True,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.export.accelerate import CACHES
+from tpplan.export.accelerate import CACHES, NO_GGUF
 from tpplan.export.engine import MODEL, Engine
 from tpplan.export.even import uneven_parts
 from tpplan.export.names import EngineName
@@ -69,6 +69,7 @@ ENGINE = Engine(
     caches=CACHES,
     files=_load_py,
     refused=_refused,
+    no_gguf=NO_GGUF,
     differs=_differs,
     cuts_evenly=True,
 )

@@ -58,6 +58,7 @@ ENGINE = Engine(
     caches=_CACHES,
     allows_beyond="VLLM_ALLOW_LONG_MAX_MODEL_LEN",
     differs=_differs,
+    no_gguf="which it reads by a plugin only (vllm-gguf-plugin), of whose cuts and bytes tpplan knows nothing",
     cuts_evenly=True,
     repeats_heads=True,
 )

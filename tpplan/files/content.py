@@ -46,7 +46,7 @@ _STARTS: Final[tuple[tuple[tuple[bytes, ...], str, str], ...]] = (
         "is a hub's refusal, not the file",
         "sign in with hf auth login, check the name, and fetch the file with hf download",
     ),
-    ((b"gguf",), "is a GGUF file", "take the checkpoint of the model in safetensors, with its config.json"),
+    ((b"gguf",), "is a GGUF file", "rename it to end in .gguf, and name it where a model is asked for"),
     ((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zxz", b"bzh"), "is a compressed file", _UNPACK),
     ((b"pk\x03\x04",), "is a zip archive, or a checkpoint of torch.save", f"{_UNPACK}, or {_PICKLE}"),
     ((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), "is a pickle of Python", _PICKLE),

@@ -85,6 +85,21 @@ def is_pattern(argument: str) -> bool:
     return bool(_MAGIC.search(argument)) and not os.path.lexists(argument)
 
 
+def in_repository(path: str) -> str:
+    """Return a path as seen from the root of the repository that it is in, with ``/``, as GitHub names files.
+
+    The root is GITHUB_WORKSPACE, or else the folder that has ``.git``. A path in neither is returned as it is.
+    """
+    whole = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))  # noqa: PTH118, PTH119, PTH120
+    workspace = os.environ.get("GITHUB_WORKSPACE", "")
+    roots = [os.path.realpath(workspace)] if workspace else []
+    roots += [str(folder) for folder in Path(whole).parents if (folder / ".git").exists()]
+    for root in roots:
+        if PurePath(whole).is_relative_to(root):
+            return PurePath(whole).relative_to(root).as_posix()
+    return path
+
+
 def walk(folder: str) -> Iterator[str]:
     """Yield the paths of JSON files in a folder and those within, except hidden ones, sorted."""
     for parent, folders, names in os.walk(folder):

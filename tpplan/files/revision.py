@@ -16,6 +16,17 @@ from tpplan.files.text import LARGEST_DOCUMENT
 _PATIENCE: Final = 60
 #: The object type in front of a file's hash; folders and submodules have others.
 _BLOB: Final = b"blob"
+#: The mode of a symbolic link.
+_LINK: Final = b"120000"
+#: Stands for the content of a link that leads to no file within the repository.
+_NOWHERE: Final = ""
+#: What git tells the programs that it runs, such as hooks, of the repository that they are run for, which need not be
+#: the one that a folder is in: ``git rev-parse --local-env-vars``, less those of the configuration.
+_OF_ANOTHER: Final = frozenset({
+    *("GIT_DIR", "GIT_WORK_TREE", "GIT_IMPLICIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_PREFIX", "GIT_INDEX_FILE"),
+    *("GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_GRAFT_FILE", "GIT_SHALLOW_FILE"),
+    *("GIT_NO_REPLACE_OBJECTS", "GIT_REPLACE_REF_BASE", "GIT_NAMESPACE"),
+})  # fmt: skip
 
 
 @frozen
@@ -39,7 +50,8 @@ class Revision:
             paths: as seen from the current directory; what is not in the revision gives nothing.
 
         Returns:
-            For each path as seen from the current directory the hash of its content, in the order of git.
+            For each path as seen from the current directory what :meth:`read` takes for its content, in the order of
+            git; a symbolic link has that of the file it leads to.
 
         Raises:
             UsageError: a path is outside of the repository.
@@ -52,18 +64,35 @@ class Revision:
         found = {}
         for entry in filter(None, listed.split(b"\0")):
             head, _, name = entry.partition(b"\t")
-            _, kind, content = head.split()
+            mode, kind, content = head.split()
             if kind == _BLOB:
-                found[self._outside(os.fsdecode(name))] = content.decode()
+                found[self._outside(os.fsdecode(name))] = self._target(name) if mode == _LINK else content.decode()
         return found
 
+    def _target(self, link: bytes) -> str:
+        """Return the hash of the file that a link leads to, which git follows within the revision, and not in circles.
+
+        Links to folders, to nothing and out of the repository are no plans.
+        """
+        if b"\n" in link:
+            return _NOWHERE
+        asked = b"%s:%s\n" % (self.commit.encode(), link)
+        answer = _git(self.root, "cat-file", "--batch-check", "--follow-symlinks", standard_input=asked).split()
+        return answer[0].decode() if answer[1:2] == [_BLOB] else _NOWHERE
+
     def read(self, content: str, what: str) -> bytes:
-        """Return a file's content by its hash.
+        """Return a file's content.
+
+        Args:
+            content: of :meth:`files`.
+            what: name of the file in errors.
 
         Raises:
-            PlanError: it has more than 16 MiB.
+            PlanError: it has more than 16 MiB, or is a link that leads to no file within the repository.
             TpplanError: git fails.
         """
+        if content == _NOWHERE:
+            raise malformed(what, "is a link that leads to no file within the repository")
         size = int(_git(self.root, "cat-file", "-s", content))
         if size > LARGEST_DOCUMENT:
             raise malformed(what, f"has {size} bytes, the most is {LARGEST_DOCUMENT}")
@@ -108,20 +137,26 @@ def _no_repository(folder: str) -> UsageError:
     return UsageError(f"{where!r} is in no git repository", "run it in the clone that has the plans")
 
 
-def _git(folder: str, *arguments: str, otherwise: TpplanError | None = None) -> bytes:
+def _misleads(variable: str) -> bool:
+    """Tell whether a variable of the environment makes git take another repository, or paths for patterns."""
+    return variable in _OF_ANOTHER or variable.endswith("_PATHSPECS")
+
+
+def _git(folder: str, *arguments: str, otherwise: TpplanError | None = None, standard_input: bytes = b"") -> bytes:
     """Return what git prints, run in a folder.
 
     Args:
         folder: where.
         arguments: of git.
         otherwise: the error if git refuses; by default one with git's own words.
+        standard_input: what git reads.
     """
     try:
         done = subprocess.run(  # noqa: S603 (no shell, and what users name is behind -- or --end-of-options)
             ["git", *arguments],  # noqa: S607 (whichever git the user has)
             cwd=folder,
-            env={name: value for name, value in os.environ.items() if not name.endswith("_PATHSPECS")},
-            stdin=subprocess.DEVNULL,
+            env={name: value for name, value in os.environ.items() if not _misleads(name)},
+            input=standard_input,
             capture_output=True,
             timeout=_PATIENCE,
             check=False,

@@ -156,7 +156,8 @@ def names_readable(plan: SplitPlan) -> Iterator[Finding]:
     model = plan.model
     names = [("model.name", model.name), ("model.architecture", model.architecture)]
     names += [(f"model.not_planned[{i}].what", part.what) for i, part in enumerate(model.not_planned)]
-    names += [("model.assumed", model.assumed)] * bool(model.assumed)
+    told = (("model.assumed", model.assumed), ("model.weight_format", model.weight_format))
+    names += [(path, text) for path, text in told if text]
     for path, name in chain(names, ((f"devices[{i}].name", d.name) for i, d in enumerate(plan.devices))):
         if not name.strip():
             yield path, "is empty"

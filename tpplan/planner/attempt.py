@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 
 from tpplan.core.axes import Axis, bounds_of, minimum_units
 from tpplan.core.device import Device
-from tpplan.core.model import ModelSpec
+from tpplan.core.model import GGUF, ModelSpec
 from tpplan.core.plan import DeviceMemory, PlanModel, Request, Split, SplitPlan, least_version
 from tpplan.planfile.codec import fingerprint
 from tpplan.planner.apportion import apportion
@@ -17,6 +17,7 @@ from tpplan.planner.exllamav2 import exllamav2_counts
 from tpplan.planner.items import Bin, Item, Placement
 from tpplan.planner.ledger import demands, ledger
 from tpplan.planner.place import Effort, nearest, solve
+from tpplan.planner.replicated import are_replicated, place_replicated
 from tpplan.planner.speed import bandwidth_of
 from tpplan.planner.stages import solve_stages
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tpplan.planner.costs import Demand
+    from tpplan.planner.replicated import Counts
 
 #: Times the budget, any model fits on any device.
 _PLENTY = 2**60
@@ -91,7 +93,14 @@ def attempt(
     rates = bandwidths(devices) if request.strategy == "latency" else (0,) * len(devices)
     bins = [bin_of(device, wanted, request.reserved(i), rates[i]) for i, device in enumerate(devices)]
     solver = solve_stages if request.strategy == "latency" else solve
-    counts = place(wanted, bins, request.strategy, lambda items, hosts: solver(items, hosts, effort))
+
+    def placed(some: Demands, hosts: Sequence[Bin], effort: Effort) -> Counts | None:
+        return place(some, hosts, request.strategy, lambda items, hosts: solver(items, hosts, effort))
+
+    if request.strategy == "latency" and effort is not Effort.ANY and are_replicated(wanted):
+        counts = place_replicated(wanted, bins, placed, effort)
+    else:
+        counts = placed(wanted, bins, effort)
     found = finish(model, devices, request, wanted, counts) if counts else None
     if found and not found.lacking:
         return found
@@ -191,7 +200,9 @@ def bin_of(device: Device, wanted: Demands, reserved: int = 0, bandwidth: int = 
 def described(model: ModelSpec) -> PlanModel:
     """Return what a plan says of its model."""
     name, architecture, layers = model.name, model.architecture, model.layer_count
-    return PlanModel(name, architecture, fingerprint(model), model.dtype, layers, model.not_planned, model.assumed)
+    stored = model.weight_format if model.weight_format.startswith(GGUF) else ""
+    told = model.not_planned, model.assumed, stored
+    return PlanModel(name, architecture, fingerprint(model), model.dtype, layers, *told)
 
 
 def splits_of(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:

@@ -58,11 +58,6 @@ class Options:
     beyond: bool = False
     reserve: tuple[str, ...] = ()
 
-    @property
-    def unusual(self) -> tuple[str, ...]:
-        """The options that differ from their defaults, as on the command line."""
-        return tuple(f"--{name}" for name, usual in USUAL.items() if getattr(self, name.replace("-", "_")) != usual)
-
     def request(self, model: ModelSpec) -> Request:
         """Return the request for a model, before the planner fills in what depends on it.
 

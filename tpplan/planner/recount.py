@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tpplan.core.plan import DeviceMemory, PlanModel, Split, SplitPlan
 
 #: Fields of a plan's model that decide nothing: a directory may have another name, and what is not planned may go.
-_TOLD = frozenset({"name", "not_planned", "assumed"})
+_TOLD = frozenset({"name", "not_planned", "assumed", "weight_format"})
 #: Differences that an error lists.
 _LISTED = 20
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _STRONG, _VERDICT = frozenset({"title", "head"}), "bad"
 #: What would be markup; an underscore inside a word is none.
 _MARKUP = re.compile(r"[\\`*\[\]<>&|~$]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
+#: Where GitHub would see a mention of somebody, an issue, or a link, if nothing stood between.
+_LINKED = re.compile(r"(?<![0-9A-Za-z]@)(?<=@)(?=[0-9A-Za-z])|(?<=#)(?=[0-9])|(?<=:)(?=//)|(?i:(?<=www)(?=\.))")
+_NOTHING = "<!-- -->"
 #: What makes a list, a heading, a quotation or a rule of the line that it begins.
 _START = re.compile(r"[0-9]{1,9}(?=[.)](\s|$))|(?=[-+#=])")
 
@@ -41,8 +44,8 @@ def fenced(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text so that nothing in it is markup."""
-    return _MARKUP.sub(lambda match: f"\\{match[0]}", visible(text.strip(" ")))
+    """Return a text so that nothing in it is markup, and that it calls nobody and leads nowhere."""
+    return _LINKED.sub(_NOTHING, _MARKUP.sub(lambda match: f"\\{match[0]}", visible(text.strip(" "))))
 
 
 def _written(block: Block) -> str:

@@ -90,9 +90,10 @@ def request_lines(plan: dict[str, Any]) -> tuple[str, str]:
     sequences += ", sliding windows kept whole" * ("full_window" in request)
     sequences += ", beyond the model's context" * ("beyond" in request)
     kv = ", KV heads replicated" if request["kv"] == "replicate" else ""
+    stored, whole = [model[key] for key in ("weight_format",) if key in model], abridged(model["fingerprint"])
     caching = f"cache {cache['kind']} for {cache['tokens']} tokens{sequences}"
     return (
-        f"{model['architecture']}, {model['layers']} layers, {model['dtype']}, {abridged(model['fingerprint'])}",
+        ", ".join((model["architecture"], f"{model['layers']} layers", model["dtype"], *stored, whole)),
         f"layout {request['layout']}, strategy {request['strategy']}, {caching}, up to {rows} rows{kv}",
     )
 

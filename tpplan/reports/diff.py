@@ -299,6 +299,7 @@ _SAME_MODEL = {
     "model.name": "the model's name",
     "model.not_planned": "what is not planned",
     "model.assumed": "what is assumed",
+    "model.weight_format": "what is told of the weights",
 }
 
 #: Keys by which devices of the two plans are matched, the most specific first.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from attrs import frozen
 
@@ -16,6 +16,11 @@ from tpplan.reports.manifest import in_short
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from tpplan.core.plan import SplitPlan
+
+#: The bytes of a file, why they are not read, or None where there is none.
+_File: TypeAlias = bytes | TpplanError | None
 
 
 class Since(StrEnum):
@@ -64,27 +69,25 @@ class RevisionDiff:
     plans: tuple[PlanSince, ...]
 
 
-def since(revision: str, commit: str, files: Mapping[str, tuple[bytes | None, bytes | None]]) -> RevisionDiff:
+def since(revision: str, commit: str, files: Mapping[str, tuple[_File, _File]]) -> RevisionDiff:
     """Compare the plans of a revision with those that are here.
 
     Args:
         revision: its name.
         commit: its hash.
-        files: for each path the file's bytes in the revision and here, None where there is no file.
+        files: for each path the file's bytes in the revision and here, or why they are not read; None where there is
+            no file.
     """
     plans = tuple(_since(path, before, after, revision) for path, (before, after) in files.items())
     return RevisionDiff(all(plan.change is Since.SAME for plan in plans), revision, commit, plans)
 
 
-def _since(path: str, before: bytes | None, after: bytes | None, revision: str) -> PlanSince:
+def _since(path: str, before: _File, after: _File, revision: str) -> PlanSince:
     if before == after:
         return PlanSince(path=path, change=Since.SAME, message="the plans are equal")
     change = Since.NEW if before is None else Since.DELETED if after is None else Since.CHANGED
     try:
-        plans = [
-            None if data is None else loads(data, name, allow_newer=True)
-            for data, name in ((before, f"{revision}:{path}"), (after, path))
-        ]
+        plans = [_plan(before, f"{revision}:{path}"), _plan(after, path)]
     except TpplanError as error:
         body = error_report(error).error
         return PlanSince(path=path, change=change, message=body.message, error=body)
@@ -96,3 +99,9 @@ def _since(path: str, before: bytes | None, after: bytes | None, revision: str) 
     return PlanSince(
         path=path, change=Since.SAME if is_same else change, message=found.summary, diff=None if is_same else found
     )
+
+
+def _plan(file: _File, name: str) -> SplitPlan | None:
+    if isinstance(file, TpplanError):
+        raise file
+    return None if file is None else loads(file, name, allow_newer=True)

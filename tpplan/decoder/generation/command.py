@@ -16,7 +16,7 @@ from tpplan.decoder.generation.timing import Timing
 from tpplan.decoder.generation.warmup import on_gpus
 from tpplan.decoder.model.settings import check_model
 from tpplan.decoder.text.continuation import Continuation
-from tpplan.decoder.weights.gguf import check_room
+from tpplan.decoder.weights.gguf import room_note
 from tpplan.exec.compiler import compiler
 from tpplan.reports.generate import GenerateReport
 from tpplan.weights import load_weights
@@ -93,8 +93,8 @@ def loaded(task: Task, note: Callable[[str], None]) -> Iterator[Decoder]:
     plan, source = task.plan, task.source
     check_model(source, source.model, plan)
     with compiler(plan, task.order.backend, note, scratch=False)("auto") as context:
-        if source.gguf and any(each.device.type == "cuda" for each in context.devices.values()):
-            note(check_room(plan, source.gguf, context.dtype.itemsize))
+        if source.gguf and (told := room_note(context, source.gguf)):
+            note(told)
         yield Decoder(context, source, load_weights(plan, source, context))
 
 

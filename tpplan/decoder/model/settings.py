@@ -14,6 +14,7 @@ from attrs import asdict, evolve, frozen
 from tpplan.core.axes import Axis
 from tpplan.decoder.cache.store import check_kind
 from tpplan.decoder.model.gates import ACTIVATIONS, ALPHA, LIMIT, SWIGLU_OAI
+from tpplan.decoder.model.gguf import check_gguf, config_with_factors
 from tpplan.decoder.model.ropes import Ropes
 from tpplan.decoder.model.stored import check_formats
 from tpplan.errors import ModelError
@@ -21,7 +22,6 @@ from tpplan.models.config import read_config
 from tpplan.models.families.wrappers import WRAPPERS, text_part
 from tpplan.models.formats import Scheme, read_scheme
 from tpplan.models.formats.storage import split_name
-from tpplan.models.gguf.reader import FACTORS
 from tpplan.weights.source import directory_of, gguf_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.models.config import Config
-    from tpplan.models.gguf.reader import GgufModel
     from tpplan.weights.source import Source
 
 
@@ -186,11 +185,8 @@ FAMILIES: Final[dict[str, Family]] = {
 _LEAST: Final = 1e-12
 _MOST: Final = 1e9
 
-#: Types of models whose GGUF files say all that the decoder needs.
-_FROM_GGUF: Final = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "phi3", "granite"),
-    "smollm3",
-)
+#: Experts that GGUF files have apart, and checkpoints in one tensor.
+_GGUF_EXPERTS: Final = {"gpt_oss": Experts(router="mlp.router")}
 
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = tuple(
@@ -288,34 +284,16 @@ def settings_of(checkpoint: str | Path | Source, model: ModelSpec) -> Settings:
             :func:`tpplan.decoder.model.stored.check_formats`.
     """
     if found := gguf_of(checkpoint):
-        _check_gguf(found, found.file.path.name)
-        return Settings.read(found.config, model)
+        check_gguf(found, FAMILIES)
+        settings = Settings.read(config_with_factors(found), model)
+        experts = _GGUF_EXPERTS.get(model.model_type, settings.family.experts)
+        return evolve(settings, family=evolve(settings.family, experts=experts))
     directory = directory_of(checkpoint)
     config = read_config(directory)
     settings = Settings.read(config, model, directory)
     check_formats(model, settings.scheme, str(directory), fused=settings.family.experts.fused)
     _check_experts(model, settings.family.experts, str(directory))
     return settings
-
-
-def _check_gguf(model: GgufModel, source: str) -> None:
-    """Check that a GGUF file's metadata says all that the decoder needs to know.
-
-    Raises:
-        ModelError: the architecture has settings that are not read from it, or RoPE is scaled or of a part of a head.
-    """
-    hint = "compute from the model's safetensors files; tpplan export PLAN --for llama.cpp says how llama.cpp runs it"
-    if model.spec.model_type not in _FROM_GGUF:
-        what = f"the decoder does not compute models of type {model.spec.model_type} from GGUF"
-        raise ModelError(f"{source}: {what}, but {', '.join(_FROM_GGUF)}", hint)
-    metadata, prefix = model.file.metadata, model.file.metadata["general.architecture"]
-    if FACTORS & model.file.tensors.keys() or model.config.raw("rope_scaling") is not None:
-        raise ModelError(f"{source}: the decoder does not compute a scaled RoPE from GGUF", hint)
-    turned = metadata.get(f"{prefix}.rope.dimension_count")
-    for block in model.spec.blocks:
-        if turned is not None and block.attention and turned != block.attention.head_dim:
-            what = f"RoPE turns {turned} of the {block.attention.head_dim} elements of a head"
-            raise ModelError(f"{source}: {what}, which the decoder does not compute from GGUF", hint)
 
 
 def _check_experts(model: ModelSpec, experts: Experts, source: str) -> None:

@@ -164,6 +164,7 @@ def fuse_weights(
         else:
             for name in (experts.gate, experts.up, experts.down):
                 _stack(start + name, block.experts, found, quantised, stacked)
+            _alternate(start + experts.gate, start + experts.up, stacked)
     return DeviceWeights(found, quantised, stacked)
 
 
@@ -174,7 +175,7 @@ def _stack(
     quantised: dict[str, Quantised],
     stacked: dict[str, Stacked],
 ) -> None:
-    """Replace the matrices of so many experts by one tensor or stack; nothing if a device has none.
+    """Replace the matrices of so many experts by one tensor or stack, and their biases; nothing if a device has none.
 
     Args:
         name: name of the matrices, with ``{expert}`` in it.
@@ -190,6 +191,22 @@ def _stack(
         tensors[name] = torch.unflatten(torch.cat(found) if tensor is None else tensor, 0, (count, -1))
     elif own and own[0] in quantised:
         stacked[name] = Stacked.of([quantised.pop(each) for each in own], adjacent)
+    biases = [f"{name}.bias".replace("{expert}", str(i)) for i in range(count)]
+    zeros = next((torch.zeros_like(tensors[each]) for each in biases if each in tensors), None)
+    if zeros is not None:
+        tensors[f"{name}.bias"] = torch.stack([tensors.pop(each, zeros) for each in biases])
+
+
+def _alternate(gate: str, up: str, stacked: MutableMapping[str, Stacked]) -> None:
+    """Let the rows of MXFP4 gate and up projections alternate, as in gpt_oss: kernels find the scales of both alike."""
+    pair = [stacked[name].matrix for name in (gate, up) if name in stacked]
+    both = [matrix for matrix in pair if isinstance(matrix, Float4Matrix)]
+    if len(both) != len((gate, up)):
+        return
+    codes = torch.stack([matrix.codes for matrix in both], 1).flatten(0, 1)
+    scales = torch.stack([matrix.scales for matrix in both], 1).flatten(0, 1)
+    for i, name in enumerate((gate, up)):
+        stacked[name] = Stacked(Float4Matrix(codes[i::2], scales[i::2]), len(stacked[name]))
 
 
 def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], dtype: torch.dtype) -> dict[str, Tensor]:

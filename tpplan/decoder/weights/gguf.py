@@ -1,7 +1,7 @@
 """A device's weights of a GGUF file as tensors of the activations' dtype, in the order that transformers has.
 
 Matrices in blocks become whole numbers, by the package ``gguf`` of llama.cpp's authors; that takes more memory than a
-plan counts for them.
+plan counts for them. Experts in MXFP4 stay in it, in the order of columns that checkpoints have.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from tpplan.core.missing import needing
 from tpplan.core.sizes import format_bytes
+from tpplan.decoder.weights.quantised import Float4Matrix
 from tpplan.errors import ExecutionError
 from tpplan.models.gguf.header import TYPES
 from tpplan.weights import iter_slices
@@ -23,14 +24,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.core.plan import SplitPlan
+    from tpplan.exec.context import TPContext
     from tpplan.models.gguf.reader import GgufModel
     from tpplan.weights import TensorSlice
 
 #: Types of tensors that torch has too.
 _PLAIN: Final = frozenset({"F32", "F16", "BF16", "F64"})
+_FLOAT4: Final = "MXFP4"
 _NEEDED: Final = "computing with a GGUF file"
 #: Rows that are converted at once, which take some further bytes for each of their elements.
 _ROWS: Final = 1024
+
+
+def room_note(context: TPContext, model: GgufModel) -> str:
+    """Check that every GPU has room for what a file's blocks become, see :func:`check_room`; return the note on it.
+
+    It is empty for virtual devices, whose memory is the host's.
+
+    Raises:
+        ExecutionError: a device has too little.
+    """
+    return check_room(context.plan, model, context.dtype.itemsize) if _on_gpus(context) else ""
+
+
+def _on_gpus(context: TPContext) -> bool:
+    return any(each.device.type == "cuda" for each in context.devices.values())
 
 
 def check_room(plan: SplitPlan, model: GgufModel, itemsize: int) -> str:
@@ -48,7 +66,8 @@ def check_room(plan: SplitPlan, model: GgufModel, itemsize: int) -> str:
     """
     sizes = dict.fromkeys(range(len(plan.devices)), 0)
     for part in iter_slices(plan, model.spec):
-        sizes[part.device] += elements_of(part, model) * itemsize
+        stays = _stays(part.name, model)
+        sizes[part.device] += prod(part.shape) if stays else elements_of(part, model) * itemsize
     for device, size in sizes.items():
         free = plan.memory[device].free_bytes
         if size > free:
@@ -58,6 +77,11 @@ def check_room(plan: SplitPlan, model: GgufModel, itemsize: int) -> str:
             raise ExecutionError(f"{what}, beside what the plan counts, which leaves {format_bytes(free)}", hint)
     listed = ", ".join(f"{format_bytes(size)} on device {device}" for device, size in sizes.items() if size)
     return f"the GGUF file's blocks become numbers, which take beside what the plan counts {listed}"
+
+
+def _stays(name: str, model: GgufModel) -> bool:
+    """Return whether the decoder computes with a tensor's codes."""
+    return model.kinds[name] == _FLOAT4 and ".experts." in name
 
 
 def elements_of(part: TensorSlice, model: GgufModel) -> int:
@@ -74,23 +98,27 @@ def _type_of(kind: str) -> tuple[str, int, int]:
 
 
 def dequantised(
-    weights: Mapping[str, Tensor], model: GgufModel, dtype: torch.dtype, head_dim: int
-) -> dict[str, Tensor]:
-    """Return a device's tensors as transformers would have them.
+    weights: Mapping[str, Tensor], model: GgufModel, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Float4Matrix]]:
+    """Return a device's tensors as transformers would have them, and apart the matrices that stay codes.
 
     Args:
         weights: the device's slices as they are in the file, by name; those in blocks are bytes.
         model: the file's header.
         dtype: dtype of the result.
-        head_dim: rows of a head in query and key matrices.
 
     Raises:
         ExecutionError: a tensor's type is one that the package cannot convert.
         MissingError: the package is not installed.
     """
-    found = {}
+    head_dim = next(block.attention.head_dim for block in model.spec.blocks if block.attention)
+    found: dict[str, Tensor] = {}
+    codes: dict[str, Float4Matrix] = {}
     for name, tensor in weights.items():
         kind = model.kinds[name]
+        if _stays(name, model):
+            codes[name] = in_pairs(tensor)
+            continue
         if model.architecture.shifted and name.endswith("norm.weight"):
             whole = (tensor.float() - 1).to(dtype)
         elif kind in _PLAIN:
@@ -104,7 +132,21 @@ def dequantised(
         ):
             whole = halves(whole, head_dim)
         found[name] = whole
-    return found
+    return found, codes
+
+
+def in_pairs(blocks: Tensor) -> Float4Matrix:
+    """Return a matrix in MXFP4 whose bytes have two columns next to each other, as checkpoints have it.
+
+    Args:
+        blocks: rows of blocks: a scale, and 16 bytes of which each has a column and the one 16 behind it.
+    """
+    _, _, size = _type_of(_FLOAT4)
+    parts_RGB = torch.unflatten(blocks, 1, (blocks.shape[1] // size, size))
+    bytes_RGB = parts_RGB[..., 1:]
+    columns = torch.cat((bytes_RGB & 15, bytes_RGB >> 4), -1)
+    codes = columns[..., ::2] | columns[..., 1::2] << 4
+    return Float4Matrix(codes.flatten(1), parts_RGB[..., 0].contiguous())
 
 
 def halves(rows: Tensor, head_dim: int) -> Tensor:

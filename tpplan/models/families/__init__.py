@@ -110,19 +110,21 @@ def slides(config: Config, model_type: str, layers: int) -> tuple[bool, ...]:
     return tuple(map(bool, read(Config({**config.data, "sliding_window": 1}, config.source), layers)))
 
 
-def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> ModelSpec:
+def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored: Family | None = None) -> ModelSpec:
     """Return the unquantised model that a config.json describes.
 
     Args:
         config: the config.
         name: display name of the model.
         stacked: whether all experts of a layer are in one tensor, where the family has them in either form.
+        stored: the family's tables for files that store other tensors than its usual ones; None for those.
 
     Raises:
         ModelError: the architecture is not supported, a key is missing or of the wrong type, or keys contradict each
             other.
     """
     model_type, family = _family(config)
+    family = stored or family
     for key in family.refused:
         if config.flag(key):
             raise config.error(f"{key} is true, which tpplan does not support", "plans are for decoders only")

@@ -19,7 +19,8 @@ iq     all queries of the indexer       (uncut)  ck     tokens of a convolution 
 LK     key heads of linear attention × size (LH) LV     its value heads × their size     (LH)
 LQKVZ  query, key, its values and gates  (LH)    lh lh2 one and two for each value head  (LH)
 lv     size of its value heads          (uncut)  Q2     query and gate of each query head (Q)
-HQ     hidden size, as query heads      (Q)
+HQ     hidden size, as query heads      (Q)      kn     unrotated key of a head in MLA   (uncut)
+v      value head size                  (uncut)
 ====== ========================================= ====== =========================================
 """
 
@@ -118,6 +119,8 @@ class Shape:
             "kr": Segment(None, self.kv_rank),
             "krr": Segment(None, self.kv_rank + self.rope_dim),
             "HQ": Segment(Axis.Q_HEADS, self.hidden),
+            "kn": Segment(None, d - self.rope_dim),
+            "v": Segment(None, v),
             "Q2": Segment(Axis.Q_HEADS, 2 * q * d),
             "LK": Segment(Axis.LINEAR_HEADS, keys),
             "LV": Segment(Axis.LINEAR_HEADS, values),

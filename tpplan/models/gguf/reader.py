@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve, frozen
 
-from tpplan.core.model import ModelSpec, NotPlanned
+from tpplan.core.model import GGUF, ModelSpec, NotPlanned
 from tpplan.errors import ModelError
 from tpplan.models.checkpoint import Headers, Tensor
 from tpplan.models.config import Config
 from tpplan.models.families import spec_from_config
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.matching import BUFFERS
-from tpplan.models.gguf.architectures import Architecture, architecture_of, config_of, name_of
+from tpplan.models.gguf.architectures import Architecture, architecture_of, name_of
 from tpplan.models.gguf.header import SPLIT, Gguf, read_gguf
+from tpplan.models.gguf.metadata import config_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,12 +101,12 @@ def read_gguf_model(path: Path) -> GgufModel:
     file = read_gguf(path)
     architecture = architecture_of(file, path.name)
     config = config_of(file, architecture, path.name)
-    logical = spec_from_config(config, path.stem)
+    logical = spec_from_config(config, path.stem, stored=architecture.stored)
     match = _Match(file, architecture, path.name)
     spec = rebuild(logical, match.stored)
     spec = evolve(
         spec,
-        weight_format=f"GGUF {max(match.sizes, key=lambda kind: (match.sizes[kind], kind))}",
+        weight_format=f"{GGUF}{max(match.sizes, key=lambda kind: (match.sizes[kind], kind))}",
         not_planned=(*spec.not_planned, *match.aside(logical.layer_count)),
         assumed="",
     )
