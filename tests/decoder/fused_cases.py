@@ -296,5 +296,5 @@ class FakeAttention:
     def _read(self, *parts: Tensor) -> Tensor:
         store = Store(self._kind, (1, 1, 1, self._head_dim), self._dtype, parts[0].device)
         out = torch.empty(parts[0].shape, dtype=self._dtype)
-        store._decode(parts, out)
+        store._coded[0][0].decode(parts, out)
         return out

@@ -125,7 +125,7 @@ class FakeLauncher:
         sequence_R = memory(sequences, (rows,), (sequences_step,), torch.int64)
         place_R = memory(places, (rows,), (places_step,), torch.int64)
         where = [*zip(sequence_R.tolist(), place_R.tolist(), strict=True)]
-        encode = Store(self._kind, (1, 1, 1, count), dtype, torch.device("cpu"))._encode
+        encode = Store(self._kind, (1, 1, 1, count), dtype, torch.device("cpu"))._coded[0][0].encode
         for starts, first in (((to_keys, scales[0]), queries), ((to_values, scales[1]), queries + keys)):
             encoded = encode(rows_RHK[:, first : first + keys])
             size = encoded[0][0, 0].nbytes  # of a row of the cache, whose scales are apart in the same way

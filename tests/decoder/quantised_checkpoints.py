@@ -16,7 +16,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.checkpoints import saved_values
-from tests.decoder.quantised_formats import Awq, Float8, Format, Gptq, IntPacked, Mixed
+from tests.decoder.quantised_formats import (
+    FP4,
+    AutoRound,
+    Awq,
+    Exl2,
+    Float4,
+    Float8,
+    Format,
+    Gptq,
+    Int8,
+    IntPacked,
+    Mixed,
+    Mxfp8,
+    Nf4,
+)
 from tests.decoder_cases import CONFIGS, SIZES, Model, answered, random_model
 from tests.later import transformers
 
@@ -80,6 +94,25 @@ FORMATS: Final[dict[str, Format]] = {
     "fp8 compressed tensor": Float8(block=(0, 0), suffix=".weight_scale"),
     "fp8 compressed channel": Float8(block=(1, 0), suffix=".weight_scale", scales=torch.bfloat16),
     "fp8 compressed block": Float8(suffix=".weight_scale", scales=torch.bfloat16),
+    "nvfp4 compressed": Float4(),
+    "nvfp4 modelopt": Float4(tool="modelopt"),
+    "mxfp4 compressed": Float4(group=32),
+    "mxfp4 quark": Float4(tool="quark", group=32),
+    "int8 channel": Int8(),
+    "int8 tensor": Int8(group=0, scales=torch.float32),
+    "int8 g64 asym": Int8(group=64, symmetric=False),
+    "int8 channel asym": Int8(symmetric=False),
+    "llm.int8": Int8(tool="bitsandbytes"),
+    "mxfp8": Mxfp8(),
+    "exl2": Exl2(),
+    "exl2 of 4 bits": Exl2(bits=(4,)),
+    "gptq of auto-round, asym": AutoRound(packed=Gptq(group=64, symmetric=False), packing="auto_round:auto_gptq"),
+    "gptq_v2 of auto-round, asym": AutoRound(packed=Gptq(group=64, symmetric=False, version=2), packing="auto_round"),
+    "awq of auto-round": AutoRound(packed=Awq(group=64), packing="auto_round:auto_awq"),
+    "nf4": Nf4(),
+    "nf4 nested": Nf4(nested=True),
+    "nf4 nested, stored as bfloat16": Nf4(nested=True, storage=torch.bfloat16),
+    "fp4": Nf4(numbers=FP4),
 }
 
 _CHANNEL: Final = Float8(block=(1, 0), suffix=".weight_scale", scales=torch.bfloat16)
@@ -95,6 +128,7 @@ MIXED: Final[dict[str, Format]] = {
     "int 4 g64 asym and 8": Mixed(
         usual=IntPacked(group=64, symmetric=False), others=IntPacked(bits=8, group=128, symmetric=False), part="v_proj"
     ),
+    "fp8 and nvfp4": Mixed(usual=Float4(), others=_CHANNEL, part="self_attn"),
     "gptq 4 g32 and 8 g64": Mixed(usual=Gptq(group=32), others=Gptq(bits=8, group=64, symmetric=False), part="down"),
 }
 

@@ -5,6 +5,7 @@ Shapes: N outputs, K inputs, G groups of inputs that share a scale.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -208,6 +209,254 @@ class Float8(Format):
         if not any(self.block):
             more = {".input_scale": torch.tensor([0.5])} if self.suffix == ".weight_scale" else {}
             packed |= {self.suffix: scales.view([1] * len(more))} | more
+        return packed, codes_NK.float() * by_NK
+
+
+#: The magnitudes of e2m1, in the order of their codes.
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@frozen(kw_only=True)
+class Float4(Format):
+    """Floats of 4 bits: NVFP4 as ModelOpt or compressed-tensors stores it, MXFP4 as the latter or Quark does.
+
+    Attributes:
+        tool: ``modelopt``, ``compressed-tensors`` or ``quark``.
+        group: inputs that share a scale: 16 of NVFP4, 32 of MXFP4.
+    """
+
+    tool: str = "compressed-tensors"
+    group: int = 16
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        if self.tool == "modelopt":
+            return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.gate"]}
+        if self.tool == "quark":
+            weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+            return {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": weight},
+                "exclude": ["lm_head", "*.gate"],
+            }
+        kind = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": self.group}
+        strategy, form = ("tensor_group", "nvfp4") if self.group == 16 else ("group", "mxfp4")
+        weights = kind | {"strategy": strategy, "dynamic": False}
+        return compressed(f"{form}-pack-quantized", weights, kind | {"strategy": strategy, "dynamic": "local"})
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`."""
+        largest_NG = torch.unflatten(matrix_NK, 1, (-1, self.group)).abs().amax(-1)
+        if self.group == 16:
+            factor = largest_NG.max() / (6 * 448)
+            scales_NG = (largest_NG / 6 / factor).to(torch.float8_e4m3fn)
+            by_NG = scales_NG.float() * factor
+        else:
+            exponents_NG = largest_NG.log2().floor() - 2
+            scales_NG, by_NG = (exponents_NG + 127).to(torch.uint8), exponents_NG.exp2()
+        by_NK = by_NG.repeat_interleave(self.group, 1)
+        codes_NK = ((matrix_NK / by_NK).abs()[..., None] - torch.tensor(E2M1)).abs().argmin(-1)
+        values_NK = torch.tensor(E2M1)[codes_NK] * by_NK * matrix_NK.sign()
+        codes_NK += 8 * (matrix_NK < 0)
+        name = ".weight_packed" if self.tool == "compressed-tensors" else ".weight"
+        packed = {name: (codes_NK[:, ::2] | codes_NK[:, 1::2] << 4).to(torch.uint8), ".weight_scale": scales_NG}
+        if self.group == 16:
+            modelopt = {".weight_scale_2": factor, ".input_scale": torch.tensor(0.5)}
+            own = {".weight_global_scale": (1 / factor).view(1), ".input_global_scale": torch.tensor([0.5])}
+            packed |= modelopt if self.tool == "modelopt" else own
+        return packed, values_NK
+
+
+@frozen(kw_only=True)
+class Int8(Format):
+    """Integers of 8 bits that are not packed, as compressed-tensors or bitsandbytes stores them.
+
+    Attributes:
+        group: inputs that share a scale; -1 for all (``channel``), 0 for those of all outputs too (``tensor``).
+        symmetric: whether there are no zeros.
+        scales: their dtype, as a rule the model's.
+        tool: ``compressed-tensors`` or ``bitsandbytes``.
+    """
+
+    group: int = -1
+    symmetric: bool = True
+    scales: torch.dtype = torch.bfloat16
+    tool: str = "compressed-tensors"
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        if self.tool == "bitsandbytes":
+            return {"quant_method": "bitsandbytes", "load_in_8bit": True}
+        strategy = {-1: "channel", 0: "tensor"}.get(self.group, "group")
+        int8 = {"num_bits": 8, "type": "int"}
+        weights = int8 | {"symmetric": self.symmetric, "dynamic": False, "strategy": strategy}
+        weights |= {"group_size": self.group} if self.group > 0 else {}
+        return compressed("int-quantized", weights, int8 | {"symmetric": True, "dynamic": True, "strategy": "token"})
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`."""
+        if self.tool == "bitsandbytes":
+            largest_N = matrix_NK.abs().amax(1)
+            codes_NK = (matrix_NK * (127 / largest_N[:, None])).round()
+            packed = {".weight": codes_NK.to(torch.int8), ".SCB": largest_N}
+            packed[".weight_format"] = torch.tensor(0, dtype=torch.uint8)
+            return packed, codes_NK * (largest_N[:, None] / 127)
+        one = matrix_NK if self.group else matrix_NK.flatten()[None]
+        rounded = _rounded(one, _groups(one, self.group or -1), 8, self.scales, symmetric=self.symmetric)
+        packed = {
+            ".weight": (rounded.codes - 128).to(torch.int8).view(matrix_NK.shape),
+            ".weight_scale": rounded.scales if self.group else rounded.scales.view(1),
+        }
+        if not self.symmetric:
+            packed[".weight_zero_point"] = (rounded.zeros - 128).to(torch.int8).view(packed[".weight_scale"].shape)
+        return packed, rounded.values.view(matrix_NK.shape)
+
+
+#: The numbers of NF4 (QLoRA, arXiv:2305.14314, appendix E), and of bitsandbytes' FP4, in the order of their codes.
+NF4: Final = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+FP4: Final = (0.0, 0.0052083333, 0.6666667, 1.0, 0.3333333, 0.5, 0.1666667, 0.25)
+
+
+@frozen(kw_only=True)
+class Nf4(Format):
+    """bitsandbytes' codes of 4 bits, in blocks of one run of all rows.
+
+    Attributes:
+        numbers: what the codes stand for: :data:`NF4` or :data:`FP4`.
+        nested: whether scales are codes of 8 bits, in blocks of 256 (double quantisation).
+        storage: dtype that the bytes of codes are stored as.
+    """
+
+    numbers: tuple[float, ...] = NF4
+    nested: bool = False
+    storage: torch.dtype = torch.uint8
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        return {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": self.nested}
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`."""
+        kind = "nf4" if self.numbers is NF4 else "fp4"
+        table = torch.tensor(self.numbers if kind == "nf4" else (*self.numbers, *(-each for each in self.numbers)))
+        blocks = matrix_NK.view(-1, 64)
+        scales = blocks.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": [*matrix_NK.shape]}
+        more = {".weight.absmax": scales}
+        if self.nested:
+            offset = scales.mean()
+            levels = torch.linspace(-1, 1, 256)  # bitsandbytes has others; a file says which
+            rest = torch.nn.functional.pad(scales - offset, (0, -len(scales) % 256)).view(-1, 256)
+            tops = rest.abs().amax(1)
+            codes = ((rest / tops[:, None])[..., None] - levels).abs().argmin(-1)
+            scales = (levels[codes] * tops[:, None]).flatten()[: len(scales)] + offset
+            more = {".weight.absmax": codes.flatten()[: len(scales)].to(torch.uint8)}
+            more |= {".weight.nested_absmax": tops, ".weight.nested_quant_map": levels}
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset.item()}
+        codes = ((blocks / scales[:, None])[..., None] - table).abs().argmin(-1)
+        halves = codes.view(-1, 2)
+        text = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+        return {
+            ".weight": (halves[:, :1] << 4 | halves[:, 1:]).to(torch.uint8).flatten().view(self.storage)[:, None],
+            ".weight.quant_map": table,
+            f".weight.quant_state.bitsandbytes__{kind}": text,
+            **more,
+        }, (table[codes] * scales[:, None]).view(matrix_NK.shape)
+
+
+@frozen(kw_only=True)
+class Exl2(Format):
+    """EXL2 as ExLlamaV2's converter packs it: inputs in any order, and groups of 32 with several numbers of bits."""
+
+    bits: tuple[int, ...] = (8, 6, 5, 4, 3, 2)
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        return {"quant_method": "exl2", "bits": 4.0}
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`; outputs are padded to a multiple of 32, which shows in no value."""
+        outputs, inputs = matrix_NK.shape
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+        some = [self.bits[i * len(self.bits) * 32 // inputs] for i in range(inputs // 32)]
+        scales, codes_KN, nibbles, largest = [], [], [], []
+        for i, bits in enumerate(some):
+            own_KN = matrix_NK.T[order[32 * i : 32 * i + 32]]
+            half = 2 ** (bits - 1)
+            wanted_N = own_KN.abs().amax(0) / max(half - 1, 1)
+            largest.append(wanted_N.max().half().float())
+            nibbles.append((wanted_N / largest[i] * 256).sqrt().sub(1).ceil().clamp(0, 15).int())
+            scales.append((nibbles[i] + 1) ** 2 / 256 * largest[i])
+            codes_KN.append((own_KN / scales[i]).round().clamp(-half, half - 1).int() + half)
+        lines: list[list[int]] = []
+        groups: list[int] = []
+        for bits, own_KN in zip(some, codes_KN, strict=True):
+            groups += [bits, len(lines)]
+            streams = [sum(code << bits * k for k, code in enumerate(column)) for column in own_KN.T.tolist()]
+            lines += [[stream >> 32 * word & 0xFFFFFFFF for stream in streams] for word in range(bits)]
+        values_KN = torch.empty(inputs, outputs)
+        halves = [2 ** (bits - 1) for bits in some]
+        values_KN[order] = torch.cat(
+            [(codes - half) * scale for codes, half, scale in zip(codes_KN, halves, scales, strict=True)]
+        )
+        packed = torch.from_numpy(np.array(lines, dtype=np.uint32).view(np.int32))
+        return {
+            ".q_weight": torch.nn.functional.pad(packed, (0, -outputs % 32)),
+            ".q_scale": words(torch.nn.functional.pad(torch.stack(nibbles), (0, -outputs % 32)), 4),
+            ".q_scale_max": torch.stack(largest).half(),
+            ".q_groups": torch.tensor(groups, dtype=torch.int16),
+            ".q_invperm": order.argsort().int(),
+        }, values_KN.T.contiguous()
+
+
+@frozen(kw_only=True)
+class AutoRound(Format):
+    """What auto-round writes: another tool's format, but with its own config, and without groups of inputs.
+
+    Attributes:
+        packed: the other tool's.
+        packing: what the config calls it.
+    """
+
+    packed: Gptq | Awq
+    packing: str
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        other = self.packed.config()
+        return {
+            "quant_method": "auto-round",
+            "bits": other["bits"],
+            "group_size": other["group_size"],
+            "data_type": "int",
+            "packing_format": self.packing,
+        }
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`."""
+        packed, values = self.packed.store(matrix_NK)
+        return {suffix: tensor for suffix, tensor in packed.items() if suffix != ".g_idx"}, values
+
+
+@frozen(kw_only=True)
+class Mxfp8(Format):
+    """Floats of 8 bits with a power of two for each 32 inputs, as compressed-tensors stores them."""
+
+    def config(self) -> dict[str, Any]:
+        """See :class:`Format`."""
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+        return compressed("mxfp8-quantized", weights | {"dynamic": False}, None)
+
+    def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
+        """See :class:`Format`."""
+        exponents_NG = torch.unflatten(matrix_NK, 1, (-1, 32)).abs().amax(-1).log2().floor() - 7
+        by_NK = exponents_NG.exp2().repeat_interleave(32, 1)
+        codes_NK = (matrix_NK / by_NK).to(torch.float8_e4m3fn)
+        packed = {".weight": codes_NK, ".weight_scale": (exponents_NG + 127).to(torch.uint8)}
         return packed, codes_NK.float() * by_NK
 
 

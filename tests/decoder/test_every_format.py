@@ -48,42 +48,6 @@ def _headers(quantization: dict[str, Any], matrix: Callable[[int, int, int], Ten
     return write_checkpoint(_directory(), LLAMA | {"quantization_config": quantization}, tensors)
 
 
-def _compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False} | weights, "format": form}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"g": group}, "ignore": ["lm_head"]}
-
-
-def _nvfp4(inputs: int, outputs: int, _layer: int) -> Tensors:
-    """Return ModelOpt's tensors of NVFP4."""
-    return {
-        ".weight": ("U8", (outputs, inputs // 2)),
-        ".weight_scale": ("F8_E4M3", (outputs, inputs // 16)),
-        ".weight_scale_2": ("F32", ()),
-        ".input_scale": ("F32", ()),
-    }
-
-
-def _nvfp4_packed(inputs: int, outputs: int, _layer: int) -> Tensors:
-    return {
-        ".weight_packed": ("U8", (outputs, inputs // 2)),
-        ".weight_scale": ("F8_E4M3", (outputs, inputs // 16)),
-        ".weight_global_scale": ("F32", (1,)),
-    }
-
-
-def _mxfp4_packed(inputs: int, outputs: int, _layer: int) -> Tensors:
-    return {".weight_packed": ("U8", (outputs, inputs // 2)), ".weight_scale": ("U8", (outputs, inputs // 32))}
-
-
-def _mxfp8(inputs: int, outputs: int, _layer: int) -> Tensors:
-    return {".weight": ("F8_E4M3", (outputs, inputs)), ".weight_scale": ("U8", (outputs, inputs // 32))}
-
-
-def _int8(inputs: int, outputs: int, _layer: int) -> Tensors:
-    """Return compressed-tensors' 8-bit integers with a scale for each output (W8A8)."""
-    return {".weight": ("I8", (outputs, inputs)), ".weight_scale": ("BF16", (outputs, 1))}
-
-
 def _smoothed(inputs: int, outputs: int, _layer: int) -> Tensors:
     """Return 8-bit floats whose inputs ModelOpt has scaled, in the dtype of the model."""
     return {
@@ -134,6 +98,15 @@ COMPUTED: Final[dict[str, Callable[[], Path]]] = {
     "int4 packed in bfloat16": lambda: _halved(stored("llama", "int 4 g32", 1)[0], torch.bfloat16),
     "int4 packed with act order": lambda: stored("llama", "int 4 g32 actorder", 1)[0],
     "fp8 attention, int4 mlp": lambda: stored("llama", "fp8 and int 4 g32", 1)[0],
+    "nvfp4 of modelopt": lambda: stored("llama", "nvfp4 modelopt", 1)[0],
+    "nvfp4 of compressed-tensors": lambda: stored("llama", "nvfp4 compressed", 1)[0],
+    "mxfp4 of compressed-tensors": lambda: stored("llama", "mxfp4 compressed", 1)[0],
+    "int8 w8a8": lambda: stored("llama", "int8 channel", 1)[0],
+    "mxfp8": lambda: stored("llama", "mxfp8", 1)[0],
+    "auto-round": lambda: stored("llama", "gptq of auto-round, asym", 1)[0],
+    "exl2": lambda: stored("llama", "exl2", 1)[0],
+    "nf4": lambda: stored("llama", "nf4", 1)[0],
+    "nf4 nested": lambda: stored("llama", "nf4 nested", 1)[0],
     "experts": lambda: base("qwen3_moe"),
     "fp8 attention, int4 experts": lambda: stored("qwen3_moe", "fp8 and int 4 g32")[0],
     "mxfp4 experts": lambda: mxfp4()[0].directory,
@@ -143,20 +116,8 @@ COMPUTED: Final[dict[str, Callable[[], Path]]] = {
 REFUSED: Final[dict[str, Callable[[], Path]]] = {
     **{
         f"{case} of headers": partial(_case, case)
-        for case in ("nf4", "int8", "exl2", "exl3", "gptq 3 bits", "gptq, no config", "awq, no config", "int packed")
+        for case in ("exl3", "gptq 3 bits", "gptq, no config", "awq, no config", "int packed")
     },
-    "nvfp4 of modelopt": lambda: _headers({"quant_method": "modelopt", "quant_algo": "NVFP4"}, _nvfp4),
-    "nvfp4 of compressed-tensors": lambda: _headers(
-        _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
-        _nvfp4_packed,
-    ),
-    "mxfp4 of compressed-tensors": lambda: _headers(
-        _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32), _mxfp4_packed
-    ),
-    "mxfp8": lambda: _headers(
-        _compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32), _mxfp8
-    ),
-    "int8 w8a8": lambda: _headers(_compressed("int-quantized", num_bits=8, type="int", strategy="channel"), _int8),
     "fp8 smoothed": lambda: _headers({"quant_method": "modelopt", "quant_algo": "FP8"}, _smoothed),
     "fp8 block in four dimensions": lambda: _headers(
         {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, _float8_of_two_scales

@@ -125,7 +125,7 @@ def test_activations_fit_in_the_scratch_of_the_ledger(model_type: str, tmp_path:
             assert all(0.4 < share <= 1 for share in found.values()), (layout, shares, found)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "q8"])
+@pytest.mark.parametrize("kind", ["fp8", "q8", "q6", "q4"])
 def test_smaller_caches_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
     """Of which one KV head of a sequence is in 16 bits at a time."""
     directory = made("qwen3", tmp_path, **_FEW)
@@ -183,13 +183,14 @@ def test_prompts_that_attend_at_once_do_too(
     assert flash_calls
 
 
-@pytest.mark.parametrize("form", ["gptq 4 g64 asym", "int 8 channel", "fp8 block"])
+@pytest.mark.parametrize("form", ["gptq 4 g64 asym", "int 8 channel", "fp8 block", "nvfp4 modelopt", "nf4 nested"])
 def test_quantised_weights_take_no_more(form: str) -> None:
     """Of matrices parts are made at a time that are an eighth of the scratch."""
     taken_by = []
     directory, twin = stored("llama", form, 1)
+    layout = "gather" if tpplan.read_model(directory).gather_only else "reduce"
     for each in (twin, directory):
-        plan = planned(each, "reduce", (1,), Cache("fp16", _BATCH * _LENGTH))
+        plan = planned(each, layout, (1,), Cache("fp16", _BATCH * _LENGTH))
         with patch.object(products, "AT_ONCE", 2**13), patch.object(quantised_matrices, "_AT_ONCE", 2**10):
             taken_by.append(taken(each, plan)[0])
     dense, codes = taken_by

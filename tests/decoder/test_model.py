@@ -223,7 +223,7 @@ def test_what_is_refused() -> None:
         taken.step()
         with pytest.raises(RequestError, match=f"the longest text has {LENGTH} tokens"):
             taken.step()
-    for kind in ("q4", "q8"):  # the latter takes heads of 32 elements
+    for kind in ("q4", "q8"):  # they take heads of 32 elements
         plan = plan_of(model.directory, 2, request_of(kind=kind), {}, seed=2)
         with pytest.raises(ExecutionError, match=f"no cache of kind {kind} for heads of 8"), decoding(plan, "mistral"):
             pass

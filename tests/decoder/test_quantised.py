@@ -54,6 +54,10 @@ SOME = [
     "fp8 block of 64x32",
     "fp8 compressed channel",
     "fp8 and int 4 g32",
+    "nvfp4 modelopt",
+    "mxfp4 compressed",
+    "int8 channel",
+    "nf4",
 ]
 
 
@@ -152,7 +156,7 @@ def _mxfp4(inputs: int, outputs: int, _layer: int) -> Tensors:
     ("quantization", "matrix", "what"),
     [
         *((CASES[case][0], CASES[case][1], name) for case, name in (
-            ("exl2", "EXL2"), ("exl3", "EXL3"), ("nf4", "NF4"), ("int8", "LLM.int8"),
+            ("exl3", "EXL3"),
             ("gptq 2 bits", "GPTQ 2-bit"), ("gptq 3 bits", "GPTQ 3-bit"),
         )),
         (_GEMV, awq, "AWQ"),
@@ -165,7 +169,7 @@ def test_formats_that_are_refused(tmp_path: Path, quantization: dict[str, Any], 
     error = _refused(write_checkpoint(tmp_path, config, llama_outside() | llama_layers(matrix)))
     assert "model.layers.0.self_attn.q_proj" in error.message
     assert what in error.message
-    for known in ("GPTQ", "AWQ", "gemm", "compressed-tensors", "FP8"):
+    for known in ("GPTQ", "AWQ", "gemm", "compressed-tensors", "FP8", "NVFP4", "MXFP4", "NF4"):
         assert known in error.hint
 
 

@@ -73,7 +73,11 @@ class LayerCache:
         pieces = [
             [find(some, keys) for keys in _slices(heads, most_heads)] for some in _slices(sequences, most_sequences)
         ]
-        return concat([concat(row, dim=1) for row in pieces], dim=0)
+        return self._store.unmix(concat([concat(row, dim=1) for row in pieces], dim=0))
+
+    def mix_queries(self, q: Tensor) -> Tensor:
+        """Return queries as the keys that are read from the cache are to be multiplied; see :class:`Store`."""
+        return self._store.mix_queries(q)
 
     def heads_at_once(self, tokens: int) -> int:
         """Return the number of KV heads whose ``tokens`` keys and values may be copied at a time; 0 if not even one."""

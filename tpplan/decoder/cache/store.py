@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Self
+from functools import cache, reduce
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import torch
 from attrs import Factory, field, frozen
@@ -16,17 +17,41 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _FLOAT8: Final = torch.float8_e4m3fn
-#: Elements that share a 16-bit scale in a ``q8`` cache: 8.5 bits for each element, as the plan counts.
+#: Elements that share a 16-bit scale in caches of integers: half a bit more for each element, as the plan counts.
 _GROUP: Final = 32
-_LARGEST: Final = 127
+
+#: Factors of what :func:`hadamard` makes of stored elements, and of what these are multiplied by: together 1 / 32.
+_STORED, _ASKED = 1 / 8, 1 / 4
+#: The least float16 above 0.
+_TINY: Final = 2.0**-24
 
 #: Kinds of caches; no plan has the last one.
-_KINDS: Final = ("fp16", "fp8", "q8", "fp32")
+_KINDS: Final = ("fp16", "fp8", "q8", "q6", "q4", "fp32")
+#: Those of groups of elements.
+_GROUPED: Final = ("q8", "q6", "q4")
 #: Kinds that kernels read and write, and the suffixes of these kernels' names.
 KERNEL_KINDS: Final = {"fp16": "", "fp8": "_fp8", "q8": "_q8"}
 
 #: Stored form of a tensor: its elements, and for some kinds their scales.
 Parts = tuple["Tensor", ...]
+
+
+class _Codec(NamedTuple):
+    """How keys or values are stored.
+
+    Attributes:
+        encode: returns the stored form of a tensor.
+        decode: writes what is stored into another tensor.
+        is_mixed: whether it is of what :func:`hadamard` makes of a tensor.
+    """
+
+    encode: Callable[[Tensor], Parts]
+    decode: Callable[[Parts, Tensor], object]
+    is_mixed: bool = False
+
+
+def _plain(dtype: torch.dtype) -> _Codec:
+    return _Codec(lambda x: (x.to(dtype),), lambda parts, out: out.copy_(parts[0]))
 
 
 def _to_float8(x: Tensor) -> Parts:
@@ -38,16 +63,56 @@ def _from_float8(parts: Parts, out: Tensor) -> None:
     out.copy_(parts[0].view(_FLOAT8))
 
 
+def _rounded(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Return whole numbers of groups of elements, from minus the largest to it, and the groups' scales."""
+    groups = torch.unflatten(x.to(torch.float32, copy=True), -1, (-1, _GROUP))
+    least, most = groups.aminmax(dim=-1, keepdim=True)
+    scale = (torch.maximum(-least, most) * (1 / largest)).half()
+    groups.div_(scale.float().clamp_min(_TINY)).round_().clamp_(-largest, largest)
+    return groups.to(torch.int8).flatten(-2), scale.squeeze(-1)
+
+
 def _to_int8(x: Tensor) -> Parts:
-    groups = torch.unflatten(x.float(), -1, (-1, _GROUP))
-    scale = (groups.abs().amax(-1, keepdim=True) * (1 / _LARGEST)).half()
-    whole = (groups / scale.float().clamp_min(torch.finfo(torch.half).tiny)).round_().clamp_(-_LARGEST, _LARGEST)
-    return whole.to(torch.int8).flatten(-2), scale.squeeze(-1)
+    return _rounded(x, 127)
 
 
 def _from_int8(parts: Parts, out: Tensor) -> None:
     whole, groups = (torch.unflatten(x, -1, (-1, _GROUP)) for x in (parts[0], out))
     torch.mul(whole, parts[1].unsqueeze(-1), out=groups)  # into out: temporaries may not fit into memory
+
+
+def _to_int4(x: Tensor) -> Parts:
+    whole, scale = _rounded(hadamard(x, _STORED), 7)
+    first, second = whole.add_(8).view(torch.uint8).chunk(2, dim=-1)
+    return first | second << 4, scale
+
+
+def _from_int4(parts: Parts, out: Tensor) -> None:
+    first, second = out.chunk(2, dim=-1)
+    first.copy_(parts[0] & 15)  # temporaries of half a byte for each element
+    second.copy_(parts[0] >> 4)
+    groups = torch.unflatten(out.sub_(8), -1, (-1, _GROUP))
+    groups.mul_(parts[1].unsqueeze(-1))
+
+
+def hadamard(x: Tensor, factor: float) -> Tensor:
+    """Return the products of each 32 neighbours with a Hadamard matrix: sums of all, half of them subtracted.
+
+    Products of what is mixed so are 32 times those of the tensors, and mixing twice is a factor of 32. An element that
+    is much larger than its neighbours, which rounding to few bits would cost theirs, becomes a part of each (QuaRot,
+    arXiv:2404.00456; ExLlamaV2's caches of 4 bits do the same).
+
+    Args:
+        x: elements.
+        factor: of the result: a power of 2.
+    """
+    return (torch.unflatten(x, -1, (-1, _GROUP)) @ _hadamard_matrix(x.device, x.dtype, factor)).flatten(-2)
+
+
+@cache
+def _hadamard_matrix(device: torch.device, dtype: torch.dtype, factor: float) -> Tensor:
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    return (factor * reduce(torch.kron, [two] * (_GROUP.bit_length() - 1))).to(device, dtype)
 
 
 def check_kind(kind: str, head_dim: int) -> None:
@@ -56,31 +121,35 @@ def check_kind(kind: str, head_dim: int) -> None:
     Raises:
         ExecutionError: it has none.
     """
-    if kind not in _KINDS or (kind == "q8" and head_dim % _GROUP):
-        kinds = ", ".join(each for each in _KINDS if each in CACHE_KINDS)
+    if kind not in _KINDS or (kind in _GROUPED and head_dim % _GROUP):
+        kinds = ", ".join(each for each in _KINDS if each in CACHE_KINDS and each not in _GROUPED)
         raise ExecutionError(
             f"the decoder has no cache of kind {kind} for heads of {head_dim} elements",
-            f"plan with --cache {kinds}; q8 takes multiples of {_GROUP}",
+            f"plan with --cache {kinds}; {', '.join(_GROUPED)} take heads of a multiple of {_GROUP}",
         )
 
 
 class Store:
     """Storage for keys and values ``[2, B, H, L, K]``: B sequences, H KV heads, L places, K elements of a head.
 
+    What is read of a kind of 4 bits is what :func:`hadamard` makes of it: :meth:`mix_queries` does so with queries, and
+    :meth:`unmix` makes it undone in what attention returns. So it costs nothing for each token in the cache.
+
     Attributes:
         kind: kind of cache.
         heads: number of KV heads.
         head_dim: elements of a head.
         is_plain: whether elements are stored in the activations' dtype, so that reading them takes no memory.
-        halves: stored keys and stored values, ``[B, H, L, K]`` each; views of the storage.
-        scales: scales of keys and of values, ``[B, H, L, K / 32]`` each, for kind ``q8``; empty for other kinds.
+        halves: stored keys and stored values, ``[B, H, L, K]`` each, of 4 bits two in a byte; views of the storage.
+        scales: scales of keys and of values, ``[B, H, L, K / 32]`` each, for kinds of integers; empty for others.
     """
 
     def __init__(self, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the memory that the plan counts for a cache of this kind.
 
         Args:
-            kind: ``fp16`` (the activations' dtype, or float16 if that is wider), ``fp8``, ``q8`` or ``fp32``.
+            kind: ``fp16`` (the activations' dtype, or float16 if that is wider), ``fp8``, ``q8``, ``q4``, ``q6`` (keys
+                as ``q8``, values as ``q4``, as in ExLlamaV2) or ``fp32``.
             shape: B, H, L and K.
             dtype: dtype of the activations.
             device: device of the memory.
@@ -92,27 +161,45 @@ class Store:
         self.kind = kind
         _, self.heads, _, self.head_dim = shape
         self._dtype = dtype
-        narrow = dtype if dtype.itemsize == 2 else torch.float16  # noqa: PLR2004 - bytes
-        kinds: dict[str, tuple[Callable[[Tensor], Parts], Callable[[Parts, Tensor], object]]] = {
-            "fp16": (lambda x: (x.to(narrow),), lambda parts, out: out.copy_(parts[0])),
-            "fp32": (lambda x: (x.float(),), lambda parts, out: out.copy_(parts[0])),
-            "fp8": (_to_float8, _from_float8),
-            "q8": (_to_int8, _from_int8),
-        }
-        self._encode, self._decode = kinds[kind]
-        self._parts = tuple(
-            torch.zeros(2, *shape[:-1], part.shape[-1], dtype=part.dtype, device=device)
-            for part in self._encode(torch.zeros(1, shape[-1]))
-        )
+        q8, q4 = _Codec(_to_int8, _from_int8), _Codec(_to_int4, _from_int4, is_mixed=True)
+        codecs = {
+            "fp16": [_plain(dtype if dtype.itemsize == 2 else torch.float16)],  # noqa: PLR2004 - bytes
+            "fp32": [_plain(torch.float32)],
+            "fp8": [_Codec(_to_float8, _from_float8)],
+            "q8": [q8],
+            "q6": [q8, q4],
+            "q4": [q4],
+        }[kind]
+        count = 2 // len(codecs)
+        self._coded: list[tuple[_Codec, slice, Parts]] = []
+        for i, codec in enumerate(codecs):
+            parts = tuple(
+                torch.zeros(count, *shape[:-1], part.shape[-1], dtype=part.dtype, device=device)
+                for part in codec.encode(torch.zeros(1, shape[-1]))
+            )
+            self._coded.append((codec, slice(i * count, (i + 1) * count), parts))
+        self._parts = tuple(part for *_, parts in self._coded for part in parts)
+        self._mixes = codecs[0].is_mixed, codecs[-1].is_mixed
+        for factor in (_STORED, _ASKED) if any(self._mixes) else ():  # now: no later pass has memory for them
+            _hadamard_matrix(device, dtype, factor)
         self.is_plain = self._parts[0].dtype == dtype
-        self.halves: tuple[Tensor, Tensor] = (self._parts[0][0], self._parts[0][1])
-        self.scales: tuple[Tensor, ...] = tuple(half for part in self._parts[1:] for half in part)
+        (*_, keys), (*_, values) = self._coded[0], self._coded[-1]
+        self.halves: tuple[Tensor, Tensor] = (keys[0][0], values[0][-1])
+        self.scales: tuple[Tensor, ...] = tuple(part[i] for i, parts in ((0, keys), (-1, values)) for part in parts[1:])
         self._rows = _as_rows(self.halves[0]), _as_rows(self.halves[1]), shape[1] * shape[2]
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
         return sum(part.nbytes for part in self._parts)
+
+    def mix_queries(self, q: Tensor) -> Tensor:
+        """Return the queries whose products with the keys as they are read are those of queries and keys."""
+        return hadamard(q, _ASKED) if self._mixes[0] else q
+
+    def unmix(self, out: Tensor) -> Tensor:
+        """Return sums of values, given those of the values as they are read."""
+        return hadamard(out, _ASKED) if self._mixes[1] else out
 
     def as_rows(self) -> tuple[Tensor, Tensor, int]:
         """Return keys and values of all sequences as rows ``[T, H, K]``, and the row stride between sequences.
@@ -137,16 +224,18 @@ class Store:
 
     def write(self, sequences: Tensor | slice, heads: slice, places: Tensor | slice, kv: Tensor) -> None:
         """Write keys and values to places: ``[2, B, H, places, K]`` for slices, ``[B, 2, H, K]`` for tensors."""
-        for stored, part in zip(self._parts, self._encode(kv), strict=True):
-            stored[:, sequences, heads, places] = part
+        dim = 0 if isinstance(places, slice) else 1
+        for codec, some, parts in self._coded:
+            for stored, part in zip(parts, codec.encode(slice_of(kv, some, dim)), strict=True):
+                stored[:, sequences, heads, places] = part
 
     def read(self, sequences: slice, heads: slice, places: slice) -> Tensor:
         """Return the keys and values of some heads at some places, ``[2, B, H, places, K]``."""
-        parts = self._some(sequences, heads, places)
+        first = self._parts[0][:, sequences, heads, places]
         if self.is_plain:
-            return parts[0]
-        out = torch.empty(parts[0].shape, dtype=self._dtype, device=parts[0].device)
-        self._decode(parts, out)
+            return first
+        out = torch.empty(2, *first.shape[1:-1], self.head_dim, dtype=self._dtype, device=first.device)
+        self._decode(sequences, heads, places, out)
         return out
 
     def read_before(self, sequences: slice, heads: slice, places: list[slice], new: Tensor) -> Tensor:
@@ -156,12 +245,14 @@ class Store:
         out = new.new_empty(*shape, sum(sizes) + count, width)
         *stored, last = torch.split_with_sizes(out, [*sizes, count], dim=3)
         for each, to in zip(places, stored, strict=True):
-            self._decode(self._some(sequences, heads, each), to)
-        last.copy_(new)
+            self._decode(sequences, heads, each, to)
+        for codec, some, _ in self._coded:
+            last[some] = hadamard(new[some], _STORED) if codec.is_mixed else new[some]
         return out
 
-    def _some(self, sequences: slice, heads: slice, places: slice) -> Parts:
-        return tuple(stored[:, sequences, heads, places] for stored in self._parts)
+    def _decode(self, sequences: slice, heads: slice, places: slice, out: Tensor) -> None:
+        for codec, some, parts in self._coded:
+            codec.decode(tuple(stored[:, sequences, heads, places] for stored in parts), slice_of(out, some, dim=0))
 
 
 @frozen

@@ -74,6 +74,7 @@ class Prefill:
     @staticmethod
     def _read(each: PromptSlice, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], scoring: Scoring) -> Tensor:
         """Return the attention output of one prompt slice."""
+        mixed_BHSK = heads.cache.mix_queries(q_BHSK)
 
         def find(some: slice, keys: slice) -> Tensor:
             sequences = slice(each.sequence + some.start, each.sequence + some.stop)
@@ -81,7 +82,7 @@ class Prefill:
             k_BHTK, v_BHTK, window = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
             attending = partial(attend, window=window, recurs=each.is_full)
             return attend_by_runs(
-                heads.runs_of(keys), slice_of(q_BHSK, some, dim=0), k_BHTK, v_BHTK, attending, scoring=scoring
+                heads.runs_of(keys), slice_of(mixed_BHSK, some, dim=0), k_BHTK, v_BHTK, attending, scoring=scoring
             )
 
         return heads.cache.in_pieces(each.count, each.start, each.start + each.size, find)

@@ -264,9 +264,10 @@ class Plain:
             places: where the tokens are in the cache.
             scoring: how scores become weights.
         """
+        q_RHK = heads.cache.mix_queries(qkv_RHK[:, : heads.queries])
 
         def find(some: slice, keys: slice) -> Tensor:
-            q_BHSK = qkv_RHK[some, : heads.queries, None]
+            q_BHSK = q_RHK[some, :, None]
             k_BHTK, v_BHTK = heads.cache.read(some, keys, places.span)
             attending = partial(attend, mask=places.mask[some], recurs=True)
             return attend_by_runs(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, attending, scoring=scoring)

@@ -73,7 +73,7 @@ class Layout:
         return codes[1 - self.outputs] * (1 if self.packs_rows else WORD // bits)
 
 
-#: Layouts by quantisation method.
+#: Layouts of packed integers by quantisation method.
 LAYOUTS: Final = {
     "gptq": Layout(),
     "awq": Layout(packs_rows=True, order=AWQ, bits=(NIBBLE,)),
@@ -83,23 +83,59 @@ LAYOUTS: Final = {
 }
 
 
+def layout_of(scheme: Scheme) -> Layout | None:
+    """Return the layout of a checkpoint's packed integers; None if it has none. auto-round packs as other tools do."""
+    if scheme.method != "auto-round":
+        return LAYOUTS.get(scheme.method)
+    formats = {rule.form.format for rule in scheme.rules if rule.form}
+    return LAYOUTS.get(formats.pop()) if len(formats) == 1 else None
+
+
 #: Stored dtypes of float codes, and suffixes and dtypes of their scales; E8M0 are powers of two.
 _FLOAT8: Final = ("F8_E4M3", "F8_E5M2")
 SCALES: Final = (".weight_scale_inv", ".weight_scale")
 _OF_FLOAT8: Final = (*FLOATS, "F8_E8M0")
-#: Suffixes of the codes and scales of MXFP4.
+#: Suffixes of the codes and scales of gpt_oss's experts in MXFP4.
 MXFP4: Final = ("_blocks", "_scales")
+#: Suffixes of codes of 4-bit floats, and of what all their scales are multiplied by; the latter's inverse is stored by
+#: compressed-tensors.
+FLOAT4: Final = (".weight_packed", ".weight")
+FACTOR: Final = ".weight_scale_2"
+INVERSE: Final = ".weight_global_scale"
+#: Columns that share a scale of these, by the scale's dtype.
+OF_FLOAT4: Final = {"F8_E4M3": 16, "U8": 32, "F8_E8M0": 32}
+#: Suffixes of the scales of 8-bit integers that are not packed: bitsandbytes stores them times 127.
+INT8_SCALES: Final = (".SCB", ".weight_scale")
+#: Suffix of the scales of bitsandbytes' 4-bit codes; what further tensors there are begins so.
+ABSMAX: Final = ".weight.absmax"
+QUANT_STATE: Final = ".weight.quant_state.bitsandbytes__"
+#: Suffix of the codes of EXL2, and the dtypes of all its tensors.
+EXL2: Final = ".q_weight"
+_OF_EXL2: Final = {
+    EXL2: ("I32",), ".q_scale": ("I32",), ".q_scale_max": ("F16",), ".q_groups": ("I16",),
+    **dict.fromkeys((".q_invperm", ".q_perm"), ("I32",)), ".q_group_map": ("I16",),
+}  # fmt: skip
 #: Suffixes of tensors that are not used: the decoder does not quantise activations, and its cache has own scales.
 _UNUSED: Final = frozenset({
-    ".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".input_scale_ub"
+    ".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".input_scale_ub",
+    ".input_global_scale", ".input_zero_point",
 })  # fmt: skip
+_OF_TABLES: Final = {
+    ".weight": ("U8", "BF16", "F16", "F32"),
+    ABSMAX: ("U8", "F32"),
+    **dict.fromkeys((".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"), ("F32",)),
+    **dict.fromkeys((f"{QUANT_STATE}nf4", f"{QUANT_STATE}fp4"), ("U8",)),
+}
 _CACHED: Final = re.compile(r"\.self_attn\.(?:\w+\.)?(?:q|k|v|kv)_(?:scale|zero_point)$")
 #: Suffixes of the tensors of an unquantised module.
 _PLAIN: Final = frozenset({".weight", ".bias", ""})
 #: The only matrix that is looked up, not multiplied.
 _EMBEDDING: Final = "embed_tokens"
 
-_TAKEN: Final = "it takes GPTQ and compressed-tensors of 4 and 8 bits, AWQ of 4 (gemm), FP8, and gpt_oss in MXFP4"
+_TAKEN: Final = (
+    "it takes GPTQ and compressed-tensors of 4 and 8 bits, AWQ of 4 (gemm), 8-bit integers, FP8, MXFP8, NVFP4, MXFP4, "
+    "NF4 and EXL2"
+)
 
 
 def config_values(scheme: Scheme, key: str) -> frozenset[int]:
@@ -175,20 +211,63 @@ def _is_coded(stem: str, tensors: Mapping[str, Parameter], scheme: Scheme, fused
     """Return whether the decoder computes with the tensors of a quantised module."""
     if stem.endswith(_EMBEDDING):
         return False
-    layout = LAYOUTS.get(scheme.method)
+    layout = layout_of(scheme)
     # Quantisation tools store biases as 16-bit floats, whatever the dtype of the model.
-    dtypes: dict[str, tuple[str, ...]] = dict.fromkeys((*_UNUSED, ".bias"), FLOATS)
+    dtypes: dict[str, tuple[str, ...]] = dict.fromkeys((*_UNUSED, ".bias"), FLOATS) | {".input_zero_point": ("I8",)}
     shapes = {suffix: tensor.shape for suffix, tensor in tensors.items()}
-    if layout and layout.codes in tensors:
+    codes = next((tensors[suffix].dtype for suffix in FLOAT4 if suffix in tensors), "")
+    if layout and layout.codes in tensors and tensors[layout.codes].dtype == "I32":
         dtypes |= {**layout.dtypes, ".weight_shape": ("I64", "I32")}
         fits = _are_ints(layout, shapes, scheme)
+    elif codes == "U8" and ".weight_scale" in tensors:
+        dtypes |= {**dict.fromkeys(FLOAT4, ("U8",)), ".weight_scale": tuple(OF_FLOAT4)}
+        dtypes |= dict.fromkeys((FACTOR, INVERSE), ("F32",))
+        fits = _are_float4(shapes, tensors[".weight_scale"].dtype)
+    elif EXL2 in tensors:
+        dtypes |= _OF_EXL2
+        is_padded = len(outputs := tensors[EXL2].dims[1]) > 1 and outputs[-1].axis is None
+        fits = not is_padded and ".experts." not in stem and any(each in tensors for each in (".q_invperm", ".q_perm"))
+    elif ABSMAX in tensors:
+        dtypes |= _OF_TABLES
+        fits = any(QUANT_STATE + kind in tensors for kind in ("nf4", "fp4"))
+    elif codes == "I8":
+        dtypes |= {".weight": ("I8",), ".weight_zero_point": ("I8",), ".weight_format": ("U8",)}
+        dtypes |= dict.fromkeys(INT8_SCALES, FLOATS)
+        fits = _are_int8(shapes, scheme)
     elif ".weight" in tensors:
         dtypes |= {".weight": _FLOAT8, **dict.fromkeys(SCALES, _OF_FLOAT8)}
+        if is_mx(shapes):
+            dtypes[".weight_scale"] = ("U8", "F8_E8M0")
         fits = _are_floats(shapes, scheme)
     else:
         dtypes |= dict.fromkeys(MXFP4, ("U8",))
         fits = bool(fused) and scheme.method == "mxfp4" and shapes.keys() == {*MXFP4}
     return fits and all(tensor.dtype in dtypes.get(suffix, ()) for suffix, tensor in tensors.items())
+
+
+def _are_int8(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> bool:
+    """Return whether a module has integers with scales for the matrix, its rows, or groups of a known size."""
+    found = [shapes[suffix] for suffix in INT8_SCALES if suffix in shapes]
+    codes = shapes[".weight"]
+    if len(found) != 1 or len(codes) != 2 or shapes.get(".weight_zero_point", found[0]) != found[0]:  # noqa: PLR2004
+        return False
+    (scales,) = found
+    if scales in {(), (1,), codes[:1], (codes[0], 1)}:
+        return True
+    return (
+        scales[:1] == codes[:1]
+        and len(scales) == len(codes)
+        and bool(size_of(codes[1], scales[1], config_values(scheme, "group")))
+    )
+
+
+def _are_float4(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> bool:
+    """Return whether a module has 4-bit floats, two in a byte, with as many scales of a dtype as are to be."""
+    codes, scales = next(shapes[suffix] for suffix in FLOAT4 if suffix in shapes), shapes[".weight_scale"]
+    factors = sum(suffix in shapes for suffix in (FACTOR, INVERSE))
+    if dtype not in OF_FLOAT4 or len(codes) != 2 or factors != (dtype == "F8_E4M3"):  # noqa: PLR2004 (dimensions)
+        return False
+    return scales == (codes[0], -(-2 * codes[1] // OF_FLOAT4[dtype]))
 
 
 def _are_ints(layout: Layout, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> bool:
@@ -197,7 +276,7 @@ def _are_ints(layout: Layout, shapes: Mapping[str, tuple[int, ...]], scheme: Sch
     if len(codes) != len(scales) or len(codes) != 2:  # noqa: PLR2004 (dimensions)
         return False
     forms = [rule.form.format for rule in scheme.rules if rule.form]
-    if layout.transposed and any(form != scheme.method for form in forms):
+    if layout.transposed and any(LAYOUTS.get(form) is not layout for form in forms):
         return False
     bits = {layout.bits_of(shapes)} if layout.packs_rows or zeros else config_values(scheme, "bits")
     if not bits or not bits <= {*layout.bits}:
@@ -208,6 +287,12 @@ def _are_ints(layout: Layout, shapes: Mapping[str, tuple[int, ...]], scheme: Sch
     return rows == scales[layout.outputs] and any(
         size_of(width, count, config_values(scheme, "group")) for width in widths
     )
+
+
+def is_mx(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether 8-bit floats have a scale for each 32 columns of a row, as MXFP8 does."""
+    rows, columns = shapes[".weight"]
+    return shapes.get(".weight_scale") == (rows, columns // 32) and not columns % 32
 
 
 def _are_floats(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> bool:

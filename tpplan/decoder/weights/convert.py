@@ -9,16 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 from math import gcd
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.model.stored import LAYOUTS, NIBBLE, SCALES, WORD, Layout, config_values, size_of
-from tpplan.decoder.weights.quantised import ORDER, Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.model.stored import (
+    ABSMAX,
+    EXL2,
+    FACTOR,
+    FLOAT4,
+    INT8_SCALES,
+    INVERSE,
+    NIBBLE,
+    QUANT_STATE,
+    SCALES,
+    WORD,
+    Layout,
+    config_values,
+    layout_of,
+    size_of,
+)
+from tpplan.decoder.weights.quantised import (
+    ORDER,
+    Exl2Matrix,
+    Float4Matrix,
+    Float8Matrix,
+    IntMatrix,
+    NestedScales,
+    Quantised,
+    TableMatrix,
+)
 from tpplan.errors import ModelError, RequestError
+from tpplan.files.jsontext import read_json
 from tpplan.models.formats.scheme import Scheme
 from tpplan.models.formats.storage import split_name
 from tpplan.weights import TensorSlice
@@ -135,13 +161,21 @@ def matrices_of(
         stem, suffix = split_name(name)
         stems.setdefault(stem, {})[suffix] = tensor
     found: dict[str, Quantised] = {}
-    layout = LAYOUTS.get(scheme.method)
+    layout = layout_of(scheme)
     for stem, tensors in stems.items():
         stored = _Stored(stem, tensors, {suffix: slices[stem + suffix] for suffix in tensors}, scheme)
-        weight = tensors.get(".weight")
-        if layout and layout.codes in tensors:
+        codes = next((tensors[suffix] for suffix in FLOAT4 if suffix in tensors), None)
+        if layout and layout.codes in tensors and tensors[layout.codes].dtype == torch.int32:
             found[f"{stem}.weight"] = convert_once(tensors[layout.codes], stem, partial(_ints, stored, layout))
-        elif weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize == 1:
+        elif EXL2 in tensors:
+            found[f"{stem}.weight"] = _exl2(stored)
+        elif ABSMAX in tensors:
+            found[f"{stem}.weight"] = _table(stored)
+        elif codes is not None and codes.dtype == torch.int8:
+            found[f"{stem}.weight"] = convert_once(codes, stem, partial(_int8, stored))
+        elif codes is not None and codes.dtype == torch.uint8:
+            found[f"{stem}.weight"] = _float4(stored)
+        elif codes is not None and codes.dtype.is_floating_point and codes.dtype.itemsize == 1:
             found[f"{stem}.weight"] = _floats(stored)
     return found
 
@@ -285,12 +319,9 @@ def _floats(stored: _Stored) -> Float8Matrix:
         raise ModelError(f"{stored.name} has no scale", "fetch the checkpoint again")
     scales, part = stored.tensors[suffix], stored.slices[suffix]
     height, width = stored.slices[".weight"].whole
-    if scales.dtype.itemsize == 1:  # powers of two, which bfloat16 holds exactly
-        scales = scales.bfloat16()
-    if part.whole in {(), (1,)} and height > 1:
-        return Float8Matrix(codes, scales.view(1, 1), len(codes), codes.shape[1])
-    if len(part.whole) == 1 or part.whole == (height, 1):
-        return Float8Matrix(codes, scales.view(-1, 1), 1, codes.shape[1])
+    is_one = part.whole in {(), (1,)} and height > 1
+    if is_one or len(part.whole) == 1 or part.whole == (height, 1):
+        return Float8Matrix(codes, _wide(scales).view(-1, 1), len(codes) if is_one else 1, codes.shape[1])
     sizes = []
     for size, count, key in ((height, part.whole[0], "rows"), (width, part.whole[1], "columns")):
         block = size_of(size, count, config_values(stored.scheme, key))
@@ -299,14 +330,170 @@ def _floats(stored: _Stored) -> Float8Matrix:
                 f"{stored.name} has {count} scales for {size} {key}", "name the block's size in config.json"
             )
         sizes.append(block)
-    for dim in (0, 1):
-        own, block = stored.numbers(".weight", dim), sizes[dim]
-        starts = [start for start, _ in stored.slices[".weight"].ranges] if stored.slices[".weight"].dim == dim else []
-        lengths = [end - start for start, end in stored.slices[".weight"].ranges[:-1]] if starts else []
-        sizes[dim] = gcd(block, *starts, *lengths)
-        some = _places((own // block)[:: sizes[dim]], stored.numbers(suffix, dim))
+    scales, sizes = _scales_of(stored, ".weight", suffix, sizes)
+    is_mx = sizes[0] == 1 and scales.dtype.itemsize == 1  # so many scales stay as they are
+    return Float8Matrix(codes, scales.view(torch.uint8) if is_mx else _wide(scales), *sizes)
+
+
+def _wide(scales: Tensor) -> Tensor:
+    """Return scales in at least 16 bits: powers of two, which bfloat16 holds exactly."""
+    return scales.bfloat16() if scales.dtype.itemsize == 1 else scales
+
+
+def _scales_of(
+    stored: _Stored, codes: str, suffix: str, sizes: Sequence[int], *, per: int = 1
+) -> tuple[Tensor, list[int]]:
+    """Return the scales of a device's part of a matrix, and the rows and columns that share one there.
+
+    Args:
+        stored: the matrix.
+        codes: suffix of its codes.
+        suffix: suffix of its scales, which have two dimensions.
+        sizes: rows and columns that share a scale in the whole matrix.
+        per: columns in an element of the codes.
+    """
+    scales, part, found = stored.tensors[suffix], stored.slices[codes], []
+    if scales.dtype.itemsize == 1:
+        scales = scales.view(torch.uint8)  # torch cannot index float8
+    for dim, block in enumerate(sizes):
+        by = per if dim else 1
+        own = stored.numbers(codes, dim, by)
+        ranges = part.ranges if part.dim == dim else []
+        starts, lengths = [start * by for start, _ in ranges], [(end - start) * by for start, end in ranges[:-1]]
+        found.append(gcd(block, *starts, *lengths))
+        some = _places((own // block)[:: found[dim]], stored.numbers(suffix, dim))
         scales = scales.index_select(dim, some.to(scales.device)) if not _is_all(some, scales.shape[dim]) else scales
-    return Float8Matrix(codes, scales, *sizes)
+    return scales.view(stored.tensors[suffix].dtype) if scales.dtype == torch.uint8 else scales, found
+
+
+def _float4(stored: _Stored) -> Float4Matrix:
+    """Return a matrix of 4-bit floats, in place but for the factor of its scales, which compressed-tensors inverts."""
+    suffix = next(each for each in FLOAT4 if each in stored.tensors)
+    is_nv = stored.tensors[".weight_scale"].dtype == torch.float8_e4m3fn
+    scales, (_, group) = _scales_of(stored, suffix, ".weight_scale", (1, 16 if is_nv else 32), per=2)
+    factor, inverse = stored.tensors.get(FACTOR), stored.tensors.get(INVERSE)
+    if inverse is not None:
+        factor = convert_once(inverse, stored.name, partial(_inverted, inverse))
+    return Float4Matrix(
+        stored.tensors[suffix],
+        scales if is_nv else scales.view(torch.uint8),
+        group,
+        None if factor is None else factor.view(1),
+    )
+
+
+def _int8(stored: _Stored) -> IntMatrix:
+    """Make codes from 0 of integers that are not packed, in their own memory, and likewise of zero points.
+
+    Raises:
+        ModelError: the groups cannot be determined, or bitsandbytes has stored the codes in another order.
+    """
+    suffix = next((each for each in INT8_SCALES if each in stored.tensors), "")
+    if not suffix:
+        raise ModelError(f"{stored.name} has no scale", "fetch the checkpoint again")
+    order = stored.tensors.get(".weight_format")
+    if order is not None and int(order):
+        what = f"{stored.name} is in the order {int(order)} of bitsandbytes, the decoder reads rows (0)"
+        raise ModelError(what, "save the model again with a newer bitsandbytes")
+    codes, zeros, whole = (
+        stored.tensors[".weight"],
+        stored.tensors.get(".weight_zero_point"),
+        stored.slices[suffix].whole,
+    )
+    width, group = stored.slices[".weight"].whole[1], 0
+    if len(whole) == 2:  # noqa: PLR2004 (dimensions)
+        group = size_of(width, whole[1], config_values(stored.scheme, "group"))
+        if not group:
+            what = f"{stored.name} has {whole[1]} scales for {width} columns"
+            raise ModelError(what, "name the group_size in config.json")
+    begin_overwriting(codes)
+    scales = stored.tensors[suffix]
+    if suffix == ".SCB":
+        scales.div_(127)
+    for each in (codes, zeros):
+        if each is not None:
+            each.view(torch.uint8).bitwise_xor_(128)
+    tensors = [scales, *([] if zeros is None else [zeros])]
+    if group:
+        names = [suffix, ".weight_zero_point"]
+        (scales, (_, group)), *more = [
+            _scales_of(stored, ".weight", name, (1, group)) for name, _ in zip(names, tensors, strict=False)
+        ]
+        found = [scales, *(each for each, _ in more)]
+    else:
+        found, group = [each.view(-1, 1).expand(len(codes), 1) for each in tensors], codes.shape[1]
+    return IntMatrix(
+        codes=codes.view(torch.uint8),
+        scales=found[0],
+        zeros=None if zeros is None else found[1].view(torch.uint8),
+        plus=0,
+        group=group,
+        bits=8,
+    )
+
+
+def _table(stored: _Stored) -> TableMatrix:
+    """Return a matrix of bitsandbytes' 4-bit codes, in place.
+
+    Raises:
+        ModelError: its description cannot be read, or a block has parts of two rows.
+    """
+    state = next(tensor for suffix, tensor in stored.tensors.items() if suffix.startswith(QUANT_STATE))
+    try:
+        told: Any = read_json(bytes(state.tolist()))
+        (_, width), block = (int(size) for size in told["shape"]), int(told["blocksize"])
+        size, offset = int(told.get("nested_blocksize", 0)), float(told.get("nested_offset", 0))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"the quant_state of {stored.name} does not tell its shape", "fetch the checkpoint again"
+        ) from error
+    if width % block:
+        what = f"{stored.name} has blocks of {block} elements in rows of {width}"
+        raise ModelError(what, "quantise it with blocks that divide the rows")
+    codes, scales = stored.tensors[".weight"], stored.tensors[ABSMAX]
+    codes, scales = codes.view(-1).view(torch.uint8).view(-1, width // 2), scales.view(-1, width // block)
+    nested = None
+    if scales.dtype == torch.uint8:
+        part = stored.slices[ABSMAX]
+        ranges = part.ranges if part.dim == 0 else [(0, part.whole[0])]
+        lengths = [(end - start) * block // width for start, end in ranges]
+        starts = [0, *accumulate(lengths)][: len(ranges)]
+        nested = NestedScales(
+            stored.tensors[".weight.nested_quant_map"],
+            stored.tensors[".weight.nested_absmax"],
+            size,
+            torch.tensor(starts, device=codes.device),
+            torch.tensor([start for start, _ in ranges], device=codes.device),
+            torch.full((len(ranges),), offset, device=codes.device),
+        )
+    return TableMatrix(codes, scales, stored.tensors[".weight.quant_map"], block, nested)
+
+
+def _exl2(stored: _Stored) -> Exl2Matrix:
+    """Return a matrix in EXL2, in place but for the order of its inputs.
+
+    Raises:
+        ModelError: its groups are not those of its codes.
+    """
+    codes, scales, largest = (stored.tensors[suffix] for suffix in (EXL2, ".q_scale", ".q_scale_max"))
+    order = stored.tensors.get(".q_perm")
+    if order is None:
+        order = stored.tensors[".q_invperm"].long().argsort()
+    inputs, told, groups = len(order), stored.tensors[".q_groups"].tolist(), []
+    ends, start = [*told[3::2], len(codes)], 0
+    for bits, first, end in zip(told[::2], told[1::2], ends, strict=True):
+        count = min((end - first) * WORD // bits, inputs - start) if 0 < bits <= 2 * NIBBLE else 0
+        groups.append((bits, first, start, count))
+        start += count
+    if start < inputs or len(groups) != len(scales) or any(count <= 0 for *_, count in groups):
+        what = f"the groups of {stored.name} are not those of {len(codes)} rows of words"
+        raise ModelError(what, "fetch the checkpoint again")
+    return Exl2Matrix(codes, scales, largest, torch.tensor(groups, device=codes.device).T.contiguous(), order)
+
+
+def _inverted(tensor: Tensor) -> Tensor:
+    begin_overwriting(tensor)
+    return tensor.reciprocal_()
 
 
 def _places(numbers: Tensor, owned: Tensor) -> Tensor:

@@ -60,8 +60,8 @@ def separate_experts(
         if whole is not None:
             tensors[own] = whole[:, i :: len(names)]
         elif codes is not None and scales is not None:
-            rows = (codes.flatten(2).flatten(0, 1), scales.flatten(0, 1))
-            stacked[own] = Stacked(Float4Matrix(*(each[i :: len(names)] for each in rows)), len(codes))
+            rows = codes.flatten(2).flatten(0, 1)[i :: len(names)], scales.flatten(0, 1)[i :: len(names)]
+            stacked[own] = Stacked(Float4Matrix(rows[0], rows[1]), len(codes))
         if bias is not None:
             tensors[f"{own}.bias"] = bias[:, i :: len(names)]
 

@@ -6,7 +6,7 @@ Shapes: N rows of a matrix (outputs), K columns (inputs), G groups of columns th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Final, Self
+from typing import Final, Self
 
 import torch
 from attrs import evolve, frozen
@@ -31,7 +31,7 @@ class _Coded(ABC):
 
     Attributes:
         codes: codes, one row of the matrix after the other.
-        scales: scales, in 16 or 32 bits.
+        scales: what codes are multiplied by, see each kind.
     """
 
     codes: Tensor
@@ -141,7 +141,7 @@ class Float8Matrix(_Coded):
 
     Attributes:
         codes: ``[N, K]``, in one of torch's float8 dtypes.
-        scales: one for each block, one row of blocks after the other; in 16 or 32 bits.
+        scales: one for each block, one row of blocks after the other; in 16 or 32 bits, or exponents plus 127 in uint8.
         rows: rows of a block.
         columns: columns of a block.
     """
@@ -160,20 +160,24 @@ class Float8Matrix(_Coded):
 
     def _values(self, rows: Tensor) -> Tensor:
         codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)  # torch cannot index float8
-        return _scaled(codes, self.columns, self.scales[rows // self.rows])
+        scales = self.scales[rows // self.rows]
+        return _scaled(codes, self.columns, _powers(scales) if scales.dtype == torch.uint8 else scales)
 
 
 @frozen(eq=False)
 class Float4Matrix(_Coded):
-    """A matrix of 4-bit floats (MXFP4 of the Open Compute Project): an element is its e2m1 code times a power of two.
+    """A matrix of 4-bit floats: an element is its e2m1 code times the scale of its group, times a factor.
 
     Attributes:
         codes: ``uint8 [N, K / 2]``, two columns in a byte, the first in its low bits; rows may be apart.
-        scales: exponents plus 127 of :attr:`group` columns each, ``uint8 [N, G]``; rows may be apart. 0 stands for 0.
+        scales: of MXFP4 (Open Compute Project) exponents plus 127, ``uint8 [N, G]``, where 0 stands for 0; of NVFP4
+            ``float8_e4m3fn [N, G]``. Rows may be apart.
         group: columns that share a scale.
+        factors: what all scales are multiplied by, ``[1]``, or those of each row, ``[N]``; None for 1.
     """
 
-    group: ClassVar[int] = 32
+    group: int = 32
+    factors: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -182,15 +186,142 @@ class Float4Matrix(_Coded):
 
     def part(self, start: int, end: int) -> Self:
         """Return rows ``start`` to ``end`` without a copy."""
-        return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end])
+        factors = self.factors if self.factors is None or len(self.factors) == 1 else self.factors[start:end]
+        return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end], factors=factors)
 
     def _values(self, rows: Tensor) -> Tensor:
         codes = self.codes[rows]
         codes = torch.stack((codes & 15, codes >> _BITS), dim=-1).flatten(-2).int()
         bits = (codes & 7) << _MANTISSA - 1 | (codes & 8) << 28
         values = bits.view(torch.float32) * 2.0**_LATER
-        scales = (self.scales[rows].int() << _MANTISSA).view(torch.float32)
+        scales = self.scales.view(torch.uint8)[rows]  # torch cannot index float8
+        scales = _powers(scales) if self.scales.dtype == torch.uint8 else scales.view(self.scales.dtype).float()
+        if self.factors is not None:
+            scales *= (self.factors if len(self.factors) == 1 else self.factors[rows])[:, None]
         return _scaled(values, self.group, scales)
+
+
+@frozen(eq=False)
+class NestedScales:
+    """Scales that are codes of 8 bits themselves (double quantisation of QLoRA, arXiv:2305.14314).
+
+    A scale is its number in the table times the scale of its block, plus an offset. Rows belong to runs: each is a
+    range of rows whose blocks follow one another.
+
+    Attributes:
+        table: numbers of the codes, ``[256]``.
+        scales: of all blocks, float32.
+        size: codes of a block.
+        starts: first row of each run, ``[S]``, ascending.
+        firsts: number of each run's first code, ``[S]``, where the first code of the first block is number 0.
+        offsets: of the scales of each run, ``[S]``, float32.
+        before: rows that are left out in front of the first one.
+    """
+
+    table: Tensor
+    scales: Tensor
+    size: int
+    starts: Tensor
+    firsts: Tensor
+    offsets: Tensor
+    before: int = 0
+
+    def of(self, rows: Tensor, codes_RG: Tensor) -> Tensor:
+        """Return the scales of rows, given their numbers and codes, in float32."""
+        rows, count = rows + self.before, codes_RG.shape[1]
+        run = torch.searchsorted(self.starts, rows, right=True) - 1
+        numbers = self.firsts[run] + (rows - self.starts[run]) * count
+        blocks = (numbers[:, None] + torch.arange(count, device=rows.device)) // self.size
+        return self.table[codes_RG.int()] * self.scales[blocks] + self.offsets[run, None]
+
+
+@frozen(eq=False)
+class TableMatrix(_Coded):
+    """A matrix of 4-bit codes of bitsandbytes (NF4, FP4): an element is its number in a table times its block's scale.
+
+    Attributes:
+        codes: ``uint8 [N, K / 2]``, two columns in a byte, the first in its high bits.
+        scales: ``[N, G]`` in float32, or codes of ``nested``.
+        table: numbers of the codes, ``[16]``.
+        group: columns that share a scale.
+        nested: what codes of scales stand for; None if scales are stored as they are.
+    """
+
+    table: Tensor
+    group: int
+    nested: NestedScales | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.codes), 2 * self.codes.shape[1]
+
+    def part(self, start: int, end: int) -> Self:
+        """Return rows ``start`` to ``end`` without a copy."""
+        nested = self.nested and evolve(self.nested, before=self.nested.before + start)
+        return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end], nested=nested)
+
+    def _values(self, rows: Tensor) -> Tensor:
+        codes, scales = self.codes[rows], self.scales[rows]
+        values = self.table[torch.stack((codes >> _BITS, codes & 15), dim=-1).flatten(-2).int()]
+        return _scaled(values, self.group, self.nested.of(rows, scales) if self.nested else scales)
+
+
+@frozen(eq=False)
+class Exl2Matrix(_Coded):
+    """A matrix in EXL2, as it is stored: outputs side by side, and groups of sorted inputs, each with bits of its own.
+
+    An element is its code, less half the range of its bits, times the scale of its group and output. That is the
+    square of a nibble plus 1, over 256, times the largest scale of the group.
+
+    Attributes:
+        codes: ``int32 [W, N]``; down a column, the codes of a group are a run of bits, lowest first.
+        scales: nibbles, ``int32 [G, N / 8]``, lowest bits first.
+        largest: the largest scale of each group, ``[G]``.
+        groups: bits, first row of ``codes``, first column and number of columns of each group, ``[4, G]``.
+        columns: index of the input of each column, ``[K]``.
+    """
+
+    largest: Tensor
+    groups: Tensor
+    columns: Tensor
+
+    def __len__(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self), len(self.columns)
+
+    def part(self, start: int, end: int) -> Self:
+        """Return rows ``start`` to ``end`` without a copy; the rows before must fill whole words of scales."""
+        scales = self.scales[:, start // _WORD : -(-end // _WORD)]
+        return evolve(self, codes=self.codes[:, start:end], scales=scales)
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """Return inputs reordered along the last dimension to match the columns."""
+        return x.index_select(-1, self.columns)
+
+    def _values(self, rows: Tensor) -> Tensor:
+        count = len(self.columns)
+        group_K = torch.repeat_interleave(self.groups[3], output_size=count)
+        bits_K1, first_K1, start_K1, _ = self.groups[:, group_K, None]
+        place_K1 = (torch.arange(count, device=rows.device)[:, None] - start_K1) * bits_K1
+        word_K1, shift_K1 = first_K1 + place_K1 // 32, place_K1 % 32
+        words_WR = self.codes.index_select(1, rows).long() & 0xFFFFFFFF
+        next_K = (word_K1 + 1).clamp_(max=len(words_WR) - 1).squeeze(1)  # some codes are in two words
+        codes_KR = words_WR[word_K1.squeeze(1)] >> shift_K1 | words_WR[next_K] << 32 - shift_K1
+        nibbles_GR = self.scales[:, rows // _WORD] >> (rows % _WORD * _BITS).int() & 15
+        scales_GR = (nibbles_GR + 1).square() * (self.largest.float() / 256)[:, None]
+        one = torch.ones_like(bits_K1)
+        values_KR: Tensor = (codes_KR & (one << bits_K1) - 1) - (one << bits_K1 - 1)
+        return values_KR.mul(scales_GR[group_K]).mT
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """Return powers of two, given exponents plus 127, in float32; 0 stands for 0."""
+    return (exponents.int() << _MANTISSA).view(torch.float32)
 
 
 def _scaled(codes_RK: Tensor, columns: int, scales_RG: Tensor, zeros_RG: Tensor | None = None) -> Tensor:
@@ -206,7 +337,7 @@ def _scaled(codes_RK: Tensor, columns: int, scales_RG: Tensor, zeros_RG: Tensor 
     return values_RGK.flatten(1)[:, :size]
 
 
-Quantised = IntMatrix | Float8Matrix | Float4Matrix
+Quantised = IntMatrix | Float8Matrix | Float4Matrix | TableMatrix | Exl2Matrix
 Matrix = Tensor | Quantised
 
 

@@ -12,7 +12,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from tpplan.decoder.weights.quantised import Float4Matrix, Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.weights.quantised import Float4Matrix, Float8Matrix, IntMatrix, NestedScales, Quantised, TableMatrix
 from tpplan.errors import ModelError
 
 if TYPE_CHECKING:
@@ -132,9 +132,11 @@ def stack_rows(matrices: Sequence[Quantised], join: Join) -> Quantised | None:
         return _stack_ints([each for each in matrices if isinstance(each, IntMatrix)], join)
     if all(isinstance(each, Float8Matrix) for each in matrices):
         return _stack_floats([each for each in matrices if isinstance(each, Float8Matrix)], join)
-    floats = [each for each in matrices if isinstance(each, Float4Matrix)]
-    codes = join([each.codes for each in floats]) if len(floats) == len(matrices) else None
-    return None if codes is None else Float4Matrix(codes, _joined([each.scales for each in floats], join))
+    if all(isinstance(each, Float4Matrix) for each in matrices):
+        return _stack_float4([each for each in matrices if isinstance(each, Float4Matrix)], join)
+    if all(isinstance(each, TableMatrix) for each in matrices):
+        return _stack_tables([each for each in matrices if isinstance(each, TableMatrix)], join)
+    return None
 
 
 def _stack_ints(matrices: Sequence[IntMatrix], join: Join) -> IntMatrix | None:
@@ -185,3 +187,58 @@ def _stack_floats(matrices: Sequence[Float8Matrix], join: Join) -> Float8Matrix 
 
 def _by_row(matrix: Float8Matrix) -> Tensor:
     return matrix.scales.repeat_interleave(matrix.rows, dim=0)[: len(matrix)]
+
+
+def _stack_float4(matrices: Sequence[Float4Matrix], join: Join) -> Float4Matrix | None:
+    first = matrices[0]
+    kind = first.group, first.codes.shape[1], first.scales.dtype, first.factors is None
+    if any((each.group, each.codes.shape[1], each.scales.dtype, each.factors is None) != kind for each in matrices):
+        return None
+    codes = join([each.codes for each in matrices])
+    if codes is None:
+        return None
+    scales, factors = _joined([each.scales for each in matrices], join), None
+    each_has = [(each.factors, len(each)) for each in matrices if each.factors is not None]
+    if each_has:
+        factors = torch.cat([one.expand(size) for one, size in each_has])
+        factors = factors[:1] if (factors == factors[0]).all() else factors
+    return evolve(first, codes=codes, scales=scales, factors=factors)
+
+
+def _stack_tables(matrices: Sequence[TableMatrix], join: Join) -> TableMatrix | None:
+    first = matrices[0]
+    kind = first.group, first.codes.shape[1], first.scales.dtype
+    if any((each.group, each.codes.shape[1], each.scales.dtype) != kind for each in matrices):
+        return None
+    if any(not torch.equal(first.table, each.table) for each in matrices):
+        return None
+    nested = [(each.nested, len(each)) for each in matrices if each.nested]
+    if nested and not _are_alike([one for one, _ in nested]):
+        return None
+    codes = join([each.codes for each in matrices])
+    if codes is None:
+        return None
+    scales = _joined([each.scales for each in matrices], join)
+    return evolve(first, codes=codes, scales=scales, nested=_stack_nested(nested) if nested else None)
+
+
+def _are_alike(nested: Sequence[NestedScales]) -> bool:
+    first = nested[0]
+    return all((one.size, one.before) == (first.size, 0) and torch.equal(one.table, first.table) for one in nested)
+
+
+def _stack_nested(nested: Sequence[tuple[NestedScales, int]]) -> NestedScales:
+    """Return the scales of matrices, given those of each and its rows, stacked along the rows."""
+    starts, firsts, row, block = [], [], 0, 0
+    for one, size in nested:
+        starts.append(one.starts + row)
+        firsts.append(one.firsts + block * one.size)
+        row, block = row + size, block + len(one.scales)
+    each = [one for one, _ in nested]
+    return evolve(
+        each[0],
+        scales=torch.cat([one.scales for one in each]),
+        starts=torch.cat(starts),
+        firsts=torch.cat(firsts),
+        offsets=torch.cat([one.offsets for one in each]),
+    )

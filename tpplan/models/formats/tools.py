@@ -353,7 +353,8 @@ def _auto_round(section: Config) -> Scheme:
     rules = [*sorted(plain, key=lambda rule: repr(rule.form)), *expressions]  # no two plain ones name the same module
     rules.append(Rule(form=base, kinds=_LAYERS))
     skipped = Rule(form=None, names=section.texts("modules_to_not_convert"), kinds=_ALL)
-    return Scheme(method="auto-round", rules=(skipped, *rules), source=section.source)
+    packing = section.text("packing_format") or "auto_round:auto_gptq"
+    return Scheme(method="auto-round", rules=(skipped, *rules), zeros_less_one="gptq" in packing, source=section.source)
 
 
 def _sections(config: Config, key: str) -> dict[str, Config]:

@@ -25,7 +25,7 @@ _NAME = re.compile("TURN_(?P<dtype>BF16|F16)(_(?P<kind>Q8|FP8))?")
 _BELOW = 0x80000000
 #: Vectors of 8 elements that share a scale.
 _SHARED = 4
-_LARGEST, _TINY = 127, 2.0**-14  # the latter is the least normal float16
+_LARGEST, _TINY = 127, 2.0**-24  # the latter is the least float16 above 0
 
 #: Bits of float32: of the largest number of fp8, of its least normal one, and of that which has its least one as ulp.
 _TOP, _NORMAL, _ROUNDING = 0x43E00000, 0x3C800000, 0x46800000

@@ -11,7 +11,7 @@ import torch
 
 from tpplan.decoder.fast.kernels.scale_kinds import FORMS
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
-from tpplan.decoder.weights.quantised import Float4Matrix, Float8Matrix, IntMatrix, Quantised
+from tpplan.decoder.weights.quantised import Exl2Matrix, Float4Matrix, Float8Matrix, IntMatrix, Quantised
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -23,6 +23,8 @@ KINDS: Final = ("4", "8", "e4m3", "e5m2", "e2m1")
 
 _FLOATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
+#: Columns that share a scale of MXFP4.
+_MX: Final = 32
 #: Kinds of codes of 4 bits.
 _HALVES: Final = ("4", "e2m1")
 #: Rows and columns of a thread, bytes of an element of the result, threads of a warp, and of a block, at most.
@@ -33,8 +35,8 @@ _ONE: Final = 2**31
 
 def kind_of(matrix: Quantised) -> str:
     """Return the kind of a matrix's codes, from :data:`KINDS` if there are kernels for it."""
-    if isinstance(matrix, Float4Matrix):
-        return "e2m1"
+    if isinstance(matrix, Float4Matrix):  # kernels have exponents for scales
+        return "e2m1" if matrix.scales.dtype == torch.uint8 and matrix.group == _MX and matrix.factors is None else ""
     return str(matrix.bits) if isinstance(matrix, IntMatrix) else _FLOATS.get(matrix.codes.dtype, "")
 
 
@@ -104,7 +106,9 @@ class Dequantiser:
 
 
 def block_of(matrix: Quantised) -> tuple[int, int]:
-    """Return the numbers of rows and columns that share a scale."""
+    """Return the numbers of rows and columns that share a scale; 1 where groups differ, as in EXL2."""
+    if isinstance(matrix, Exl2Matrix):
+        return 1, 1
     return (matrix.rows, matrix.columns) if isinstance(matrix, Float8Matrix) else (1, matrix.group)
 
 
