@@ -43,6 +43,7 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 128},
     "ministral": {"head_dim": 128},
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
 }
 

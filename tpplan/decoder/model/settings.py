@@ -193,8 +193,9 @@ _FROM_GGUF: Final = (
 )
 
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
-AROUND: Final = tuple(
-    name for name, wrapper in sorted(WRAPPERS.items()) if wrapper.text in FAMILIES and name != "paligemma"
+AROUND: Final = (
+    *("gemma3", "glm4v", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "vipllava"),
 )
 
 
