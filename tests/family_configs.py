@@ -71,6 +71,7 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         {"num_experts_per_tok": st.integers(1, 2), **_SLIDING, **_HEAD},
     ),
     "qwen2": ({}, _QWEN_SLIDING),
+    "mimo": ({}, _QWEN_SLIDING),
     "qwen2_moe": (
         {**_EXPERTS, **_SHARED_EXPERT},
         {**_QWEN_SLIDING, **_SPARSE, "qkv_bias": _FLAG},
@@ -364,7 +365,11 @@ INNER = {
 }
 
 #: What these language models always have in wrappers, of which transformers writes or ties others in a way of its own.
-WITHIN: dict[str, dict[str, Any]] = {"kimi_k25": {"q_lora_rank": 3}, "llama4": {"tie_word_embeddings": False}}
+WITHIN: dict[str, dict[str, Any]] = {
+    "kimi_k25": {"q_lora_rank": 3},
+    "llama4": {"tie_word_embeddings": False},
+    "ovis2": {"tie_word_embeddings": True},
+}
 
 #: Families whose latent attention or old form gives every query head its own keys.
 _UNGROUPED = {

@@ -48,7 +48,7 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 #: What transformers calls a family that the hub knows by another name.
-SAME = {"kimi_k2": "deepseek_v3"}
+SAME = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 
 #: Models that transformers saves in another form than they have on the hub.
 UNLIKE_HUB = {"kimi_k25", "qwen3_vl_moe"}
