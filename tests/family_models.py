@@ -46,11 +46,12 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 128},
     "ministral": {"head_dim": 128},
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
 }
 
 #: What transformers calls a family that the hub knows by another name.
-SAME = {"kimi_k2": "deepseek_v3"}
+SAME = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 
 #: Language models that are models of their own on the hub, but in transformers only part of another one.
 ONLY_IN_WRAPPERS = {"step3p5": "step3p7"}

@@ -147,7 +147,7 @@ def test_what_is_reserved_is_kept() -> None:
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - NOT_IN_TRANSFORMERS))
 def test_what_transformers_cuts(model_type: str) -> None:
     """Architectures without a plan of transformers, and those whose plan has no attention, are those of the tables."""
-    config = hub.AutoConfig.for_model({"kimi_k2": "deepseek_v3"}.get(model_type, model_type))
+    config = hub.AutoConfig.for_model({"kimi_k2": "deepseek_v3", "mimo": "qwen2"}.get(model_type, model_type))
     rules = getattr(config, "base_model_tp_plan", None) or {}
     attention = any(word in rule for rule in rules for word in ("q_proj", "qkv", "q_b_proj", "query_key_value"))
     for architecture in FAMILIES[model_type].architectures:

@@ -93,11 +93,13 @@ def test_every_family_is_drawn() -> None:
 
 @pytest.mark.parametrize(("model_type", "same"), SAME.items())
 def test_families_of_two_names_are_one(model_type: str, same: str) -> None:
-    """Kimi K2 is DeepSeek-V3 in all but the name in its config, alone and around images."""
-    assert families.FAMILIES[model_type] == families.FAMILIES[same]
+    """Kimi K2 is DeepSeek-V3 in all but the name in its config, alone and around images, and MiMo is Qwen2."""
+    family, other = families.FAMILIES[model_type], families.FAMILIES[same]
+    assert evolve(family, architectures=other.architectures, ignored=other.ignored) == other
+    assert {*family.ignored} >= {*other.ignored}
     config = hub_config({"model_type": same}).to_dict()
     spec = spec_of(config | {"model_type": model_type})
-    assert spec == evolve(spec_of(config), model_type=model_type)
+    assert spec == evolve(spec_of(config), model_type=model_type, architecture=family.architectures[0])
     inside = {"model_type": "kimi_k25", "text_config": config | {"model_type": model_type}}
     assert {p.name.removeprefix("language_model.") for p in parameters_of(spec_of(inside))} == {
         p.name for p in parameters_of(spec)
@@ -123,6 +125,7 @@ def test_tolerated_names_are_no_tensors_of_the_model() -> None:
     """Buffers and vision towers that checkpoints are known for are ignored, and no tensor of a model is."""
     assert any(fnmatch("h.0.attn.bias", pattern) for pattern in families.tolerated("gpt2").ignored)
     assert any(fnmatch("vision_tower.x.weight", pattern) for pattern in families.tolerated("gemma3").ignored)
+    assert "model.mtp_layers.*" in families.tolerated("mimo").ignored
     for model_type in (*KNOWN, *SAME):
         record = families.tolerated(model_type)
         config = hub_config({"model_type": model_type, **INCOMPLETE_DEFAULTS.get(model_type, {})})

@@ -189,8 +189,9 @@ _MOST: Final = 1e9
 _GGUF_EXPERTS: Final = {"gpt_oss": Experts(router="mlp.router")}
 
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
-AROUND: Final = tuple(
-    name for name, wrapper in sorted(WRAPPERS.items()) if wrapper.text in FAMILIES and name != "paligemma"
+AROUND: Final = (
+    *("gemma3", "glm4v", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "vipllava"),
 )
 
 

@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     from tpplan.models.config import Config
 
 _QWEN_WINDOW = windows(4096, from_max_window_layers(28), switch="use_sliding_window")
+_QWEN2 = Family(
+    architectures=("Qwen2ForCausalLM",),
+    outside=outside(),
+    layer=(*NORMS, *attention(ALWAYS)),
+    dense=gated(),
+    defaults={"num_key_value_heads": 32},
+    window=_QWEN_WINDOW,
+)
 
 
 def _cohere(config: Config, shape: Shape) -> Shape:
@@ -85,13 +93,9 @@ DENSE: Final[dict[str, Family]] = {
         defaults={"num_key_value_heads": 8},
         window=windows(4096, every_layer),
     ),
-    "qwen2": Family(
-        architectures=("Qwen2ForCausalLM",),
-        outside=outside(),
-        layer=(*NORMS, *attention(ALWAYS)),
-        dense=gated(),
-        defaults={"num_key_value_heads": 32},
-        window=_QWEN_WINDOW,
+    "qwen2": _QWEN2,
+    "mimo": evolve(  # with layers that predict a second token
+        _QWEN2, architectures=("MiMoForCausalLM",), ignored=(*_QWEN2.ignored, "model.mtp_layers.*")
     ),
     "qwen3": Family(
         architectures=("Qwen3ForCausalLM",),
@@ -238,7 +242,7 @@ DENSE: Final[dict[str, Family]] = {
         window=windows(4096, except_every(4)),
     ),
     "ernie4_5": Family(
-        architectures=("Ernie4_5ForCausalLM",),
+        architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
         outside=outside(),
         layer=(*NORMS, *attention("use_bias", "use_bias")),
         dense=gated(bias="use_bias"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
+from tpplan.models.families.corrected import CORRECTED
 from tpplan.models.families.dense import DENSE
 from tpplan.models.families.rows import (
     ALWAYS,
@@ -61,6 +62,19 @@ PARTS: Final[dict[str, Family]] = {
         dense=FUSED_MLP,
         defaults=_defaults(151_552, 4096, 13_696, 40, 32, 2, 32_768),
         fixed_head=True,
+    ),
+    "glm4v_moe_text": evolve(
+        CORRECTED["glm4_moe"],
+        architectures=(),
+        layer=(*NORMS, *attention("attention_bias")),
+        extra_layers=False,
+        defaults={
+            **_defaults(151_424, 4096, 10_944, 46, 96, 8, 65_536),
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+        },
+        flags={"attention_bias": True},
     ),
     # Its experts are tensors of the whole layer, [expert, in, out], gate and up behind each other.
     "qwen3_vl_moe_text": Family(

@@ -29,7 +29,7 @@ _RENAMED: Final[dict[str, dict[str, str]]] = {
         "lm_head.": f"{ROOT}lm_head.",
         f"{ROOT}model.blocks.": f"{ROOT}model.layers.",  # transformers 5 saves Kimi's layers so, like those for images
     },
-    "": {"model.language_model.": "model."},
+    "": {"model.language_model.": "model.", "model.text_model.": "model."},
 }
 
 #: What reads images, and leads from there to the language model.
@@ -38,6 +38,9 @@ _VISION: Final = (
     *("vision_model.*", "mm_projector.*", "visual.*"),  # Llama 4, Kimi, Qwen
     "vit_large_projector.*",  # Step
     *("audio_tower.*", "embed_vision.*", "embed_audio.*", "vision_embedder.*"),  # Gemma 3n and 4
+    *("connector.*", "aligner.*", "high_res_vision_*", "visual_embeddings_table.*"),  # Idefics, DeepSeek-VL, Ovis2
+    *("vision_encoder.*", "vision_projection.*", "projector.*"),  # LightOnOCR, VideoLLaMA 3
+    *("image_tower.*", "video_tower.*"),  # Video-LLaVA
 )
 VISION: Final = (*_VISION, *(f"model.{name}" for name in _VISION))
 
@@ -74,16 +77,26 @@ class Wrapper:
 WRAPPERS: Final[dict[str, Wrapper]] = {
     "aya_vision": Wrapper(("AyaVisionForConditionalGeneration",), "cohere2"),
     "cohere2_vision": Wrapper(("Cohere2VisionForConditionalGeneration",), "cohere2", root=""),
+    "deepseek_vl": Wrapper(("DeepseekVLForConditionalGeneration",), "llama", root=""),
+    "deepseek_vl_hybrid": Wrapper(("DeepseekVLHybridForConditionalGeneration",), "llama", root=""),
+    "exaone4_5": Wrapper(("Exaone4_5_ForConditionalGeneration",), "exaone4", root=""),
     "gemma3": Wrapper(("Gemma3ForConditionalGeneration",), "gemma3_text"),
     "gemma3n": Wrapper(("Gemma3nForConditionalGeneration",), "gemma3n_text", root=""),
     "gemma4": Wrapper(("Gemma4ForConditionalGeneration",), "gemma4_text", root="", tower=False),
     "gemma4_unified": Wrapper(("Gemma4UnifiedForConditionalGeneration",), "gemma4_unified_text", root="", tower=False),
     "glm4v": Wrapper(("Glm4vForConditionalGeneration",), "glm4v_text", root=""),
+    "glm46v": Wrapper(("Glm46VForConditionalGeneration",), "glm4v_text", root=""),
+    "got_ocr2": Wrapper(("GotOcr2ForConditionalGeneration",), "qwen2"),
+    "idefics2": Wrapper(("Idefics2ForConditionalGeneration",), "mistral", root=""),
+    "idefics3": Wrapper(("Idefics3ForConditionalGeneration",), "llama", root=""),
     "internvl": Wrapper(("InternVLForConditionalGeneration",), "qwen2"),
+    "lighton_ocr": Wrapper(("LightOnOcrForConditionalGeneration",), "qwen3", root=""),
     "llava": Wrapper(("LlavaForConditionalGeneration",), "llama"),
     "llava_next": Wrapper(("LlavaNextForConditionalGeneration",), "llama"),
+    "llava_next_video": Wrapper(("LlavaNextVideoForConditionalGeneration",), "llama"),
     "llava_onevision": Wrapper(("LlavaOnevisionForConditionalGeneration",), "qwen2"),
     "mistral3": Wrapper(("Mistral3ForConditionalGeneration",), "mistral"),
+    "ovis2": Wrapper(("Ovis2ForConditionalGeneration",), "qwen2", root=""),
     "paligemma": Wrapper(("PaliGemmaForConditionalGeneration",), "gemma"),
     "qwen2_5_vl": Wrapper(("Qwen2_5_VLForConditionalGeneration",), "qwen2_5_vl_text", root="", flat=True),
     "qwen2_vl": Wrapper(("Qwen2VLForConditionalGeneration",), "qwen2_vl_text", root="", flat=True),
@@ -91,8 +104,12 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "qwen3_5_moe": Wrapper(("Qwen3_5MoeForConditionalGeneration",), "qwen3_5_moe_text", root=""),
     "qwen3_vl": Wrapper(("Qwen3VLForConditionalGeneration",), "qwen3_vl_text", root=""),
     "step3p7": Wrapper(("Step3p7ForConditionalGeneration",), "step3p5", root=""),
+    "smolvlm": Wrapper(("SmolVLMForConditionalGeneration",), "llama", root=""),
+    "video_llama_3": Wrapper(("VideoLlama3ForConditionalGeneration",), "qwen2", root=""),
+    "video_llava": Wrapper(("VideoLlavaForConditionalGeneration",), "llama"),
     "vipllava": Wrapper(("VipLlavaForConditionalGeneration",), "llama"),
     # Around mixtures of experts.
+    "glm4v_moe": Wrapper(("Glm4vMoeForConditionalGeneration",), "glm4v_moe_text", root=""),
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
     "llama4": Wrapper(("Llama4ForConditionalGeneration",), "llama4_text"),
     "qwen3_vl_moe": Wrapper(("Qwen3VLMoeForConditionalGeneration",), "qwen3_vl_moe_text", root=""),
@@ -107,6 +124,7 @@ _QWEN: Final = (151_936, 4096, 22_016, 32, 32, 32_768)
 #: What a nested config may leave out beside what its family always may, as in transformers' configuration classes.
 _DEFAULTS: Final[dict[str, tuple[int, ...]]] = {
     "cohere2": (256_000, 8192, 22_528, 40, 64, 8192),
+    "exaone4": (102_400, 4096, 16_384, 32, 32, 2048),
     "gemma": (256_000, 3072, 24_576, 28, 16, 8192),
     "gemma2": (256_000, 2304, 9216, 26, 8, 8192),
     "llama": (32_000, 4096, 11_008, 32, 32, 2048),
