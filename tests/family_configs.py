@@ -62,6 +62,18 @@ _PACKED: Keys = {"num_local_experts": st.integers(2, 4), "num_experts_per_tok": 
 _OPEN_EXPERTS: Keys = {"num_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2)}
 _GROUPS: Keys = {"n_group": st.just(1), "topk_group": st.just(1)}
 
+_KINDS = ("full_attention", "linear_attention")
+#: Any hidden size that is drawn is that of four or eight heads, in one group or more.
+_MAMBA2: Keys = {"mamba_n_heads": st.sampled_from((4, 8)), "mamba_d_state": st.sampled_from((3, 8))}
+_SOME_MAMBA2: Keys = {
+    "mamba_n_groups": st.sampled_from((1, 2, 4)),
+    "mamba_expand": st.integers(1, 2),
+    "mamba_d_conv": st.integers(2, 5),
+    "mamba_conv_bias": _FLAG,
+    "mamba_proj_bias": _FLAG,
+    "layer_types": _types(("attention", "mamba")) | _types(_KINDS),
+}
+
 #: For each model type the keys that its config has besides the common ones: always, and sometimes.
 FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     "llama": ({}, {**_BIASES, **_HEAD}),
@@ -247,6 +259,14 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     ),
     "granitemoe": (_PACKED, {"attention_bias": _FLAG}),
     "granitemoeshared": (_PACKED, {"attention_bias": _FLAG, "shared_intermediate_size": st.just(0) | _SIZE}),
+    "granitemoehybrid": (
+        {**_MAMBA2, **_PACKED, "num_local_experts": st.sampled_from((0, 2, 3))},
+        {
+            **_SOME_MAMBA2,
+            "attention_bias": _FLAG,
+            "shared_intermediate_size": _SIZE,
+        },
+    ),
     "llama4_text": (
         {**_PACKED, **_HEAD, "intermediate_size_mlp": _SIZE},
         {

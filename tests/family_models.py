@@ -149,7 +149,8 @@ def assert_consistent(spec: ModelSpec) -> None:
         for parameter in parameters:
             segments = [segment for dim in parameter.dims for segment in dim]
             assert all(s.length > 0 for s in segments), parameter
-            assert all(s.axis is None or s.length % sizes[s.axis] == 0 for s in segments), parameter
+            assert all(s.axis is None or s.length % (s.shared or sizes[s.axis]) == 0 for s in segments), parameter
+            assert all(s.axis and sizes[s.axis] % s.shared == 0 for s in segments if s.shared), parameter
             assert (parameter.out is None) == all(s.axis is None for s in segments), parameter
             assert parameter.home is None or parameter.home in sizes, parameter
 

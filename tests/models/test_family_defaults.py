@@ -34,6 +34,8 @@ SMALL = {
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 3),
     **dict.fromkeys(("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads"), 8),
+    "mamba_d_head": 12,
     "vocab_size": 64,
     "pad_token_id": 0,
     "max_position_embeddings": 512,
@@ -66,7 +68,7 @@ def small(model_type: str, inner: str) -> dict[str, Any]:
         raw["vision_config"] = VISION[model_type]
     text = text_of(raw)
     text.update({key: value for key, value in SMALL.items() if text.get(key) is not None})
-    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+    for key in ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"):
         if text.get(key):
             text[key] = text[key][:5]
     if text.get("moe_layers"):

@@ -25,6 +25,12 @@ MAX_COUNT: Final = 2**31
 #: Other names of keys in Hugging Face configs; values under different names of a key must not contradict each other.
 ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "hidden_size": ("n_embd", "n_embed"),
+    "layer_types": ("layers_block_type",),
+    "mamba_d_conv": ("conv_kernel",),
+    "mamba_d_head": ("mamba_head_dim",),
+    "mamba_d_state": ("ssm_state_size",),
+    "mamba_n_groups": ("n_groups", "mamba_ngroups"),
+    "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
     "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
     "max_position_embeddings": ("n_positions",),
     "num_attention_heads": ("n_head",),

@@ -19,6 +19,7 @@ from tpplan.models.families.dense import DENSE
 from tpplan.models.families.gemma import GEMMA
 from tpplan.models.families.hybrid import HYBRID
 from tpplan.models.families.latent import LATENT
+from tpplan.models.families.mamba import MAMBA
 from tpplan.models.families.moe import MOE
 from tpplan.models.families.packed import PACKED
 from tpplan.models.families.parts import PARTS
@@ -42,6 +43,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **PACKED,
     **LATENT,
     **HYBRID,
+    **MAMBA,
 }
 
 #: Entry points of packages with families of their own, each named by its ``model_type``.
@@ -236,8 +238,9 @@ def _torch_dtype(config: Config) -> str:
 
 
 def _groups(shape: Shape) -> list[tuple[int, ...]]:
-    """Group the layers that are equal in window, kind of MLP and linear attention, in order of their first."""
+    """Group the layers that are equal in window, kind of MLP, linear attention and parts, in order of their first."""
     groups: dict[tuple[object, ...], list[int]] = {}
-    for layer, kind in enumerate(zip(shape.windows, shape.sparse, shape.linear, strict=True)):
+    alone = shape.alone or ("",) * len(shape.windows)
+    for layer, kind in enumerate(zip(shape.windows, shape.sparse, shape.linear, alone, strict=True)):
         groups.setdefault(kind, []).append(layer)
     return [tuple(layers) for layers in groups.values()]

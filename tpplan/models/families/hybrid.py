@@ -18,7 +18,7 @@ from tpplan.models.families.rows import (
     norm,
     outside,
 )
-from tpplan.models.families.shape import MAX_PARTS, STACKED, every_layer, layer_types
+from tpplan.models.families.shape import MAX_PARTS, STACKED, every_layer, except_every, linear_layers
 from tpplan.models.families.sparse import shared_expert, sparse_steps
 from tpplan.models.families.table import Family, Row
 
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from tpplan.models.config import Config
 
 
-def _delta_net(config: Config, layers: int) -> tuple[LinearAttention | None, ...]:
-    """Read Qwen's gated DeltaNet, which all layers have but every ``full_attention_interval``-th."""
-    period = config.count("full_attention_interval", default=4)
-    chosen = layer_types(config, layers, "linear_attention") or [(layer + 1) % period != 0 for layer in range(layers)]
+def _delta_net(config: Config) -> LinearAttention:
+    """Read the sizes of a gated DeltaNet."""
     sizes = LinearAttention(
         key_heads=config.count("linear_num_key_heads", default=16, maximum=MAX_PARTS),
         value_heads=config.count("linear_num_value_heads", default=32, maximum=MAX_PARTS),
@@ -40,7 +38,11 @@ def _delta_net(config: Config, layers: int) -> tuple[LinearAttention | None, ...
     if sizes.value_heads % sizes.key_heads:
         numbers = f"{sizes.value_heads} value heads (linear_num_value_heads) are not a multiple of {sizes.key_heads}"
         raise config.error(f"{numbers} key heads (linear_num_key_heads)")
-    return tuple(sizes if is_linear else None for is_linear in chosen)
+    return sizes
+
+
+#: All layers of Qwen's have one but every ``full_attention_interval``-th.
+_QWEN_LINEAR = linear_layers(_delta_net, except_every(4, "full_attention_interval"))
 
 
 #: Attention whose output is gated; the projection of the queries gives the gates too, head by head.
@@ -93,7 +95,7 @@ HYBRID: Final[dict[str, Family]] = {
         ignored=("mtp.*",),
         defaults={"num_key_value_heads": 2, "head_dim": 256},
         flags={"attention_bias": False},
-        linear=_delta_net,
+        linear=_QWEN_LINEAR,
         moe=sparse_steps,
         adapt=shared_expert(512),
     ),
@@ -112,7 +114,7 @@ HYBRID: Final[dict[str, Family]] = {
             "num_key_value_heads": 4,
         },
         flags={"attention_bias": False},
-        linear=_delta_net,
+        linear=_QWEN_LINEAR,
     ),
     "qwen3_5_moe_text": Family(
         architectures=("Qwen3_5MoeForCausalLM",),
@@ -131,7 +133,7 @@ HYBRID: Final[dict[str, Family]] = {
             "moe_intermediate_size": 512,
         },
         flags={"attention_bias": False},
-        linear=_delta_net,
+        linear=_QWEN_LINEAR,
         moe=every_layer,
         adapt=shared_expert(512),
     ),

@@ -19,8 +19,11 @@ iq     all queries of the indexer       (uncut)  ck     tokens of a convolution 
 LK     key heads of linear attention × size (LH) LV     its value heads × their size     (LH)
 LQKVZ  query, key, its values and gates  (LH)    lh lh2 one and two for each value head  (LH)
 lv     size of its value heads          (uncut)  Q2     query and gate of each query head (Q)
-HQ     hidden size, as query heads      (Q)
+HQ     hidden size, as query heads      (Q)      ER     what experts read and give        (RS)
 ====== ========================================= ====== =========================================
+
+LH are the key heads of linear attention with their value heads. Of Mamba-2 they are its heads: LV are their channels, lh
+is one number for each, and LK the state of its groups (B or C), of which a device holds those that its heads are of.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ class Shape:
         experts_per_token: experts that a token is routed to.
         expert_intermediate: width of a routed expert.
         shared_intermediate: width of all shared experts together.
+        expert_rank: what routed experts read and give if that is a latent, 0 if it is the residual stream.
         q_rank: MLA's rank of the queries, 0 without.
         kv_rank: MLA's rank of keys and values, 0 without MLA.
         rope_dim: MLA's rotary part of a head.
@@ -62,6 +66,8 @@ class Shape:
         windows: for each layer the tokens of its sliding window, 0 without.
         sparse: for each layer whether its MLP is made of experts.
         linear: for each layer its linear attention, which has the same sizes in all layers that have it.
+        alone: for each layer its only part, ``mixer`` (attention of any kind) or ``mlp``, empty if it has both; empty if
+            all layers have both.
         flags: the names that a row's ``when`` may test, if they are true.
     """
 
@@ -77,6 +83,7 @@ class Shape:
     experts_per_token: int = 0
     expert_intermediate: int = 0
     shared_intermediate: int = 0
+    expert_rank: int = 0
     q_rank: int = 0
     kv_rank: int = 0
     rope_dim: int = 0
@@ -85,6 +92,7 @@ class Shape:
     windows: tuple[int, ...]
     sparse: tuple[bool, ...]
     linear: tuple[LinearAttention | None, ...]
+    alone: tuple[str, ...] = ()
     flags: frozenset[str]
 
     @cached_property
@@ -107,6 +115,7 @@ class Shape:
             "ID": Segment(Axis.INTERMEDIATE, self.intermediate),
             "EX": Segment(Axis.EXPERT_INTERMEDIATE, self.expert_intermediate),
             "EX2": Segment(Axis.EXPERT_INTERMEDIATE, 2 * self.expert_intermediate),
+            "ER": Segment(Axis.RESIDUAL, self.expert_rank or self.hidden),
             "SX": Segment(Axis.SHARED_INTERMEDIATE, self.shared_intermediate),
             "d": Segment(None, d),
             "h": Segment(None, self.hidden),
@@ -119,7 +128,7 @@ class Shape:
             "krr": Segment(None, self.kv_rank + self.rope_dim),
             "HQ": Segment(Axis.Q_HEADS, self.hidden),
             "Q2": Segment(Axis.Q_HEADS, 2 * q * d),
-            "LK": Segment(Axis.LINEAR_HEADS, keys),
+            "LK": Segment(Axis.LINEAR_HEADS, keys, shared=linear.key_heads * linear.shared_keys),
             "LV": Segment(Axis.LINEAR_HEADS, values),
             "LQKVZ": Segment(Axis.LINEAR_HEADS, 2 * (keys + values)),
             "lh": Segment(Axis.LINEAR_HEADS, linear.value_heads),
@@ -202,6 +211,10 @@ class Family:
             has no sliding windows.
         moe: which layers have experts, from the config and the number of layers; None if none ever has.
         linear: the linear attention of each layer, from the config and the number of layers; None if none ever has.
+        parallel: whether layers with linear attention have attention beside it.
+        alone: the only part of each layer, see :class:`Shape`, from the config and the number of layers; None if all
+            layers have both.
+        usual: gives the config with the keys that tables and these functions read, where the family has others.
         expert_key: the key with the width of a routed expert.
         adapt: changes the shape where the family reads its config in its own way.
     """
@@ -227,13 +240,19 @@ class Family:
     window: Callable[[Config, int], tuple[int, ...]] | None = None
     moe: Callable[[Config, int], tuple[bool, ...]] | None = None
     linear: Callable[[Config, int], tuple[LinearAttention | None, ...]] | None = None
+    parallel: bool = False
+    alone: Callable[[Config, int], tuple[str, ...]] | None = None
+    usual: Callable[[Config], Config] | None = None
     expert_key: str = "moe_intermediate_size"
     adapt: Callable[[Config, Shape], Shape] | None = None
 
     def block(self, shape: Shape, layers: tuple[int, ...], dtype: str) -> Block:
         """Return the block of ``layers``, which must be equal in window, linear attention and kind of MLP."""
         sparse, linear = shape.sparse[layers[0]], shape.linear[layers[0]]
-        rows = (*(self.linear_layer if linear else self.layer), *(self.sparse if sparse else self.dense))
+        alone = shape.alone[layers[0]] if shape.alone else ""
+        mixer = () if alone == "mlp" else self.linear_layer if linear else self.layer
+        mlp = () if alone == "mixer" else self.sparse if sparse else self.dense
+        sparse = sparse and bool(mlp)
         attention = Attention(
             shape.q_heads,
             shape.kv_heads,
@@ -244,9 +263,11 @@ class Family:
         )
         return Block(
             layers=layers,
-            attention=None if linear else attention,
-            parameters=tuple(p for row in rows for p in row.parameters(shape, dtype, self.root + self.layers)),
-            intermediate=0 if sparse else shape.intermediate,
+            attention=attention if mixer and (self.parallel or not linear) else None,
+            parameters=tuple(
+                p for row in (*mixer, *mlp) for p in row.parameters(shape, dtype, self.root + self.layers)
+            ),
+            intermediate=shape.intermediate if mlp and not sparse else 0,
             expert_intermediate=shape.expert_intermediate if sparse else 0,
             shared_intermediate=shape.shared_intermediate if sparse else 0,
             experts=shape.experts if sparse else 0,
