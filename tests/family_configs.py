@@ -267,6 +267,24 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             "shared_intermediate_size": _SIZE,
         },
     ),
+    "nemotron_h": (
+        {
+            **_HEAD,
+            **_ROUTED,
+            **_GROUPS,
+            "mamba_num_heads": st.just(4),
+            "mamba_head_dim": st.sampled_from((3, 8)),
+            "n_groups": st.sampled_from((1, 2, 4)),
+        },
+        {
+            "layers_block_type": _types(("mamba", "attention", "mlp", "moe")),
+            "conv_kernel": st.integers(2, 5),
+            "ssm_state_size": st.integers(1, 9),
+            "moe_shared_expert_intermediate_size": _SIZE,
+            "moe_latent_size": st.none() | _SIZE,
+            **dict.fromkeys(("use_bias", "use_conv_bias", "mlp_bias"), _FLAG),
+        },
+    ),
     "llama4_text": (
         {**_PACKED, **_HEAD, "intermediate_size_mlp": _SIZE},
         {
@@ -388,5 +406,5 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     names = _NAMES.get(model_type, {})
     renamed = {name: value for key, value in common.items() if (name := names.get(key, key))}
     own = draw(st.fixed_dictionaries(always, optional={"tie_word_embeddings": _FLAG, **sometimes}))
-    types = {key: own[key][: common["num_hidden_layers"]] for key in own if key.endswith("layer_types")}
+    types = {key: own[key][: common["num_hidden_layers"]] for key in own if key.endswith(("layer_types", "block_type"))}
     return {"model_type": model_type, **renamed, **own, **types}

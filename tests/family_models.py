@@ -79,6 +79,17 @@ def meta_model(config: Any) -> Any:
         return build(config)
 
 
+def cached_windows(config: Any) -> dict[int, int]:
+    """Return the sliding window of each layer that caches keys and values in transformers, 0 without one."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return {
+        i: getattr(layer, "sliding_window", 0)
+        for i, layer in enumerate(transformers.DynamicCache(config=config).layers)
+        if isinstance(layer, transformers.cache_utils.DynamicLayer)
+        and (i >= len(kinds) or kinds[i] not in {"mlp", "moe"})  # for which it makes an entry too, that stays empty
+    }
+
+
 def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return the text model's tensors as ``save_pretrained`` writes them: hub names, experts apart, tied ones once."""
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.family_configs import INNER, VISION, WITHIN
-from tests.family_models import INCOMPLETE_DEFAULTS, SAME, hub_config, meta_model, named, saved_tensors, spec_of
-from tests.later import transformers
+from tests.family_models import (
+    INCOMPLETE_DEFAULTS,
+    SAME,
+    cached_windows,
+    hub_config,
+    meta_model,
+    named,
+    saved_tensors,
+    spec_of,
+)
 from tpplan.errors import ModelError
 from tpplan.models import families
 from tpplan.models.families.wrappers import WRAPPERS
@@ -80,14 +88,9 @@ def small(model_type: str, inner: str) -> dict[str, Any]:
 
 def facts_of_transformers(config: Any) -> dict[str, Any]:
     """Return the shapes of tensors, the windows of layers and the context of transformers' model."""
-    layers = enumerate(transformers.DynamicCache(config=config).layers)
     return {
         "tensors": {name: tuple(tensor.shape) for name, tensor in saved_tensors(meta_model(config)).items()},
-        "windows": {
-            i: getattr(layer, "sliding_window", 0)
-            for i, layer in layers
-            if not isinstance(layer, transformers.cache_utils.LinearAttentionLayer)
-        },
+        "windows": cached_windows(config),
         "context": getattr(config.get_text_config(), "max_position_embeddings", None),
     }
 

@@ -103,8 +103,8 @@ class Demand:
     def fixed_cost(self) -> Cost:
         """Return the planner's cost of holding any unit; with :meth:`unit_cost` it never falls below :meth:`cost`.
 
-        Where ``s`` elements share a head, a slice of ``n`` covers at most ``n / s + 2 - 2 / s`` heads: one for the first
-        element, another for the second, and then one more for every ``s`` elements.
+        Where ``s`` elements share a head, a slice of ``n`` elements covers at most ``n / s + 2 - 2 / s`` heads: one for
+        the first element, another for the second, and then one more for every ``s`` elements.
         """
         return self.kept + self.head.part(2 * self.share - 2, self.share, up=True)
 

@@ -6,16 +6,20 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
+from tpplan.core.axes import Axis
 from tpplan.core.model import LinearAttention
 from tpplan.models.families.packed import GRANITE_EXPERTS
-from tpplan.models.families.rows import BIASED_ATTENTION, NORMS, linear, norm, outside
-from tpplan.models.families.shape import MAX_PARTS, every_layer, linear_layers
+from tpplan.models.families.rows import BIASED_ATTENTION, NORMS, attention, correction, linear, norm, outside
+from tpplan.models.families.shape import FULL, LINEAR, MAX_PARTS, are_of_kind, every_layer, linear_layers
 from tpplan.models.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tpplan.models.config import Config
+
+#: The flag of rows that are there only where experts are in a latent.
+LATENT: Final = "latent_experts"
 
 
 def _expanded(config: Config) -> tuple[int, str]:
@@ -100,6 +104,59 @@ def _any_experts(config: Config, layers: int) -> tuple[bool, ...]:
     return (config.count("num_experts", default=8, minimum=0, maximum=MAX_PARTS) > 0,) * layers
 
 
+#: What the pattern of Nemotron-H writes for each kind of layer, and what kinds there are.
+_PATTERN: Final = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
+_NEMOTRON_KINDS: Final = frozenset(_PATTERN.values())
+
+
+def _kinds_of(kind: str) -> tuple[str, ...]:
+    """Return the kinds of Nemotron-H's layers, this one last."""
+    return *sorted(_NEMOTRON_KINDS - {kind}), kind
+
+
+def _nemotron(config: Config) -> Config:
+    """Read the kinds of layers from ``hybrid_override_pattern``, and the number of layers from the kinds."""
+    pattern = config.text("hybrid_override_pattern")
+    types = config.texts("layer_types") or [_PATTERN.get(letter, letter) for letter in pattern]
+    types = types or [LINEAR, "moe", FULL, "mlp"]
+    return config.having("layer_types", list(types)).having("num_hidden_layers", len(types))
+
+
+def _nemotron_moe(config: Config, layers: int) -> tuple[bool, ...]:
+    return are_of_kind(config, "layer_types", layers, _kinds_of("moe"))
+
+
+def _nemotron_alone(config: Config, layers: int) -> tuple[str, ...]:
+    """Tell that each layer has one part."""
+    mlps = zip(*(are_of_kind(config, "layer_types", layers, _kinds_of(kind)) for kind in ("mlp", "moe")), strict=True)
+    return tuple("mlp" if any(of) else "mixer" for of in mlps)
+
+
+def _nemotron_experts(config: Config, shape: Shape) -> Shape:
+    """Add the shared experts, which have a width of their own, and the latent that the routed ones may be in."""
+    if not shape.experts:
+        return shape
+    rank = config.optional_count("moe_latent_size") or 0
+    return evolve(
+        shape,
+        shared_intermediate=config.count("moe_shared_expert_intermediate_size", default=7688),
+        expert_rank=rank,
+        flags=shape.flags | ({LATENT} if rank else set()),
+    )
+
+
+#: Experts without gates, in a latent that one matrix leads to and another from, on every device that has any of them.
+_LATENT_EXPERTS = (
+    *linear("mixer.gate", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
+    *correction("mixer.gate.e_score_correction_bias"),
+    *linear("mixer.experts.{expert}.up_proj", "EX", "ER"),
+    *linear("mixer.experts.{expert}.down_proj", "ER", "EX"),
+    *linear("mixer.shared_experts.up_proj", "SX", "RS", "mlp_bias"),
+    *linear("mixer.shared_experts.down_proj", "RS", "SX", "mlp_bias"),
+    *linear("mixer.fc1_latent_proj", "ER", "RS", "mlp_bias", when=LATENT, home=Axis.EXPERT_INTERMEDIATE),
+    *linear("mixer.fc2_latent_proj", "RS", "ER", "mlp_bias", when=LATENT, home=Axis.EXPERT_INTERMEDIATE),
+)
+
 MAMBA: Final[dict[str, Family]] = {
     "granitemoehybrid": Family(
         architectures=("GraniteMoeHybridForCausalLM",),
@@ -121,5 +178,35 @@ MAMBA: Final[dict[str, Family]] = {
         linear=linear_layers(mamba2(), every_layer),
         expert_key="intermediate_size",
         adapt=_granite,
+    ),
+    # A layer is Mamba-2, attention, an MLP or experts.
+    "nemotron_h": Family(
+        architectures=("NemotronHForCausalLM",),
+        outside=outside("backbone.embeddings", norm("backbone.norm_f")),
+        layer=(*norm("norm"), *attention(name="mixer")),
+        linear_layer=(*norm("norm"), *mamba2_rows("mixer", "use_bias", "use_conv_bias")),
+        dense=(
+            *norm("norm"),
+            *linear("mixer.up_proj", "ID", "RS", "mlp_bias"),
+            *linear("mixer.down_proj", "RS", "ID", "mlp_bias"),
+        ),
+        sparse=(*norm("norm"), *_LATENT_EXPERTS),
+        layers="backbone.layers.{layer}.",
+        prefix="backbone.",
+        ignored=("mtp.*",),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 21504,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+        },
+        flags={"use_bias": False, "use_conv_bias": True, "mlp_bias": False},
+        usual=_nemotron,
+        moe=_nemotron_moe,
+        alone=_nemotron_alone,
+        linear=linear_layers(mamba2(128, 8, 128, 64), every_layer, _kinds_of(LINEAR)),
+        adapt=_nemotron_experts,
     ),
 }

@@ -30,17 +30,23 @@ def norm(
 
 
 def attention(
-    bias: str | None = NEVER, out_bias: str | None = NEVER, *, q: str = "Q", out: str = "o_proj", taken: str = "O"
+    bias: str | None = NEVER,
+    out_bias: str | None = NEVER,
+    *,
+    q: str = "Q",
+    out: str = "o_proj",
+    taken: str = "O",
+    name: str = "self_attn",
 ) -> tuple[Row, ...]:
     """Return the rows of attention with separate query, key and value projections.
 
     ``q`` is what the first gives, and ``taken`` what the output projection takes.
     """
     return (
-        *linear("self_attn.q_proj", q, "RS", bias),
-        *linear("self_attn.k_proj", "K", "RS", bias),
-        *linear("self_attn.v_proj", "V", "RS", bias),
-        *linear(f"self_attn.{out}", "RS", taken, out_bias),
+        *linear(f"{name}.q_proj", q, "RS", bias),
+        *linear(f"{name}.k_proj", "K", "RS", bias),
+        *linear(f"{name}.v_proj", "V", "RS", bias),
+        *linear(f"{name}.{out}", "RS", taken, out_bias),
     )
 
 

@@ -22,8 +22,8 @@ lv     size of its value heads          (uncut)  Q2     query and gate of each q
 HQ     hidden size, as query heads      (Q)      ER     what experts read and give        (RS)
 ====== ========================================= ====== =========================================
 
-LH are the key heads of linear attention with their value heads. Of Mamba-2 they are its heads: LV are their channels, lh
-is one number for each, and LK the state of its groups (B or C), of which a device holds those that its heads are of.
+LH are the key heads of linear attention with their value heads. Of Mamba-2 they are its heads: LV are their channels,
+lh is one number for each, and LK is B or C of its groups, of which a device holds those that its heads are of.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Shape:
         windows: for each layer the tokens of its sliding window, 0 without.
         sparse: for each layer whether its MLP is made of experts.
         linear: for each layer its linear attention, which has the same sizes in all layers that have it.
-        alone: for each layer its only part, ``mixer`` (attention of any kind) or ``mlp``, empty if it has both; empty if
-            all layers have both.
+        alone: for each layer its only part, ``mixer`` (attention of any kind) or ``mlp``, empty if it has both; nothing
+            if all layers have both.
         flags: the names that a row's ``when`` may test, if they are true.
     """
 
