@@ -62,6 +62,7 @@ _PACKED: Keys = {"num_local_experts": st.integers(2, 4), "num_experts_per_tok": 
 _OPEN_EXPERTS: Keys = {"num_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2)}
 _GROUPS: Keys = {"n_group": st.just(1), "topk_group": st.just(1)}
 
+_CONV: Keys = {"conv_bias": _FLAG, "conv_L_cache": st.integers(2, 5)}
 _KINDS = ("full_attention", "linear_attention")
 #: Any hidden size that is drawn is that of four or eight heads, in one group or more.
 _MAMBA2: Keys = {"mamba_n_heads": st.sampled_from((4, 8)), "mamba_d_state": st.sampled_from((3, 8))}
@@ -265,6 +266,30 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             **_SOME_MAMBA2,
             "attention_bias": _FLAG,
             "shared_intermediate_size": _SIZE,
+        },
+    ),
+    "lfm2": (
+        {"layer_types": _types(("conv", "full_attention"))},
+        {
+            **_CONV,
+            "block_auto_adjust_ff_dim": _FLAG,
+            "block_multiple_of": st.integers(1, 9),
+            "block_ffn_dim_multiplier": st.none() | st.sampled_from((1, 0.7, 1.3)),
+        },
+    ),
+    "lfm2_moe": (
+        {**_EXPERTS, "layer_types": _types(("conv", "full_attention"))},
+        {**_CONV, "num_dense_layers": st.integers(0, 3), "use_expert_bias": _FLAG},
+    ),
+    "lfm3": (
+        _HEAD,
+        {
+            **_CONV,
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "use_sandwich_norm": _FLAG,
+            "use_attention_gate": _FLAG,
+            "layer_types": _types(("conv", "full_attention", "sliding_attention")),
         },
     ),
     "nemotron_h": (

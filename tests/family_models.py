@@ -43,6 +43,7 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 128},
     "ministral": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
 }
 

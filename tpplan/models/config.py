@@ -31,13 +31,14 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "mamba_d_state": ("ssm_state_size",),
     "mamba_n_groups": ("n_groups", "mamba_ngroups"),
     "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
-    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim", "block_ff_dim"),
     "max_position_embeddings": ("n_positions",),
     "num_attention_heads": ("n_head",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("experts_per_token", "moe_k", "moe_topk"),
     "num_hidden_layers": ("n_layer",),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "tie_word_embeddings": ("tie_embedding",),
     "torch_dtype": ("dtype",),
 }
 

@@ -14,6 +14,7 @@ from tpplan.models.config import ELSEWHERE, Config
 from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.classic import CLASSIC
 from tpplan.models.families.contexts import longest_context
+from tpplan.models.families.convolved import CONVOLVED
 from tpplan.models.families.corrected import CORRECTED
 from tpplan.models.families.dense import DENSE
 from tpplan.models.families.gemma import GEMMA
@@ -44,6 +45,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **LATENT,
     **HYBRID,
     **MAMBA,
+    **CONVOLVED,
 }
 
 #: Entry points of packages with families of their own, each named by its ``model_type``.
@@ -130,7 +132,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False) -> Mod
             raise config.error(f"{key} is true, which tpplan does not support", "plans are for decoders only")
     inner, text = text_part(config)
     # A wrapper's own default changed between versions of transformers; that of the language model never did.
-    tied = config.flag(TIED, default=text.flag(TIED, default=family.tied))
+    tied = family.ties and config.flag(TIED, default=text.flag(TIED, default=family.tied))
     shape = read_shape(text, family, tied=tied, stacked=stacked)
     context = longest_context(text, inner, shape.context)
     named = _torch_dtype(text) or _torch_dtype(config)

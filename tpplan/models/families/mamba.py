@@ -193,6 +193,7 @@ MAMBA: Final[dict[str, Family]] = {
         sparse=(*norm("norm"), *_LATENT_EXPERTS),
         layers="backbone.layers.{layer}.",
         prefix="backbone.",
+        ties=False,
         ignored=("mtp.*",),
         defaults={
             "num_key_value_heads": 8,

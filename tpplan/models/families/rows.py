@@ -102,9 +102,9 @@ def outside(
     )
 
 
-def correction(name: str, dims: str = "e") -> tuple[Row, ...]:
+def correction(name: str, dims: str = "e", when: str = ALWAYS) -> tuple[Row, ...]:
     """Return the row of a bias that corrects a router's scores, F32 whatever the model's dtype."""
-    return (Row(name, dims, home=Axis.EXPERT_INTERMEDIATE, dtype="F32"),)
+    return (Row(name, dims, when, home=Axis.EXPERT_INTERMEDIATE, dtype="F32"),)
 
 
 #: The two norms of a layer in most decoders.

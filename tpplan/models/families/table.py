@@ -203,6 +203,7 @@ class Family:
         defaults: values of keys that a config.json may leave out, as in transformers' configuration classes.
         flags: keys that rows test, with their defaults; all families test ``tie_word_embeddings`` too.
         tied: the default of ``tie_word_embeddings``.
+        ties: whether that has a meaning; else the output matrix is never the embedding.
         uniform: keys that may list a number for each layer, which must be the same for all.
         mlp_ratio: the intermediate size over the hidden size where the config does not say, 0 for no such rule.
         refused: keys that must be absent, null or false.
@@ -233,6 +234,7 @@ class Family:
     defaults: Mapping[str, int] = field(factory=dict)
     flags: Mapping[str, bool] = field(factory=dict)
     tied: bool = False
+    ties: bool = True
     uniform: tuple[str, ...] = ()
     mlp_ratio: int = 0
     refused: tuple[str, ...] = ("is_encoder_decoder",)
