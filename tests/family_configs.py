@@ -269,12 +269,12 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         },
     ),
     "lfm2": (
-        {"layer_types": _types(("conv", "full_attention"))},
+        {"layer_types": _types(("conv", "full_attention")), "intermediate_size": st.integers(6, 24)},
         {
             **_CONV,
             "block_auto_adjust_ff_dim": _FLAG,
             "block_multiple_of": st.integers(1, 9),
-            "block_ffn_dim_multiplier": st.none() | st.sampled_from((1, 0.7, 1.3)),
+            "block_ffn_dim_multiplier": st.sampled_from((1, 0.7, 1.3)),
         },
     ),
     "lfm2_moe": (
@@ -292,6 +292,25 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             "layer_types": _types(("conv", "full_attention", "sliding_attention")),
         },
     ),
+    "kimi_linear": (
+        {
+            **{key: drawn for key, drawn in _MLA.items() if key not in {"n_group", "q_lora_rank", "n_routed_experts"}},
+            "num_experts": st.integers(2, 4),
+            "linear_num_heads": st.integers(1, 4),
+            "linear_head_dim": st.sampled_from((3, 8)),
+        },
+        {
+            "q_lora_rank": st.none() | _SIZE,
+            "attention_bias": _FLAG,
+            "layer_types": _types(_KINDS),
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "linear_conv_kernel_dim": st.integers(2, 5),
+        },
+    ),
+    "olmo_hybrid": (
+        {"num_hidden_layers": st.integers(2, 5), **{key: _DELTA_NET[key] for key in _DELTA_NET if "num" in key}},
+        {**{key: _DELTA_NET[key] for key in _DELTA_NET if "dim" in key}, "linear_conv_kernel_dim": st.integers(2, 5), "attention_bias": _FLAG},
+    ),
     "nemotron_h": (
         {
             **_HEAD,
@@ -306,7 +325,7 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             "conv_kernel": st.integers(2, 5),
             "ssm_state_size": st.integers(1, 9),
             "moe_shared_expert_intermediate_size": _SIZE,
-            "moe_latent_size": st.none() | _SIZE,
+            "moe_latent_size": st.none() | st.sampled_from((2, 8)),
             **dict.fromkeys(("use_bias", "use_conv_bias", "mlp_bias"), _FLAG),
         },
     ),
@@ -400,7 +419,7 @@ WITHIN: dict[str, dict[str, Any]] = {"kimi_k25": {"q_lora_rank": 3}, "llama4": {
 #: Families whose latent attention or old form gives every query head its own keys.
 _UNGROUPED = {
     *("gpt2", "gpt_bigcode", "gptj", "bloom", "opt", "gpt_neox"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "kimi_linear"),
 }
 
 

@@ -95,6 +95,8 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return the text model's tensors as ``save_pretrained`` writes them: hub names, experts apart, tied ones once."""
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     state = {name: tensor for name, tensor in model.state_dict().items() if name in own}
+    if model.config.model_type == "olmo_hybrid":
+        return _olmo_hybrid(model.config, state)
     tensors: dict[str, torch.Tensor] = transformers.core_model_loading.revert_weight_conversion(model, state)
     wrapper = WRAPPERS.get(model.config.model_type)
     if wrapper is None:
@@ -105,6 +107,23 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     # Image blocks of Kimi are layers in transformers, which then writes its layers of text as blocks too.
     blocks, layers = "language_model.model.blocks.", "language_model.model.layers."
     return {renamed(name, wrapper.renamed).replace(blocks, layers): tensor for name, tensor in text.items()}
+
+
+def _olmo_hybrid(config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors as the hub has them; transformers saves convolutions in equal parts, and names of other layers."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    tensors = {}
+    for name, tensor in state.items():
+        if name.endswith("linear_attn.conv1d.weight"):
+            parts = tensor.split([keys, keys, len(tensor) - 2 * keys])
+            tensors |= {name.replace("conv1d", f"{of}_conv1d"): part for of, part in zip("qkv", parts, strict=True)}
+            continue
+        own = name
+        if "layers." in name and config.layer_types[int(name.split("layers.")[1].split(".")[0])] == "linear_attention":
+            own = name.replace("input_layernorm", "attention_layer_norm")
+            own = own.replace("post_attention_layernorm", "feedforward_layer_norm")
+        tensors[own] = tensor
+    return tensors
 
 
 def save_model(model: Any, directory: Path, shard: str | int) -> None:
@@ -161,7 +180,12 @@ def assert_consistent(spec: ModelSpec) -> None:
         for parameter in parameters:
             segments = [segment for dim in parameter.dims for segment in dim]
             assert all(s.length > 0 for s in segments), parameter
-            assert all(s.axis is None or s.length % (s.shared or sizes[s.axis]) == 0 for s in segments), parameter
+            assert all(
+                s.axis is None
+                or s.length % (s.shared or sizes[s.axis]) == 0
+                or (s.axis is Axis.RESIDUAL and sizes[s.axis] % s.length == 0)  # a latent, which is narrower
+                for s in segments
+            ), parameter
             assert all(s.axis and sizes[s.axis] % s.shared == 0 for s in segments if s.shared), parameter
             assert (parameter.out is None) == all(s.axis is None for s in segments), parameter
             assert parameter.home is None or parameter.home in sizes, parameter

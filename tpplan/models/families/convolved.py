@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
 from tpplan.core.axes import Axis
 from tpplan.core.model import LinearAttention
+from tpplan.models.config import MAX_COUNT
 from tpplan.models.families.rows import attention, correction, head_norms, linear, norm, outside
 from tpplan.models.families.shape import FULL, are_of_kind, linear_layers
 from tpplan.models.families.sparse import after_dense
@@ -52,15 +52,12 @@ def _lfm2(config: Config, shape: Shape) -> Shape:
         width = 2 * width // 3
         factor = config.data.get("block_ffn_dim_multiplier", 1.0)
         if factor is not None:
-            if (
-                isinstance(factor, bool)
-                or not isinstance(factor, int | float)
-                or not factor > 0
-                or not isfinite(factor)
-            ):
+            if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < MAX_COUNT:
                 raise config.error(f"block_ffn_dim_multiplier is {str(factor)[:60]!r}, expected a number above 0")
             multiple = config.count("block_multiple_of", default=256)
             width = -(-int(factor * width) // multiple) * multiple
+    if not 0 < width <= MAX_COUNT:
+        raise config.error(f"the MLP is {width} wide, as intermediate_size and the keys with block_ have it")
     return evolve(shape, intermediate=width)
 
 

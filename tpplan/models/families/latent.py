@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tpplan.models.config import Config
 
 
-def _latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape], Shape]:
+def with_latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape], Shape]:
     """Add the ranks and head sizes of latent attention, and the shared experts, with the defaults of both."""
     add_shared = shared_experts(default=shared)
 
@@ -43,14 +43,14 @@ def _latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape], Sh
 def _indexed(config: Config, shape: Shape) -> Shape:
     """Add the indexer, which chooses the tokens that a query attends to by keys and a cache of its own."""
     return evolve(
-        _latent(shared=1)(config, shape),
+        with_latent(shared=1)(config, shape),
         index_heads=config.count("index_n_heads", default=64),
         index_dim=config.count("index_head_dim", default=128),
     )
 
 
 #: What leads down to the latent is needed wherever heads are, what leads up is cut.
-_MLA = (
+MLA = (
     *linear("self_attn.q_proj", "Q", "RS", when="!q_lora_rank"),
     *linear("self_attn.q_a_proj", "qr", "h", "attention_bias", when="q_lora_rank", home=Axis.KV_HEADS),
     *norm("self_attn.q_a_layernorm", "qr", when="q_lora_rank", home=Axis.KV_HEADS),
@@ -75,34 +75,34 @@ _HEAD = {"head_dim": 64}
 _DEEPSEEK_V3 = Family(
     architectures=("DeepseekV3ForCausalLM",),
     outside=outside(),
-    layer=(*NORMS, *_MLA),
+    layer=(*NORMS, *MLA),
     dense=gated(),
     sparse=CORRECTED_EXPERTS,
     extra_layers=True,
     defaults=_HEAD,
     flags={"attention_bias": False},
     moe=after_dense(3),
-    adapt=_latent(shared=1),
+    adapt=with_latent(shared=1),
 )
 
 LATENT: Final[dict[str, Family]] = {
     "deepseek_v2": Family(
         architectures=("DeepseekV2ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_MLA),
+        layer=(*NORMS, *MLA),
         dense=gated(bias="mlp_bias"),
         sparse=(*ROUTER, *EXPERTS, *gated("mlp.shared_experts", "SX", "mlp_bias", when=SHARED)),
         defaults=_HEAD,
         flags={"attention_bias": False, "mlp_bias": False},
         moe=after_dense(0),
-        adapt=_latent(shared=2),
+        adapt=with_latent(shared=2),
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
     "deepseek_v32": Family(
         architectures=("DeepseekV32ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_MLA, *_INDEXER),
+        layer=(*NORMS, *MLA, *_INDEXER),
         dense=gated(),
         sparse=CORRECTED_EXPERTS,
         extra_layers=True,
@@ -114,13 +114,13 @@ LATENT: Final[dict[str, Family]] = {
     "glm4_moe_lite": Family(
         architectures=("Glm4MoeLiteForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_MLA),
+        layer=(*NORMS, *MLA),
         dense=gated(),
         sparse=CORRECTED_EXPERTS,
         extra_layers=True,
         defaults={"num_experts_per_tok": 4, **_HEAD},
         flags={"attention_bias": False},
         moe=mlp_types(after_dense(1)),
-        adapt=_latent(768, 1),
+        adapt=with_latent(768, 1),
     ),
 }
