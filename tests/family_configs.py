@@ -308,8 +308,42 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         },
     ),
     "olmo_hybrid": (
-        {"num_hidden_layers": st.integers(2, 5), **{key: _DELTA_NET[key] for key in _DELTA_NET if "num" in key}},
-        {**{key: _DELTA_NET[key] for key in _DELTA_NET if "dim" in key}, "linear_conv_kernel_dim": st.integers(2, 5), "attention_bias": _FLAG},
+        {"num_hidden_layers": st.integers(2, 5), **_DELTA_NET},
+        {
+            **{key: _DELTA_NET[key] for key in _DELTA_NET if "dim" in key},
+            "linear_conv_kernel_dim": st.integers(2, 5),
+            "attention_bias": _FLAG,
+        },
+    ),
+    "bamba": (
+        _MAMBA2,
+        {
+            **{key: drawn for key, drawn in _SOME_MAMBA2.items() if key != "layer_types"},
+            **_BIASES,
+            "attn_layer_indices": st.lists(st.integers(0, 4), max_size=3),
+        },
+    ),
+    "falcon_h1": (
+        {**_MAMBA2, "mamba_d_ssm": st.none() | st.sampled_from((8, 24))},
+        {
+            **{key: drawn for key, drawn in _SOME_MAMBA2.items() if key != "layer_types"},
+            **_BIASES,
+            "mamba_rms_norm": _FLAG,
+            "projectors_bias": _FLAG,
+        },
+    ),
+    "jamba": (
+        {"num_experts": st.integers(1, 4), "num_experts_per_tok": st.just(1)},
+        {
+            "expert_layer_period": st.integers(2, 3),
+            "attn_layer_period": st.integers(5, 6),
+            "mamba_d_state": st.sampled_from((3, 8)),
+            "mamba_d_conv": st.integers(2, 5),
+            "mamba_expand": st.integers(1, 2),
+            "mamba_dt_rank": st.just("auto") | _SIZE,
+            "mamba_conv_bias": _FLAG,
+            "mamba_proj_bias": _FLAG,
+        },
     ),
     "nemotron_h": (
         {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,9 @@ SAME = {"kimi_k2": "deepseek_v3"}
 #: Models that transformers saves in another form than they have on the hub.
 UNLIKE_HUB = {"kimi_k25", "qwen3_vl_moe"}
 
+#: And those of which it saves some tensors under names of others.
+MISNAMED = {"kimi_linear", "olmo_hybrid"}
+
 
 def spec_of(data: dict[str, Any], name: str = "model") -> ModelSpec:
     """Return the spec of a config that went through JSON like a file."""
@@ -99,6 +103,8 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
         return _olmo_hybrid(model.config, state)
     tensors: dict[str, torch.Tensor] = transformers.core_model_loading.revert_weight_conversion(model, state)
     wrapper = WRAPPERS.get(model.config.model_type)
+    if model.config.model_type == "kimi_linear":  # writes layers without experts as those with them
+        return {re.sub(r"block_sparse_moe\.(?=(gate|up|down)_proj)", "mlp.", name): t for name, t in tensors.items()}
     if wrapper is None:
         return tensors
     text = {name: tensor for name, tensor in tensors.items() if not any(fnmatch(name, p) for p in VISION)}
@@ -128,7 +134,7 @@ def _olmo_hybrid(config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch
 
 def save_model(model: Any, directory: Path, shard: str | int) -> None:
     """Save a model as the hub has it, in files of at most this size."""
-    if model.config.model_type not in UNLIKE_HUB:
+    if model.config.model_type not in UNLIKE_HUB | MISNAMED:
         model.save_pretrained(directory, max_shard_size=shard)
         return
     from safetensors.torch import save_file  # noqa: PLC0415 (no stubs)

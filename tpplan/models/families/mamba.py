@@ -9,7 +9,17 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.core.model import LinearAttention
 from tpplan.models.families.packed import GRANITE_EXPERTS
-from tpplan.models.families.rows import BIASED_ATTENTION, NORMS, attention, correction, linear, norm, outside
+from tpplan.models.families.rows import (
+    ALWAYS,
+    BIASED_ATTENTION,
+    NORMS,
+    attention,
+    correction,
+    gated,
+    linear,
+    norm,
+    outside,
+)
 from tpplan.models.families.shape import FULL, LINEAR, MAX_PARTS, are_of_kind, every_layer, linear_layers
 from tpplan.models.families.table import Family, Row, Shape
 
@@ -72,14 +82,17 @@ def mamba2(
     return read
 
 
-def mamba2_rows(name: str, bias: str | None, conv_bias: str, normed: str = "") -> tuple[Row, ...]:
+def mamba2_rows(
+    name: str, bias: str | None, conv_bias: str, normed: str = "", out_bias: str | None = None
+) -> tuple[Row, ...]:
     """Return the rows of Mamba-2, which projects to gate, x, B, C and dt at once.
 
     Args:
         name: how its names start.
-        bias: the flag of the biases of its projections, None if they have none.
+        bias: the flag of the biases of its projections.
         conv_bias: the flag of the bias of its convolution.
         normed: the flag of the norm of its output; empty for always.
+        out_bias: the flag of the bias of the projection back, if it is another.
     """
     return (
         *linear(f"{name}.in_proj", "LV+LV+LK+LK+lh", "RS", bias),
@@ -89,7 +102,7 @@ def mamba2_rows(name: str, bias: str | None, conv_bias: str, normed: str = "") -
         Row(f"{name}.A_log", "lh"),
         Row(f"{name}.D", "lh"),
         *norm(f"{name}.norm", "LV", when=normed),
-        *linear(f"{name}.out_proj", "RS", "LV", bias),
+        *linear(f"{name}.out_proj", "RS", "LV", out_bias or bias),
     )
 
 
@@ -103,6 +116,84 @@ def _any_experts(config: Config, layers: int) -> tuple[bool, ...]:
     """Select all layers, or none if there are no experts."""
     return (config.count("num_experts", default=8, minimum=0, maximum=MAX_PARTS) > 0,) * layers
 
+
+def _besides(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select the layers that ``attn_layer_indices`` does not list (Bamba)."""
+    full = frozenset(config.numbers("attn_layer_indices"))
+    return tuple(layer not in full for layer in range(layers))
+
+
+def _channels_of_falcon(config: Config) -> tuple[int, str]:
+    """Return ``mamba_d_ssm``, which may be null for what other families have."""
+    own = config.optional_count("mamba_d_ssm", default=1024)
+    return (own, "mamba_d_ssm") if own else _expanded(config)
+
+
+def _periodic(kind: str, period: int, offset: int) -> Callable[[Config, int], tuple[bool, ...]]:
+    """Return how Jamba selects one layer of each period, given the defaults of both keys."""
+
+    def choose(config: Config, layers: int) -> tuple[bool, ...]:
+        every = config.count(f"{kind}_layer_period", default=period)
+        first = config.count(f"{kind}_layer_offset", default=offset, minimum=0)
+        if first >= every:
+            raise config.error(
+                f"{kind}_layer_offset is {first}, expected less than {kind}_layer_period, which is {every}"
+            )
+        return tuple(layer % every == first for layer in range(layers))
+
+    return choose
+
+
+_JAMBA_ATTENTION = _periodic("attn", 8, 4)
+_JAMBA_EXPERTS = _periodic("expert", 2, 1)
+
+
+def _mamba1(config: Config, layers: int) -> tuple[LinearAttention | None, ...]:
+    """Read the sizes of Mamba-1, whose channels have a state each and share B, C and what dt is projected from."""
+    each = LinearAttention(
+        key_heads=1,
+        value_heads=_expanded(config)[0],
+        key_head_dim=config.count("mamba_d_state", default=16),
+        value_head_dim=1,
+        kernel=config.count("mamba_d_conv", default=4),
+        shared_keys=True,
+        plain_keys=True,
+    )
+    return tuple(None if full else each for full in _JAMBA_ATTENTION(config, layers))
+
+
+def _jamba_moe(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select the layers with experts, none if there is one expert."""
+    experts = config.count("num_experts", default=16, maximum=MAX_PARTS)
+    return tuple(chosen and experts > 1 for chosen in _JAMBA_EXPERTS(config, layers))
+
+
+def _jamba(config: Config, shape: Shape) -> Shape:
+    """Add the rank of dt."""
+    rank = -(-shape.hidden // 16)
+    return evolve(
+        shape,
+        dt_rank=rank if config.raw("mamba_dt_rank") == "auto" else config.count("mamba_dt_rank", default=rank),
+    )
+
+
+#: What all channels share is summed over the devices, and so is each layer's norm of it everywhere.
+_MAMBA1 = (
+    *linear("mamba.in_proj", "LV+LV", "RS", "mamba_proj_bias"),
+    Row("mamba.conv1d.weight", "LV 1 ck"),
+    Row("mamba.conv1d.bias", "LV", "mamba_conv_bias"),
+    Row("mamba.x_proj.weight", "lr+lk+lk LV", home=Axis.LINEAR_HEADS),
+    *linear("mamba.dt_proj", "LV", "lr", ALWAYS),
+    Row("mamba.A_log", "LV lk"),
+    Row("mamba.D", "LV"),
+    *norm("mamba.dt_layernorm", "lr", home=Axis.LINEAR_HEADS),
+    *norm("mamba.b_layernorm", "lk", home=Axis.LINEAR_HEADS),
+    *norm("mamba.c_layernorm", "lk", home=Axis.LINEAR_HEADS),
+    *linear("mamba.out_proj", "RS", "LV", "mamba_proj_bias"),
+)
+
+_PRE_FF_NORMS = (*norm("input_layernorm"), *norm("pre_ff_layernorm"))
+_FINAL_NORM = norm("model.final_layernorm")
 
 #: What the pattern of Nemotron-H writes for each kind of layer, and what kinds there are.
 _PATTERN: Final = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
@@ -178,6 +269,56 @@ MAMBA: Final[dict[str, Family]] = {
         linear=linear_layers(mamba2(), every_layer),
         expert_key="intermediate_size",
         adapt=_granite,
+    ),
+    "bamba": Family(
+        architectures=("BambaForCausalLM",),
+        outside=outside(final=_FINAL_NORM),
+        layer=(*_PRE_FF_NORMS, *BIASED_ATTENTION),
+        linear_layer=(*_PRE_FF_NORMS, *mamba2_rows("mamba", "mamba_proj_bias", "mamba_conv_bias")),
+        dense=gated("feed_forward", bias="mlp_bias"),
+        defaults={"num_key_value_heads": 8},
+        flags={"attention_bias": False, "mlp_bias": False, "mamba_proj_bias": False, "mamba_conv_bias": True},
+        linear=linear_layers(mamba2(), _besides),
+    ),
+    # Each layer has attention and Mamba-2 side by side.
+    "falcon_h1": Family(
+        architectures=("FalconH1ForCausalLM",),
+        outside=outside(final=_FINAL_NORM),
+        layer=(),
+        linear_layer=(
+            *_PRE_FF_NORMS,
+            *BIASED_ATTENTION,
+            *mamba2_rows("mamba", "mamba_proj_bias", "mamba_conv_bias", "mamba_rms_norm", "projectors_bias"),
+        ),
+        dense=gated("feed_forward", bias="mlp_bias"),
+        defaults={"num_key_value_heads": 8},
+        flags={
+            "attention_bias": False,
+            "mlp_bias": False,
+            "mamba_proj_bias": False,
+            "mamba_conv_bias": True,
+            "mamba_rms_norm": False,
+            "projectors_bias": False,
+        },
+        parallel=True,
+        linear=lambda config, layers: (mamba2(channels=_channels_of_falcon)(config),) * layers,
+    ),
+    "jamba": Family(
+        architectures=("JambaForCausalLM",),
+        outside=outside(final=_FINAL_NORM),
+        layer=(*_PRE_FF_NORMS, *attention()),
+        linear_layer=(*_PRE_FF_NORMS, *_MAMBA1),
+        dense=gated("feed_forward"),
+        sparse=(
+            *linear("feed_forward.router", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
+            *gated("feed_forward.experts.{expert}", "EX"),
+        ),
+        defaults={"num_key_value_heads": 8, "num_experts": 16, "num_experts_per_tok": 2},
+        flags={"mamba_proj_bias": False, "mamba_conv_bias": True},
+        moe=_jamba_moe,
+        linear=_mamba1,
+        expert_key="intermediate_size",
+        adapt=_jamba,
     ),
     # A layer is Mamba-2, attention, an MLP or experts.
     "nemotron_h": Family(

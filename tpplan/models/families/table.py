@@ -20,6 +20,7 @@ LK     key heads of linear attention × size (LH) LV     its value heads × thei
 LQKVZ  query, key, its values and gates  (LH)    lh lh2 one and two for each value head  (LH)
 lv     size of its value heads          (uncut)  Q2     query and gate of each query head (Q)
 HQ     hidden size, as query heads      (Q)      ER     what experts read and give        (RS)
+lk     size of its key heads            (uncut)  lr     rank of Mamba's dt               (uncut)
 ====== ========================================= ====== =========================================
 
 LH are the key heads of linear attention with their value heads. Of Mamba-2 they are its heads: LV are their channels,
@@ -61,6 +62,7 @@ class Shape:
         q_rank: MLA's rank of the queries, 0 without.
         kv_rank: MLA's rank of keys and values, 0 without MLA.
         rope_dim: MLA's rotary part of a head.
+        dt_rank: rank of the time steps of Mamba-1, 0 without it.
         index_heads: heads of the indexer that chooses MLA's tokens, 0 without.
         index_dim: elements of a query or key head of the indexer.
         windows: for each layer the tokens of its sliding window, 0 without.
@@ -87,6 +89,7 @@ class Shape:
     q_rank: int = 0
     kv_rank: int = 0
     rope_dim: int = 0
+    dt_rank: int = 0
     index_heads: int = 0
     index_dim: int = 0
     windows: tuple[int, ...]
@@ -133,6 +136,8 @@ class Shape:
             "LQKVZ": Segment(Axis.LINEAR_HEADS, 2 * (keys + values)),
             "lh": Segment(Axis.LINEAR_HEADS, linear.value_heads),
             "lh2": Segment(Axis.LINEAR_HEADS, 2 * linear.value_heads),
+            "lk": Segment(None, linear.key_head_dim),
+            "lr": Segment(None, self.dt_rank),
             "lv": Segment(None, linear.value_head_dim),
             "ck": Segment(None, linear.kernel),
             "ih": Segment(None, self.index_heads),
