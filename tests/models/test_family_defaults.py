@@ -44,6 +44,7 @@ SMALL = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("mamba_n_heads", "n_mamba_heads"), 8),
     "mamba_d_head": 12,
+    "mamba_d_ssm": 96,
     "vocab_size": 64,
     "pad_token_id": 0,
     "max_position_embeddings": 512,

@@ -18,7 +18,7 @@ from tests.later import transformers
 from tests.weight_plans import plan_of, request_of
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache, Request
-from tpplan.planner.ledger import cache_bytes_per_token, demands, ledger, state_bytes
+from tpplan.planner.ledger import demands, ledger
 from tpplan.weights import iter_slices
 
 if TYPE_CHECKING:
@@ -173,35 +173,6 @@ def test_only_the_groups_of_its_heads_are_on_a_device() -> None:
     b, c = 512, 512 + 2 * 16
     assert part(found, "in_proj.weight")[0][2:4] == ((b, b + 32), (c, c + 32))
     assert part(found, "in_proj.weight")[1][2:4] == ((b + 16, b + 32), (c + 16, c + 32))
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 9])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_state_is_what_transformers_keeps(dtype: str, tokens: int) -> None:
-    """After a prompt of any length, and after another token; layers with attention keep what a token takes."""
-    raw = {**SMALL, "mamba_n_groups": 2, "torch_dtype": dtype}
-    model = transformers.AutoModelForCausalLM.from_config(hub_config(raw), dtype=getattr(torch, dtype)).eval()
-    assert_kept(model, spec_of(raw), tokens)
-
-
-def assert_kept(model: Any, spec: ModelSpec, tokens: int) -> None:
-    """Compare the bytes of transformers' cache of three sequences with what the spec says of them."""
-    item = {"bfloat16": 1, "float32": 2}[spec.dtype]  # times the 16 bits of the cache fp16
-    with torch.no_grad():
-        cache = model(torch.randint(spec.vocab_size, (3, tokens)), use_cache=True).past_key_values
-        for length in (tokens, tokens + 1):
-            states = [
-                state.nbytes
-                for layer in cache.layers
-                for kept in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {}))
-                for state in kept.values()
-                if state is not None
-            ]
-            assert sum(states) == 3 * state_bytes(spec)
-            keys = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-            kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in keys)
-            assert kept == 3 * length * item * cache_bytes_per_token(spec, "fp16")
-            model(torch.randint(spec.vocab_size, (3, 1)), use_cache=True, past_key_values=cache)
 
 
 def test_the_ledger_of_an_uneven_plan_by_hand() -> None:

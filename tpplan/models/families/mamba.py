@@ -136,9 +136,7 @@ def _periodic(kind: str, period: int, offset: int) -> Callable[[Config, int], tu
         every = config.count(f"{kind}_layer_period", default=period)
         first = config.count(f"{kind}_layer_offset", default=offset, minimum=0)
         if first >= every:
-            raise config.error(
-                f"{kind}_layer_offset is {first}, expected less than {kind}_layer_period, which is {every}"
-            )
+            raise config.error(f"{kind}_layer_offset is {first}, not less than the {every} of {kind}_layer_period")
         return tuple(layer % every == first for layer in range(layers))
 
     return choose
