@@ -83,11 +83,11 @@ def test_the_state_is_what_transformers_keeps(model_type: str, dtype: str) -> No
         with torch.no_grad():
             cache = model(torch.randint(96, (3, tokens)), use_cache=True).past_key_values
             for length in (tokens, tokens + 1):
-                layers = [
-                    getattr(layer, of, {}) for layer in cache.layers for of in ("conv_states", "recurrent_states")
+                kinds = ("conv_states", "recurrent_states")
+                states = [
+                    state for layer in cache.layers for kind in kinds for state in getattr(layer, kind, {}).values()
                 ]
-                states = [state for kept in layers for state in kept.values() if state is not None]
-                assert sum(state.nbytes for state in states) == 3 * state_bytes(spec)
+                assert sum(state.nbytes for state in states if state is not None) == 3 * state_bytes(spec)
                 keys = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
                 kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in keys)
                 assert kept == 3 * length * item * cache_bytes_per_token(spec, "fp16")
