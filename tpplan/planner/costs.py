@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TypeAlias
 
 from attrs import evolve, frozen
@@ -103,10 +104,12 @@ class Demand:
     def fixed_cost(self) -> Cost:
         """Return the planner's cost of holding any unit; with :meth:`unit_cost` it never falls below :meth:`cost`.
 
-        Where ``s`` elements share a head, a slice of ``n`` elements covers at most ``n / s + 2 - 2 / s`` heads: one for
-        the first element, another for the second, and then one more for every ``s`` elements.
+        Where ``s`` elements share a head and cuts are at multiples of ``g``, a slice of ``n`` elements covers at most
+        ``n / s + 2 - 2 g / s`` heads: one for the first ``g``, another for the second, and then one more for every
+        ``s`` elements. If there is only one head, it covers that.
         """
-        return self.kept + self.head.part(2 * self.share - 2, self.share, up=True)
+        ends = 2 if self.size > self.share else 1
+        return self.kept + self.head.part(ends * (self.share - gcd(self.unit, self.share)), self.share, up=True)
 
     def cost(self, start: int, end: int) -> Cost:
         """Return the exact cost of a slice; an empty slice costs nothing."""
