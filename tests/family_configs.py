@@ -309,11 +309,7 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     ),
     "olmo_hybrid": (
         {"num_hidden_layers": st.integers(2, 5), **_DELTA_NET},
-        {
-            **{key: _DELTA_NET[key] for key in _DELTA_NET if "dim" in key},
-            "linear_conv_kernel_dim": st.integers(2, 5),
-            "attention_bias": _FLAG,
-        },
+        {"linear_conv_kernel_dim": st.integers(2, 5), "attention_bias": _FLAG},
     ),
     "bamba": (
         _MAMBA2,

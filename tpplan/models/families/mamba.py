@@ -109,7 +109,7 @@ def mamba2_rows(
 def _granite(config: Config, shape: Shape) -> Shape:
     """Add the shared experts, which have a width of their own and are all that models without experts have."""
     width = config.count("shared_intermediate_size", default=1024)
-    return evolve(shape, **{"shared_intermediate" if shape.experts else "intermediate": width})
+    return evolve(shape, shared_intermediate=width) if shape.experts else evolve(shape, intermediate=width)
 
 
 def _any_experts(config: Config, layers: int) -> tuple[bool, ...]:
