@@ -13,7 +13,7 @@ from torch.nn.functional import conv1d, silu, softplus
 
 import tpplan
 from tests.examples import examples
-from tests.family_models import hub_config, spec_of
+from tests.family_models import assert_same_tensors, hub_config, meta_model, saved_tensors, spec_of
 from tests.later import transformers
 from tests.weight_plans import plan_of, request_of
 from tpplan.core.axes import Axis
@@ -247,6 +247,103 @@ GRANITE_4_H_TINY: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 100352,
 }
+
+
+#: Of Nemotron-H-8B-Base-8K, LFM2-1.2B, Falcon-H1-34B and Kimi-Linear-48B-A3B, what their config.json files say.
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "nemotron_h": (
+        8_100_852_736,
+        {
+            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            "num_hidden_layers": 52,
+            "hidden_size": 4096,
+            "intermediate_size": 21504,
+            "vocab_size": 131072,
+            "num_attention_heads": 32,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "max_position_embeddings": 8192,
+        },
+    ),
+    "lfm2": (
+        1_170_340_608,
+        {
+            "block_auto_adjust_ff_dim": True,
+            "block_ff_dim": 12288,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128000,
+            "vocab_size": 65536,
+            "tie_embedding": True,
+        },
+    ),
+    "falcon_h1": (
+        33_642_221_312,
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 21504,
+            "num_hidden_layers": 72,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "mamba_d_ssm": 4096,
+            "mamba_n_heads": 32,
+            "mamba_d_head": 128,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 256,
+            "max_position_embeddings": 262144,
+            "vocab_size": 261120,
+        },
+    ),
+    "kimi_linear": (
+        49_122_681_728,
+        {
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 32,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1024,
+            "first_k_dense_replace": 1,
+            "vocab_size": 163840,
+            "model_max_length": 1048576,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+                "head_dim": 128,
+                "num_heads": 32,
+                "short_conv_kernel_size": 4,
+            },
+        },
+    ),
+    "granitemoehybrid": (6_939_037_248, GRANITE_4_H_TINY),
+}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_parameters_of_published_models(model_type: str) -> None:
+    """As many as transformers' model of the same config.json has, in the form of keys that the hub has."""
+    parameters, raw = PUBLISHED[model_type]
+    raw = {"model_type": model_type, **raw}
+    spec = spec_of(raw)
+    assert_same_tensors(spec, saved_tensors(meta_model(hub_config(raw))))
+    assert spec.parameter_count == parameters
 
 
 @pytest.mark.parametrize(
