@@ -4,6 +4,7 @@
 
 prints the tokens that follow, each as it comes. Every process owns as many of the plan's devices as the others, loads
 their part of the checkpoint, and works out the same tokens. With ``cpu`` as a fourth argument, devices are virtual.
+``--engine transformers`` shards transformers' model instead of running tpplan's decoder.
 """
 
 from __future__ import annotations
@@ -43,6 +44,25 @@ def generated(
                 yield token
 
 
+def generated_by_transformers(
+    path: str, directory: str, prompt: Sequence[int], *, backend: str, new: int, timeout_s: float
+) -> Iterator[int]:
+    """Yield the tokens that follow a prompt by transformers' own ``generate``, the same in all processes.
+
+    Raises:
+        TpplanError: see :func:`generated`; or transformers does not run the model on several devices.
+    """
+    from tpplan.transformers import shard  # noqa: PLC0415 (an extra)
+
+    with tpx.process_group("gloo" if backend == "cpu" else "cpu:gloo,cuda:nccl", timeout_s=timeout_s) as group:
+        plan = tpplan.load(path)
+        with tpx.compile(plan, backend=backend, model=directory, group=group, scratch=False) as context:
+            model = shard(directory, plan, context)
+            tokens = torch.tensor([prompt], device=model.device)
+            texts = model.generate(tokens, max_new_tokens=new, do_sample=False)
+            yield from texts[0, len(prompt) :].tolist()
+
+
 def choose_gpu() -> None:
     """Make the GPU that torchrun has for this process current."""
     local, count = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
@@ -61,6 +81,7 @@ def main() -> None:
     parser.add_argument("backend", nargs="?", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--new", type=int, default=32, help="most new tokens (default: 32)")
     parser.add_argument("--timeout", type=float, default=60, help="seconds to wait for other processes (default: 60)")
+    parser.add_argument("--engine", choices=["tpplan", "transformers"], default="tpplan")
     given = parser.parse_args()
     try:
         prompt = [int(token) for token in given.prompt.split(",")]
@@ -70,7 +91,8 @@ def main() -> None:
         if given.backend == "cuda":
             choose_gpu()
         options = {"backend": given.backend, "new": given.new, "timeout_s": given.timeout}
-        for token in generated(given.plan, given.model, prompt, **options):
+        tokens = generated_by_transformers if given.engine == "transformers" else generated
+        for token in tokens(given.plan, given.model, prompt, **options):
             if os.environ["RANK"] == "0":
                 print(token, flush=True)
     except TpplanError as error:

@@ -29,7 +29,19 @@ def pytest_xdist_auto_num_workers() -> int:
 #: Folders, files and functions of tests that take most of the time: they compare with transformers or an exact solver,
 #: compile kernels, run their sources lane by lane, start processes, or leave out each step of a program in turn.
 SLOW = {
-    *("bench", "benchmarks", "decoder", "exllamav2", "fuzz", "kernels", "machine", "processes", "project", "selftest"),
+    *(
+        "bench",
+        "benchmarks",
+        "decoder",
+        "exllamav2",
+        "fuzz",
+        "kernels",
+        "machine",
+        "processes",
+        "project",
+        "selftest",
+        "transformers",
+    ),
     *("test_beside", "test_families", "test_family_cuts", "test_family_defaults", "test_family_facts"),
     *("test_family_parts", "test_linear_attention", "test_mamba", "test_states", "test_number_of_experts_is_compared"),
     *("test_fill", "test_load", "test_python", "test_reader", "test_styles", "test_tables"),

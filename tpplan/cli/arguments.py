@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     Transport: TypeAlias = str
     TransportOrAuto: TypeAlias = str
     Engine: TypeAlias = str
+    Runner: TypeAlias = str
     View: TypeAlias = str
     Verdict: TypeAlias = str
     Shell: TypeAlias = Literal["bash", "zsh", "fish"]
@@ -105,6 +106,7 @@ else:  # types by which help and completion know what there is
     Backend = Literal[BACKENDS]
     Transport = Literal[TRANSPORTS]
     TransportOrAuto = Literal[TRANSPORTS_OR_AUTO]
+    Runner = Literal["auto", "tpplan", "transformers"]
     Engine = Annotated[Literal[tuple(map(str, EngineName))], Parameter(name="--for", converter=engine)]
     #: Forms of what a command shows, and of what it judges.
     View = Annotated[Literal["text", "json", "markdown"], Parameter(name="--format")]

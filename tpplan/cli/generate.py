@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 import sys
+from importlib.util import find_spec
 from itertools import count
 from typing import TYPE_CHECKING
 
 from tpplan.cli import console, plans
-from tpplan.cli.arguments import Backend, File  # noqa: TC001 (cyclopts reads it)
+from tpplan.cli.arguments import Backend, File, Runner  # noqa: TC001 (cyclopts reads it)
 from tpplan.cli.commands import OK, Whole
 from tpplan.core.missing import needing
-from tpplan.errors import PlanError, RequestError, UsageError
+from tpplan.errors import PlanError, RequestError, TpplanError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,6 +49,7 @@ def generate(
     frequency_penalty: float | None = None,
     seed: Whole | None = None,
     backend: Backend = "auto",
+    engine: Runner = "auto",
     json: bool = False,
 ) -> int:
     """Load a checkpoint by a plan and continue a text, token by token.
@@ -72,6 +74,7 @@ def generate(
         frequency_penalty: is subtracted for each time that they were.
         seed: with a temperature, of what is drawn; 0 by default.
         backend: cpu has virtual devices; auto, the default, is cuda if the machine has as many GPUs, else cpu.
+        engine: tpplan's decoder, or transformers sharded by the plan; auto is the decoder where it knows the model.
         json: print one JSON document; with --prompts one in each line.
     """
     from tpplan.decoder.generation.arguments import Order, checked  # noqa: PLC0415
@@ -126,11 +129,31 @@ def generate(
     task = _checked(checked, found, order, plan, model)
     if text := str(defaults):
         plans.note(text)
+    by_transformers = _is_for_transformers(task, engine)
+    if talks and by_transformers:
+        hint = 'add --prompt "…", or --engine tpplan if the decoder knows the model'
+        raise UsageError("a conversation is by tpplan's decoder, not by transformers", hint)
     if talks:
         _talk(task)
     else:
-        _continue(task, json=json, lines=bool(prompts))
+        _continue(task, json=json, lines=bool(prompts), by_transformers=by_transformers)
     return OK
+
+
+def _is_for_transformers(task: Task, engine: str) -> bool:
+    """Choose the engine of a task; what the decoder lacks is told."""
+    from tpplan.decoder.model.settings import check_model  # noqa: PLC0415 (not every command needs it)
+
+    if engine != "auto":
+        return engine == "transformers"
+    try:
+        check_model(task.source, task.source.model, task.plan)
+    except TpplanError as error:
+        if find_spec("transformers") is None or find_spec("greenlet") is None or not task.source.model.is_plain:
+            raise
+        plans.note(f"computed by transformers, as {error.message}")
+        return True
+    return False
 
 
 def _check_source(prompt: str, prompts: str, token_ids: str, *, talks: bool, json: bool) -> None:
@@ -200,7 +223,7 @@ def _checked(
         raise
 
 
-def _continue(task: Task, *, json: bool, lines: bool) -> None:
+def _continue(task: Task, *, json: bool, lines: bool, by_transformers: bool) -> None:
     """Continue prompts, and write what follows them; ``lines`` says whether these are those of a file."""
     from json import dumps  # noqa: PLC0415 (an option has this name)
 
@@ -208,7 +231,11 @@ def _continue(task: Task, *, json: bool, lines: bool) -> None:
     from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
 
     with needing("running a plan", "generate"):
-        from tpplan.decoder.generation.command import run  # noqa: PLC0415
+        from tpplan.decoder.generation.command import own, run  # noqa: PLC0415
+    load = own
+    if by_transformers:
+        with needing("running a plan by transformers", "transformers"):
+            from tpplan.transformers.engine import loaded as load  # noqa: PLC0415
     numbers = count(1)
 
     def done(report: GenerateReport) -> None:
@@ -222,7 +249,7 @@ def _continue(task: Task, *, json: bool, lines: bool) -> None:
             console.emit("\n")
 
     console.show_log()
-    console.say("time", str(run(task, plans.note, (lambda _: None) if json or lines else console.emit, done)))
+    console.say("time", str(run(task, plans.note, (lambda _: None) if json or lines else console.emit, done, load)))
 
 
 def _talk(task: Task) -> None:

@@ -264,6 +264,11 @@ class ModelSpec:
     notes: tuple[str, ...] = ()
 
     @property
+    def is_plain(self) -> bool:
+        """Whether weights are numbers of 16 or 32 bits, in no format of blocks or codes."""
+        return self.weight_format in {"BF16", "F16", "F32"}
+
+    @property
     def layer_count(self) -> int:
         """Number of layers in all blocks."""
         return sum(len(block.layers) for block in self.blocks)

@@ -1,11 +1,14 @@
-"""The implementation of ``tpplan generate``: it loads a checkpoint by a plan and generates texts."""
+"""The implementation of ``tpplan generate``: it loads a checkpoint by a plan and generates texts.
+
+An engine computes them: the decoder, or one that the command brings along.
+"""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from tpplan.decoder.decoder import Decoder
 from tpplan.decoder.generation.generate import generate
@@ -20,11 +23,60 @@ from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    from tpplan.decoder.decoding.sampling import Sampling
     from tpplan.decoder.generation.arguments import Task
+    from tpplan.exec.context import TPContext
 
 #: Seeds are below this.
 _SEEDS = 2**63
+
+
+class Engine(Protocol):
+    """A loaded model."""
+
+    @property
+    def context(self) -> TPContext:
+        """The compiled plan."""
+
+    def tokens(
+        self,
+        prompts: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        samplings: Sequence[Sampling],
+        end: frozenset[int],
+    ) -> Iterator[tuple[int | None, ...]]:
+        """Yield the next token of each text, None for texts that have ended."""
+
+
+@frozen
+class Own:
+    """The decoder as an engine."""
+
+    decoder: Decoder
+
+    @property
+    def context(self) -> TPContext:
+        """The compiled plan."""
+        return self.decoder.context
+
+    def tokens(
+        self,
+        prompts: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        samplings: Sequence[Sampling],
+        end: frozenset[int],
+    ) -> Iterator[tuple[int | None, ...]]:
+        """Yield the next token of each text, None for texts that have ended."""
+        return generate(self.decoder, prompts, counts, sampling=samplings, end=end)
+
+
+@contextmanager
+def own(task: Task, note: Callable[[str], None]) -> Iterator[Engine]:
+    """Load a checkpoint into the decoder; see :func:`loaded`."""
+    with loaded(task, note) as decoder:
+        yield Own(decoder)
 
 
 @contextmanager
@@ -47,7 +99,11 @@ def loaded(task: Task, note: Callable[[str], None]) -> Iterator[Decoder]:
 
 
 def run(
-    task: Task, note: Callable[[str], None], tell: Callable[[str], None], done: Callable[[GenerateReport], None]
+    task: Task,
+    note: Callable[[str], None],
+    tell: Callable[[str], None],
+    done: Callable[[GenerateReport], None],
+    load: Callable[[Task, Callable[[str], None]], AbstractContextManager[Engine]] = own,
 ) -> Timing:
     """Load a checkpoint by a plan, and continue its prompts, as many at a time as the plan has room for.
 
@@ -56,22 +112,23 @@ def run(
         note: see :func:`loaded`.
         tell: called with every piece of the text, or every token if tokens were given; only if there is one prompt.
         done: called with each text when those that are generated together are complete, in the order of prompts.
+        load: loads the checkpoint into an engine, and calls its second argument with what users should know.
 
     Raises:
         TpplanError: see :func:`loaded`.
     """
     batch = task.plan.request.batch
-    with loaded(task, note) as decoder:
-        timing = Timing(task.plan.speed if on_gpus(decoder) else None)
+    with load(task, note) as engine:
+        timing = Timing(task.plan.speed if isinstance(engine, Own) and on_gpus(engine.decoder) else None)
         for first in range(0, len(task.prompts), batch):
             group = task.prompts[first : first + batch]
-            for report in _continued(decoder, task, group, first, timing, tell if len(task.prompts) == 1 else None):
+            for report in _continued(engine, task, group, first, timing, tell if len(task.prompts) == 1 else None):
                 done(report)
     return timing
 
 
 def _continued(  # noqa: PLR0917 (what a group of prompts needs)
-    decoder: Decoder,
+    engine: Engine,
     task: Task,
     prompts: Sequence[list[int]],
     first: int,
@@ -82,14 +139,14 @@ def _continued(  # noqa: PLR0917 (what a group of prompts needs)
     texts = [_Text(task, prompt, tell or (lambda _: None)) for prompt in prompts]
     asked = task.order.sampling
     samplings = [evolve(asked, seed=(asked.seed + first + i) % _SEEDS) for i in range(len(prompts))]
-    tokens = generate(decoder, prompts, [*map(task.count, prompts)], sampling=samplings, end=task.end)
+    tokens = engine.tokens(prompts, [*map(task.count, prompts)], samplings, task.end)
     for step in timing.of(sum(map(len, prompts)), tokens):
         for text, token in zip(texts, step, strict=True):
             if token is not None:
                 text.add(token)
         if all(text.ended for text in texts):
             break
-    return [text.report(decoder) for text in texts]
+    return [text.report(engine.context) for text in texts]
 
 
 class _Text:
@@ -114,11 +171,11 @@ class _Text:
         self._text += piece
         self._tell(piece)
 
-    def report(self, decoder: Decoder) -> GenerateReport:
+    def report(self, context: TPContext) -> GenerateReport:
         """Tell what is left of the text, and return all of it."""
         if self._continuation:
             self._say(self._continuation.rest())
-        devices = decoder.context.devices
+        devices = context.devices
         return GenerateReport(
             model=self._task.plan.model.name,
             devices=len(devices),

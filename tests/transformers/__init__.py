@@ -1,0 +1,1 @@
+"""Tests of models of transformers on the devices of a plan."""

@@ -1,0 +1,221 @@
+"""A sharded model gives what transformers gives on one device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from benchmarks.common import children
+from tests.command import command
+from tests.later import transformers
+from tests.transformers.cases import KINDS, cut, default_config, model_of, prompt, sharded
+from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.core.plan import Cache, Request
+from tpplan.errors import ExecutionError, RequestError
+from tpplan.models import families
+from tpplan.transformers.sharding import config_of
+from tpplan.transformers.trial import tried
+from tpplan.weights.source import Source
+
+if TYPE_CHECKING:
+    from tests.transformers.cases import Model
+    from tpplan.core.plan import SplitPlan
+
+ROOT = Path(__file__).parents[2]
+
+#: Families that transformers does not run on several devices, with what a trial says.
+REFUSED = {"bloom": "a small one failed"}
+
+
+def assert_same(model: Model, plan: SplitPlan, new: int = 32) -> None:
+    """Compare logits of a prompt that takes several passes, and what is generated greedily."""
+    tokens = prompt()
+    with sharded(model, plan) as parts, torch.no_grad():
+        torch.testing.assert_close(parts(tokens).logits, model.whole(tokens).logits, atol=1e-4, rtol=1e-4)
+        wanted, found = (each.generate(tokens, max_new_tokens=new, do_sample=False) for each in (model.whole, parts))
+    assert found.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("model_type", KINDS)
+def test_any_cut(model_type: str, devices: int) -> None:
+    """One to four uneven devices, some without heads, columns or rows, give transformers' logits and tokens."""
+    assert_same(model_of(model_type), cut(model_of(model_type), devices, seed=devices))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "qwen3_next", "gpt2", "olmo2"])
+def test_gathered(model_type: str) -> None:
+    """Layout gather cuts matrices by their outputs, which devices join."""
+    if model_type == "qwen3_next":
+        with pytest.raises(RequestError, match="experts, whose matrices transformers multiplies together"):
+            assert_same(model_of(model_type), cut(model_of(model_type), 3, seed=2, layout="gather"))
+    else:
+        assert_same(model_of(model_type), cut(model_of(model_type), 3, seed=2, layout="gather"))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("seed", [3, 4])
+def test_replicated_heads(model_type: str, seed: int) -> None:
+    """A KV head may be on several devices, whose query heads need not be as many for each KV head."""
+    assert_same(model_of(model_type), cut(model_of(model_type), 3, seed, kv="replicate"))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_weights_are_those_of_the_ledger(model_type: str) -> None:
+    """A device's parameters are the bytes that the plan counts, each once; what it lacks takes none."""
+    model = model_of(model_type)
+    plan = cut(model, 3, seed=1)
+    with sharded(model, plan) as parts:
+        for device, own in parts.device_models.items():
+            stored = {**dict(own.named_parameters()), **{name: own.get_buffer(name) for name in _buffers(own)}}
+            real = [t for t in stored.values() if t.untyped_storage().nbytes() >= t.nbytes and t.numel() > 1]
+            assert sum(tensor.nbytes for tensor in real) == plan.memory[device].weights_bytes
+
+
+def _buffers(model: Any) -> set[str]:
+    """Return the names of buffers that a checkpoint has."""
+    return {*model.state_dict()} - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def test_sixteen_bits() -> None:
+    """In bfloat16, a sharded model loses no more than a whole one does."""
+    exact, model = model_of("llama"), model_of("llama", torch.bfloat16)
+    model.whole.load_state_dict(exact.whole.state_dict())
+    model.whole.save_pretrained(model.directory)
+    tokens = prompt()
+    with sharded(model, cut(model, 3, seed=3)) as parts, torch.no_grad():
+        right, lost, found = (each(tokens).logits.float() for each in (exact.whole, model.whole, parts))
+    assert 0 < (found - right).norm() < 2 * (lost - right).norm()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"do_sample": True, "top_k": 5, "temperature": 0.7},
+        {"prompt_lookup_num_tokens": 3},
+        {"cache_implementation": "static"},
+        {"use_cache": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_generate_does(model_type: str, options: dict[str, Any]) -> None:
+    """Beams, drawing, looking up, static caches and none: transformers' generate does as on one device."""
+    if model_type == "qwen3_next" and {"prompt_lookup_num_tokens", "cache_implementation"} & options.keys():
+        pytest.skip("transformers itself does not do this with states")
+    model, tokens = model_of(model_type), prompt()
+    with sharded(model, cut(model, 3, seed=5)) as parts:
+        wanted, found = (_seeded(each, tokens, {"do_sample": False} | options) for each in (model.whole, parts))
+    assert found == wanted
+
+
+def _seeded(model: Any, tokens: torch.Tensor, options: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    return model.generate(tokens, max_new_tokens=12, **options).tolist()
+
+
+def test_several_texts() -> None:
+    """Texts of different length are padded, and continued as one by one."""
+    model, tokens = model_of("llama"), prompt(9, 2)
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    with sharded(model, cut(model, 3, seed=6)) as parts:
+        both = parts.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False)[:, 9:]
+        alone = [each.tolist() for row in (tokens[:1], tokens[1:, 4:]) for each in _new(model.whole, row)]
+    assert both.tolist() == alone
+
+
+def _new(model: Any, row: torch.Tensor, count: int = 8) -> torch.Tensor:
+    found: torch.Tensor = model.generate(row, max_new_tokens=count, do_sample=False)[:, row.shape[1] :]
+    return found
+
+
+def test_a_cache_of_others() -> None:
+    """A cache that something else has filled is refused."""
+    model, tokens = model_of("llama"), prompt()
+    filled = model.whole(tokens, use_cache=True).past_key_values
+    with (
+        sharded(model, cut(model, 2, seed=1)) as parts,
+        pytest.raises(ExecutionError, match="already has keys and values"),
+    ):
+        parts(tokens[:, :1], past_key_values=filled)
+
+
+def test_after_an_error() -> None:
+    """An error in a device's forward pass is that error, and the model works after it."""
+    model, tokens = model_of("llama"), prompt()
+    with sharded(model, cut(model, 2, seed=1)) as parts, torch.no_grad():
+        with pytest.raises(IndexError):
+            parts(torch.tensor([[10**6]]), position_ids=torch.tensor([[[0]]]))
+        torch.testing.assert_close(parts(tokens).logits, model.whole(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_part_alone() -> None:
+    """A part of a sharded model cannot be called by itself, and says so."""
+    model = model_of("llama")
+    with sharded(model, cut(model, 2, seed=1)) as parts, pytest.raises(ExecutionError, match="outside of the model"):
+        parts.model(prompt())
+
+
+@pytest.mark.parametrize("model_type", sorted({*families.LANGUAGE_MODELS} - {"kimi_k2"}))
+def test_every_family_is_tried(model_type: str) -> None:
+    """Every planned family that transformers has alone runs on three devices, or is refused by name."""
+    config = default_config(model_type)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        pytest.skip("transformers has it only with images")
+    if model_type in REFUSED:
+        with pytest.raises(RequestError, match=REFUSED[model_type]):
+            tried(config, "reduce", "idle")
+    else:
+        tried(config, "reduce", "idle")
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    """A plan of a quantised cache, and a model that transformers does not know alone, are refused before loading."""
+    model = model_of("llama")
+    plan = evolve(cut(model, 2, seed=1), request=Request("reduce", "balanced", Cache("q8", 128), 2, 8, "idle"))
+    source = Source.read(model.directory)
+    with pytest.raises(RequestError, match="plan caches keys and values as q8, transformers as numbers of 16 bits"):
+        config_of(source, plan)
+    coded = evolve(source, model=evolve(source.model, weight_format="GPTQ 4-bit g128"))
+    with pytest.raises(RequestError, match="GPTQ 4-bit g128, which are not computed by transformers"):
+        config_of(coded, plan)
+
+
+def test_the_command_takes_what_knows_the_model(tmp_path: Path) -> None:
+    """``generate`` is by transformers where the decoder does not know the family, and says so."""
+    model, path, tokens = model_of("deepseek_v3"), tmp_path / "plan.json", prompt()
+    cut(model, 3, seed=2).save(path)
+    arguments = ["generate", path, "--model", model.directory, "--token-ids", ",".join(map(str, tokens[0].tolist()))]
+    done = command(*arguments, "--max-new-tokens", 6)
+    assert done.code == 0, done.err
+    assert [*map(int, done.out.split(","))] == _new(model.whole, tokens)[0, :6].tolist()
+    assert "computed by transformers, as" in done.err
+    refused = command(*arguments, "--engine", "tpplan")
+    assert (refused.code, "the decoder does not compute models of type" in refused.err) == (2, True)
+
+
+def test_the_command_may_take_either(tmp_path: Path) -> None:
+    """Both engines say the same of a model that the decoder knows."""
+    model, path = model_of("llama"), tmp_path / "plan.json"
+    cut(model, 2, seed=2).save(path)
+    arguments = ["generate", path, "--model", model.directory, "--token-ids", "5,17,99", "--max-new-tokens", 6]
+    outs = {command(*arguments, "--engine", engine).out for engine in ("tpplan", "transformers", "auto")}
+    assert len(outs) == 1 and outs != {""}  # noqa: PT018 (one fact)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "deepseek_v3", "mixtral"])
+def test_two_processes(tmp_path: Path, model_type: str) -> None:
+    """A process for each device makes the tokens of one device, by transformers' generate in each."""
+    model, path = model_of(model_type), tmp_path / "plan.json"
+    cut(model, 2, seed=2).save(path)
+    lines: list[str] = []
+    words = [sys.executable, "examples/generate_together.py", str(path), str(model.directory), "5,17,99", "cpu"]
+    assert not children.run([*words, "--new", "12", "--engine", "transformers"], 2, 180, lines.append, ROOT)
+    assert [*map(int, lines)] == _new(model.whole, torch.tensor([[5, 17, 99]]), 12)[0].tolist()

@@ -1,0 +1,104 @@
+"""The models of all devices of a process, put together as one."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Cache, DynamicCache
+
+from tpplan.core.axes import Axis
+from tpplan.models.families.wrappers import WRAPPERS
+from tpplan.transformers.build import build, fill, on_meta
+from tpplan.transformers.cache import share
+from tpplan.transformers.heads import read_by_index
+from tpplan.transformers.layers import Layers, Operations
+from tpplan.transformers.load import Names, stored_tensors
+from tpplan.transformers.lockstep import Lockstep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from tpplan.core.plan import SplitPlan
+    from tpplan.exec.context import TPContext
+    from tpplan.transformers.counts import Counts
+    from tpplan.weights.source import Source
+
+
+def assemble(
+    source: Source, plan: SplitPlan, ctx: TPContext, config: Any, tensors: Mapping[int, Mapping[str, Tensor]]
+) -> Any:
+    """Return a model of transformers with these slices of its weights.
+
+    Args:
+        source: the checkpoint.
+        plan: the plan that cuts it.
+        ctx: the compiled plan.
+        config: that of the language model, of transformers.
+        tensors: slices of each device of this process, by name.
+
+    Raises:
+        ModelError: transformers has no place for a tensor.
+        RequestError: the plan cuts what transformers does not compute in parts.
+    """
+    stored = stored_tensors(source.model)
+    root = WRAPPERS[source.model.model_type].root if source.model.model_type in WRAPPERS else ""
+    config.dtype = getattr(torch, source.model.dtype)
+    names = Names(on_meta(config), stored, {root: ""} if root else {})
+    lockstep = Lockstep({index: device.device for index, device in ctx.devices.items()})
+    operations = Operations(ctx, lockstep)
+    models, counts = {}, {}
+    for index, device in ctx.devices.items():
+        models[index], counts[index] = build(plan, source.model, config, index)
+        fill(models[index], names, tensors[index], counts[index], device.device, tied=source.model.tied_embeddings)
+        missing = {layer: each.missing for layer, each in enumerate(counts[index])}
+        Layers(models[index], index, operations, missing).change(names.sources)
+        read_by_index(models[index], counts[index], device.device)
+    return _joined(models, counts, lockstep)
+
+
+def _joined(models: Mapping[int, Any], counts: Mapping[int, list[Counts]], lockstep: Lockstep) -> Any:
+    """Return the first model, whose forward pass is that of all."""
+    front = next(iter(models.values()))
+    signature = inspect.signature(front.forward)
+    devices = {index: model.device for index, model in models.items()}
+    forwards: dict[int, Callable[..., Any]] = {index: model.forward for index, model in models.items()}
+    headless = {
+        index: {layer for layer, each in enumerate(own) if Axis.KV_HEADS in each.missing}
+        for index, own in counts.items()
+    }
+    layers = len(next(iter(counts.values())))
+
+    @wraps(front.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        caches = given.get("use_cache", front.config.use_cache)
+        if given.get("past_key_values") is None and caches:
+            given["past_key_values"] = DynamicCache(config=front.config)
+        for value in given.values():
+            if isinstance(value, Cache):
+                share(value, layers, lockstep, headless)
+        own = {
+            index: partial(run, **{key: _on(value, devices[index]) for key, value in given.items()})
+            for index, run in forwards.items()
+        }
+        return next(iter(lockstep.run(own).values()))
+
+    front.forward, front.device_models = forward, models
+    return front
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """Return a value with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: _on(each, device) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on(each, device) for each in value)
+    return value

@@ -1,0 +1,149 @@
+"""How many heads and columns of each layer a device has, and the keys of a config that say so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+from tpplan.core.axes import Axis, unit_count
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tpplan.core.model import Block, Segment
+    from tpplan.core.plan import Split, SplitPlan
+
+
+@frozen
+class Counts:
+    """What a device has of a layer.
+
+    A device without heads, or without columns of an axis, has the fewest that modules can be built with; their
+    parameters are zeros then, which take no memory.
+
+    Attributes:
+        sizes: elements of each axis that the layer has; of replicated KV heads, heads.
+        whole: the same of the whole layer.
+        missing: the axes of which the device has none.
+        kv_head_of: for each query head of the device, which of its KV heads it reads, if that does not follow from
+            their numbers; else empty.
+    """
+
+    sizes: tuple[tuple[Axis, int], ...]
+    whole: tuple[tuple[Axis, int], ...]
+    missing: frozenset[Axis]
+    kv_head_of: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, plan: SplitPlan, block: Block, layer: int, device: int) -> Counts:
+        """Return what a device has of a layer by a plan."""
+        sizes, missing = {}, set()
+        for axis, _ in block.sizes():
+            start, end = heads_of(plan.split(axis, layer), device)
+            sizes[axis] = end - start
+            if start == end:
+                missing.add(axis)
+                sizes[axis] = 1
+        of: tuple[int, ...] = ()
+        if block.attention and Axis.KV_HEADS not in missing:
+            of = _kv_heads(plan, block, layer, device)
+        return cls(tuple(sizes.items()), tuple(block.sizes()), frozenset(missing), of)
+
+    def size(self, axis: Axis) -> int:
+        """Return the elements of an axis; 0 if the layer has no such axis."""
+        return dict(self.sizes).get(axis, 0)
+
+    def part(self, segment: Segment) -> int:
+        """Return the elements of a segment of one of the layer's tensors that a device has."""
+        whole = dict(self.whole)
+        if segment.axis not in whole:
+            return segment.length
+        return segment.length // whole[segment.axis] * self.size(segment.axis)
+
+
+def heads_of(split: Split, device: int) -> tuple[int, int]:
+    """Return the first element of an axis that a device has, and the end; each replicated head counts once."""
+    start, end = split.bounds[device], split.bounds[device + 1]
+    return (start // split.replicas, unit_count(end, split.replicas)) if end > start else (0, 0)
+
+
+def _kv_heads(plan: SplitPlan, block: Block, layer: int, device: int) -> tuple[int, ...]:
+    """Return which of its KV heads each query head of a device reads; empty if each has as many, one after another."""
+    attention = block.attention
+    if attention is None or attention.latent_dim:
+        return ()
+    group = attention.q_heads // attention.kv_heads
+    first, end = heads_of(plan.split(Axis.KV_HEADS, layer), device)
+    q_first, q_end = heads_of(plan.split(Axis.Q_HEADS, layer), device)
+    found = tuple(head // group - first for head in range(q_first, q_end))
+    own = len(found) // (end - first)
+    return () if found == tuple(i // own for i in range(own * (end - first))) else found
+
+
+#: Keys that transformers' configs may have for an axis; ``attribute_map`` knows them by these names where a config has
+#: others. A key counts only where its value is the size of the whole axis.
+KEYS: Final[Mapping[Axis, tuple[str, ...]]] = {
+    Axis.Q_HEADS: ("num_attention_heads",),
+    Axis.KV_HEADS: ("num_key_value_heads", "num_kv_heads"),
+    Axis.LINEAR_HEADS: ("linear_num_key_heads",),
+    Axis.INTERMEDIATE: ("intermediate_size",),
+    Axis.EXPERT_INTERMEDIATE: ("moe_intermediate_size", "intermediate_size"),
+    Axis.SHARED_INTERMEDIATE: ("shared_expert_intermediate_size",),
+}
+
+
+#: Families whose modules take the size of a head from the hidden size and the number of heads, so that a config cannot
+#: say that there are fewer. Their attributes are set instead, by what they count.
+BY_ATTRIBUTE: Final = frozenset({"falcon", "gpt2", "gpt_neox", "gptj", "opt", "stablelm"})
+_ATTRIBUTES: Final[Mapping[Axis, tuple[str, ...]]] = {
+    Axis.Q_HEADS: ("num_heads", "num_attention_heads"),
+    Axis.KV_HEADS: ("num_kv_heads", "num_key_value_heads"),
+}
+
+
+def count_heads(layer: Any, counts: Counts, block: Block) -> None:
+    """Set the attributes of a layer's attention that count heads to what a device has.
+
+    Args:
+        layer: a module of transformers, of a family in :data:`BY_ATTRIBUTE`.
+        counts: what the device has of the layer.
+        block: the layer's.
+    """
+    whole = dict(block.sizes())
+    for module in layer.modules():
+        if not any(name.endswith("proj") or name in _FUSED for name, _ in module.named_children()):
+            continue
+        for axis, names in _ATTRIBUTES.items():
+            for name in names:
+                if getattr(module, name, None) == whole[axis]:
+                    setattr(module, name, counts.size(axis))
+        if hasattr(module, "split_size") and block.attention:
+            module.split_size = counts.size(Axis.Q_HEADS) * block.attention.head_dim
+
+
+_FUSED: Final = ("query_key_value", "c_attn")
+
+
+def settings(counts: Counts, block: Block, config: Any) -> dict[str, int]:
+    """Return the keys of a config that say what a device has of a layer, with their values.
+
+    Args:
+        counts: what it has.
+        block: the layer's.
+        config: that of the whole model, of transformers.
+    """
+    whole, found = dict(block.sizes()), {}
+    by_attribute = config.model_type in BY_ATTRIBUTE
+    for axis, size in counts.sizes:
+        if by_attribute and axis in _ATTRIBUTES:
+            continue
+        for key in KEYS[axis]:
+            if getattr(config, key, None) == whole[axis]:
+                found[key] = size
+                break
+    if block.attention and not by_attribute and getattr(config, "head_dim", None) in {None, block.attention.head_dim}:
+        found["head_dim"] = block.attention.head_dim  # which no longer follows from the number of heads
+    if block.linear:
+        found["linear_num_value_heads"] = counts.size(Axis.LINEAR_HEADS) * block.linear.group
+    return found

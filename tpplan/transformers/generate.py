@@ -1,0 +1,89 @@
+"""Generating tokens by a model of transformers, one token of each text at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tpplan.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Generator, Tensor
+
+
+class Sampling(Protocol):
+    """How the tokens of a text are chosen."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the random generator."""
+
+    def draw(
+        self, logits: Tensor, generator: Generator, texts: Sequence[Sequence[int]], new: Sequence[Sequence[int]], /
+    ) -> Tensor:
+        """Return a token for each row of logits in host memory, negative where they are not finite."""
+
+
+def tokens(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    samplings: Sequence[Sampling],
+    end: frozenset[int],
+) -> Iterator[tuple[int | None, ...]]:
+    """Yield the next token of each text, None for texts that have ended.
+
+    Prompts are padded on the left, as transformers' own ``generate`` takes them.
+
+    Args:
+        model: a model with a forward pass of transformers.
+        prompts: the tokens of each text.
+        counts: maximum new tokens of each.
+        samplings: how those of each are chosen.
+        end: tokens that end a text.
+    """
+    longest = max(map(len, prompts))
+    padded = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    given = torch.tensor(padded, device=model.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    new: list[list[int]] = [[] for _ in prompts]
+    generators = [torch.Generator().manual_seed(sampling.seed) for sampling in samplings]
+    ended, cache = [False] * len(prompts), None
+    while True:
+        with torch.inference_mode():
+            out = model(
+                given,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        cache, logits = out.past_key_values, out.logits[:, -1].float().cpu()
+        chosen = [
+            int(sampling.draw(row[None], generator, [[*prompt, *made]], [made]))
+            for sampling, row, generator, prompt, made in zip(samplings, logits, generators, prompts, new, strict=True)
+        ]
+        if odd := [i for i, token in enumerate(chosen) if token < 0 and not ended[i]]:
+            message = (
+                f"the logits of text {odd[0] + 1} are not finite (NaN or infinity) after {len(new[odd[0]])} new tokens"
+            )
+            raise ExecutionError(
+                message, "convert the checkpoint to float32, or fetch it again if its weights are not finite"
+            )
+        yield tuple(None if over else token for token, over in zip(chosen, ended, strict=True))
+        for made, token in zip(new, chosen, strict=True):
+            made.append(token)
+        ended = [
+            over or token in end or len(made) >= count
+            for over, token, made, count in zip(ended, chosen, new, counts, strict=True)
+        ]
+        if all(ended):
+            return
+        given = torch.tensor(chosen, device=model.device).clamp(min=0)[:, None]
+        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], 1)
+        positions = positions[:, -1:] + 1

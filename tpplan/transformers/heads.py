@@ -1,0 +1,70 @@
+"""Attention of a device whose query heads do not divide evenly among its KV heads, as where KV heads are replicated."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tpplan.errors import RequestError
+from tpplan.transformers.build import layers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tpplan.transformers.counts import Counts
+
+#: How attention functions are called that first give each query head its KV head.
+_PREFIX: Final = "tpplan_"
+
+
+def read_by_index(model: Any, counts: Sequence[Counts], place: torch.device) -> None:
+    """Let the attention of layers read KV heads as the counts say, where that does not follow from their numbers.
+
+    Args:
+        model: a device's model.
+        counts: what the device has of each layer.
+        place: the device.
+
+    Raises:
+        RequestError: the model's attention cannot be told.
+    """
+    for layer, each in zip(layers_of(model), counts, strict=True):
+        if not each.kv_head_of:
+            continue
+        found: list[Any] = [module for module in layer.modules() if hasattr(module, "num_key_value_groups")]
+        if len(found) != 1:
+            message = f"{type(layer).__name__} of transformers does not say how query heads share KV heads"
+            raise RequestError(message, "plan without --kv replicate")
+        found[0].num_key_value_groups = 1
+        found[0].tpplan_heads = torch.tensor(each.kv_head_of, device=place)
+        kind = found[0].config._attn_implementation  # noqa: SLF001 (as modules read it)
+        if not kind.startswith(_PREFIX):
+            found[0].config._attn_implementation_internal = _registered(kind)  # noqa: SLF001
+
+
+def _registered(kind: str) -> str:
+    """Return the name of an attention function that reads heads by index and is otherwise of a kind."""
+    name = _PREFIX + kind
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(name, _by_index(kind))
+        if kind in ALL_MASK_ATTENTION_FUNCTIONS:
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kind])
+    return name
+
+
+def _by_index(kind: str) -> Any:
+    def attention(module: Any, query: Tensor, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        run = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager)
+        heads = getattr(module, "tpplan_heads", None)
+        if heads is not None:
+            keys, values = keys.index_select(1, heads), values.index_select(1, heads)
+        return run(module, query, keys, values, *args, **kwargs)
+
+    return attention

@@ -1,0 +1,294 @@
+"""What modules of a device's model do otherwise than in transformers: the devices' partial results are put together.
+
+A plan's layout ``reduce`` cuts the matrices that project back to the residual stream by their inputs, so that their
+outputs are summed; ``gather`` cuts them by their outputs, so that inputs and outputs are joined.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch import nn
+from torch.nn import functional
+
+from tpplan.core.axes import Axis
+from tpplan.errors import RequestError
+from tpplan.exec.context import TPContext
+from tpplan.transformers.lockstep import Lockstep, Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from tpplan.transformers.load import Stored
+
+
+@frozen
+class Operations:
+    """The context's operations, between models that run in lockstep.
+
+    Attributes:
+        context: the compiled plan.
+        lockstep: runs the models.
+    """
+
+    context: TPContext
+    lockstep: Lockstep
+
+    def sum(self, name: str, x: Tensor, axis: Axis, layer: int | None) -> Tensor:
+        """Return the sum over the devices that have a part of an axis; what others pass only has the right shape."""
+
+        def run(operands: Mapping[int, Tensor], owners: Sequence[int]) -> Mapping[int, Tensor]:
+            parts = [operands[device] for device in owners]
+            out = [torch.empty_like(operand) for operand in operands.values()]
+            self.context.all_reduce(parts, axis=axis, layer=layer, out=out)
+            return dict(zip(operands, out, strict=True))
+
+        owners = self.context.devices_of(axis, layer)
+        return self._in_passes(name, x, x.shape[-1], partial(run, owners=owners))
+
+    def join(self, name: str, x: Tensor, axis: Axis, layer: int | None, *, columns: int, dim: int) -> Tensor:
+        """Return the columns of all devices side by side; what devices without a part of the axis pass is ignored.
+
+        Args:
+            name: of the module.
+            x: this device's columns.
+            axis: by which columns are cut.
+            layer: whose cut.
+            columns: of the result.
+            dim: columns for each element of the axis.
+        """
+        owners = self.context.devices_of(axis, layer)
+
+        def run(operands: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+            parts = [operands[device] for device in owners]
+            out = [operand.new_empty(*operand.shape[:-1], columns) for operand in operands.values()]
+            self.context.allgather(parts, axis, dim=dim, layer=layer, out=out)
+            return dict(zip(operands, out, strict=True))
+
+        return self._in_passes(name, x, columns, run)
+
+    def spread(self, name: str, x: Tensor, axis: Axis, layer: int | None) -> Tensor:
+        """Return what the first device with a part of an axis has; what others pass only has the right shape."""
+        first = self.context.plan.slices(axis, layer)[0].device
+
+        def run(operands: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+            x = operands.get(first, next(iter(operands.values())).to("meta"))
+            out = [torch.empty_like(operand) for operand in operands.values()]
+            self.context.broadcast(x, source=first, out=out)
+            return dict(zip(operands, out, strict=True))
+
+        return self._in_passes(name, x, x.shape[-1], run)
+
+    def _in_passes(
+        self, name: str, x: Tensor, columns: int, run: Callable[[Mapping[int, Tensor]], Mapping[int, Tensor]]
+    ) -> Tensor:
+        """Run an operation on as many rows at a time as the plan allows."""
+        rows = x.flatten(0, -2).contiguous()
+        limit = self.context.max_rows
+        done = [self.lockstep.meet(Operation(name, run), part) for part in torch.split(rows, limit)]
+        return (done[0] if len(done) == 1 else torch.cat(done)).view(*x.shape[:-1], columns)
+
+
+class Layers:
+    """Changes the modules of one device's model."""
+
+    def __init__(self, model: Any, device: int, operations: Operations, missing: Mapping[int, frozenset[Axis]]) -> None:
+        """Change nothing yet.
+
+        Args:
+            model: the device's model.
+            device: index of the device.
+            operations: the context's.
+            missing: for each layer the axes of which the device has no part.
+        """
+        self._model, self._device, self._operations, self._missing = model, device, operations, missing
+        self._context = operations.context
+        self._layout = self._context.plan.request.layout
+
+    def change(self, sources: Mapping[str, Stored]) -> None:
+        """Put operations behind and before modules.
+
+        Args:
+            sources: for each parameter of the model a tensor that it is made of.
+
+        Raises:
+            RequestError: the plan cuts something that cannot be put together.
+        """
+        by_module: dict[str, dict[str, Stored]] = {}
+        for name, stored in sources.items():
+            path, _, leaf = name.rpartition(".")
+            by_module.setdefault(path, {})[leaf] = stored
+        for path, leaves in by_module.items():
+            self._change(path, self._model.get_submodule(path), leaves)
+        head = self._model.get_output_embeddings()
+        if head.weight is (embedding := self._model.get_input_embeddings()).weight:
+            path = next(name for name, module in self._model.named_modules() if module is embedding)
+            self._project("the output matrix", head, by_module[path]["weight"])
+
+    def _change(self, path: str, module: nn.Module, leaves: Mapping[str, Stored]) -> None:
+        cut = {leaf: axis for leaf, stored in leaves.items() if (axis := self._cut(stored))}
+        if isinstance(module, nn.Embedding):
+            if cut.get("weight") is Axis.VOCAB:
+                self._embed(path, module)
+            return
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            self._project(path, module, leaves["weight"])
+            return
+        if "Norm" in type(module).__name__:
+            weight = leaves["weight"]
+            if "weight" in cut and len(weight.parameter.shape) == 1:
+                self._norm(path, module, weight, cut["weight"])
+            return
+        for leaf, axis in cut.items():
+            if axis is Axis.RESIDUAL:
+                message = f"layout gather cuts {path}, whose matrices transformers multiplies together"
+                raise RequestError(message, "plan with --layout reduce")
+            if self._leads_back(leaves[leaf]):
+                self._sum_behind(path, module, axis, leaves)
+                return
+
+    def _project(self, path: str, module: nn.Module, weight: Stored) -> None:
+        """Join what a matrix leads to or from, if that is cut otherwise than by heads and columns of a layer."""
+        axis = self._cut(weight)
+        if axis is Axis.VOCAB:
+            self._join_behind(path, module, axis, weight)
+        elif axis is Axis.RESIDUAL:
+            self._join_around(path, module, weight)
+        elif axis and self._leads_back(weight):
+            self._sum_linear(path, module, axis, weight.layer)
+        elif axis is None and weight.parameter.home is Axis.SHARED_INTERMEDIATE:
+            self._spread_behind(path, module, weight.layer)
+
+    def _cut(self, stored: Stored) -> Axis | None:
+        """Return the axis by which a tensor is cut; None if it is not."""
+        dim = stored.parameter.cut_dim(self._layout)
+        if dim is None:
+            return None
+        return next((segment.axis for segment in stored.parameter.dims[dim] if segment.axis), None)
+
+    def _leads_back(self, stored: Stored) -> bool:
+        """Tell whether a tensor is cut by what it multiplies, so that products are partial sums."""
+        dim = stored.parameter.cut_dim(self._layout)
+        return dim is not None and dim != stored.parameter.out and len(stored.parameter.shape) > 1
+
+    def _lacks(self, axis: Axis, layer: int | None) -> bool:
+        if layer is None:
+            return self._device not in self._context.devices_of(axis)
+        return axis in self._missing[layer]
+
+    def _sum_linear(self, path: str, module: Any, axis: Axis, layer: int | None) -> None:
+        """Sum the products of a matrix, to which its bias is added once."""
+        lacks, bias = self._lacks(axis, layer), module.bias
+        is_linear = isinstance(module, nn.Linear)
+        columns = module.weight.shape[0 if is_linear else 1]
+
+        def forward(x: Tensor) -> Tensor:
+            if lacks:
+                y = x.new_zeros(*x.shape[:-1], columns)
+            else:
+                y = functional.linear(x, module.weight) if is_linear else x @ module.weight
+            whole = self._operations.sum(path, y, axis, layer)
+            return whole if bias is None else whole + bias
+
+        module.forward = forward
+
+    def _spread_behind(self, path: str, module: Any, layer: int | None) -> None:
+        """Tell all devices the gate of shared experts, if only some have its weight; all have the sum."""
+        before, axis = module.forward, Axis.SHARED_INTERMEDIATE
+        holders = {each.device for each in self._context.plan.slices(axis, layer)}
+        if holders.issuperset(self._context.all_devices):
+            return
+
+        def forward(x: Tensor) -> Tensor:
+            return self._operations.spread(path, before(x), axis, layer)
+
+        module.forward = forward
+
+    def _join_behind(self, path: str, module: Any, axis: Axis, weight: Stored) -> None:
+        before, columns = module.forward, weight.parameter.shape[weight.parameter.out or 0]
+        lacks = self._lacks(axis, weight.layer)
+
+        def forward(x: Tensor) -> Tensor:
+            y = x.new_empty(*x.shape[:-1], 0) if lacks else before(x)
+            return self._operations.join(path, y, axis, weight.layer, columns=columns, dim=1)
+
+        module.forward = forward
+
+    def _join_around(self, path: str, module: Any, weight: Stored) -> None:
+        """Join what a matrix multiplies, and its products."""
+        before, parameter, layer = module.forward, weight.parameter, weight.layer
+        out = parameter.out or 0
+        inputs = parameter.dims[1 - out]
+        axis = next((segment.axis for segment in inputs if segment.axis), None)
+        lacks = self._lacks(Axis.RESIDUAL, None)
+        width = sum(segment.length for segment in inputs)
+        dim = 0
+        if axis:
+            split = self._context.plan.split(axis, layer)
+            dim = width // (split.size // split.replicas)
+
+        def forward(x: Tensor) -> Tensor:
+            if axis:
+                x = self._operations.join(f"{path} input", x, axis, layer, columns=width, dim=dim)
+            y = x.new_empty(*x.shape[:-1], 0) if lacks else before(x)
+            return self._operations.join(path, y, Axis.RESIDUAL, None, columns=parameter.shape[out], dim=1)
+
+        module.forward = forward
+
+    def _sum_behind(self, path: str, module: Any, axis: Axis, leaves: Mapping[str, Stored]) -> None:
+        """Sum what a module of several matrices gives, such as experts; biases behind the cut count on one device."""
+        layer = next(iter(leaves.values())).layer
+        before, lacks = module.forward, self._lacks(axis, layer)
+        if not lacks and self._context.plan.slices(axis, layer)[0].device != self._device:
+            for leaf, stored in leaves.items():
+                if "bias" in leaf and self._cut(stored) is None:
+                    zeros = torch.zeros_like(getattr(module, leaf))
+                    setattr(module, leaf, nn.Parameter(zeros, requires_grad=False))
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            y = torch.zeros_like(x) if lacks else before(x, *args, **kwargs)
+            return self._operations.sum(path, y, axis, layer)
+
+        module.forward = forward
+
+    def _embed(self, path: str, module: Any) -> None:
+        """Look tokens up on the device that has their row, and sum what all find: nothing, but on one of them."""
+        before = module.forward
+        part = {each.device: each for each in self._context.plan.slices(Axis.VOCAB)}.get(self._device)
+
+        def forward(tokens: Tensor) -> Tensor:
+            if part is None:
+                y = module.weight.new_zeros(*tokens.shape, module.weight.shape[-1])
+            else:
+                inside = (tokens >= part.start) & (tokens < part.end)
+                y = before((tokens - part.start).clamp(0, part.end - part.start - 1)) * inside.unsqueeze(-1)
+            return self._operations.sum(path, y, Axis.VOCAB, None)
+
+        module.forward = forward
+
+    def _norm(self, path: str, module: Any, weight: Stored, axis: Axis) -> None:
+        """Normalise columns of all devices together.
+
+        Raises:
+            RequestError: it is no norm by the root of the mean square.
+        """
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if epsilon is None or getattr(module, "bias", None) is not None:
+            message = f"{path} ({type(module).__name__}) normalises columns that the plan divides"
+            raise RequestError(message, "run it by tpplan's decoder (--engine tpplan)")
+        layer, columns = weight.layer, weight.parameter.shape[0]
+        lacks = self._lacks(axis, layer)
+
+        def forward(x: Tensor) -> Tensor:
+            wide = x.float()
+            own = wide.new_zeros(*x.shape[:-1], 1) if lacks else wide.square().sum(-1, keepdim=True)
+            mean = self._operations.sum(path, own, axis, layer) / columns
+            normed: Tensor = module.weight * (wide * torch.rsqrt(mean + epsilon))
+            return normed.to(x.dtype)
+
+        module.forward = forward
