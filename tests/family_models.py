@@ -118,10 +118,10 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
 def _olmo_hybrid(config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors as the hub has them; transformers saves convolutions in equal parts, and names of other layers."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if name.endswith("linear_attn.conv1d.weight"):
-            parts = tensor.split([keys, keys, len(tensor) - 2 * keys])
+            parts = tensor[:keys], tensor[keys : 2 * keys], tensor[2 * keys :]
             tensors |= {name.replace("conv1d", f"{of}_conv1d"): part for of, part in zip("qkv", parts, strict=True)}
             continue
         own = name

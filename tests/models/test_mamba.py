@@ -82,20 +82,21 @@ def mixed(
     """
     heads, groups = len(groups_H), int(groups_H.max()) + 1
     inner, keys = heads * head_dim, groups * state
-    gate, convolved, dt = (x_TD @ weights["in_proj.weight"].T).split([inner, inner + 2 * keys, heads], -1)
+    projected = x_TD @ weights["in_proj.weight"].T
+    gate, convolved, dt = projected[:, :inner], projected[:, inner:-heads], projected[:, -heads:]
     kernel = weights["conv1d.weight"]
     padded = torch.nn.functional.pad(convolved.T, (kernel.shape[-1] - 1, 0))
     convolved = silu(conv1d(padded, kernel, weights["conv1d.bias"], groups=len(kernel))).T
-    x, b, c = convolved.split([inner, keys, keys], -1)
-    x_THP, dt_TH = x.unflatten(-1, (heads, head_dim)), softplus(dt + weights["dt_bias"])
-    b_THN, c_THN = (each.unflatten(-1, (groups, state))[:, groups_H] for each in (b, c))
+    x, b, c = convolved[:, :inner], convolved[:, inner:-keys], convolved[:, -keys:]
+    x_THP, dt_TH = x.reshape(-1, heads, head_dim), softplus(dt + weights["dt_bias"])
+    b_THN, c_THN = (each.reshape(-1, groups, state)[:, groups_H] for each in (b, c))
     state_HPN, outputs = x.new_zeros(heads, head_dim, state), []
     for t in range(len(x)):
         decay_H = torch.exp(-torch.exp(weights["A_log"]) * dt_TH[t])
         added = (dt_TH[t, :, None] * x_THP[t])[..., None] * b_THN[t, :, None]
         state_HPN = decay_H[:, None, None] * state_HPN + added
         outputs.append((state_HPN * c_THN[t, :, None]).sum(-1) + weights["D"][:, None] * x_THP[t])
-    y_THP = torch.stack(outputs) * silu(gate).unflatten(-1, (heads, head_dim))
+    y_THP = torch.stack(outputs) * silu(gate).view(-1, heads, head_dim)
     return y_THP, y_THP.square().sum(-1)
 
 
@@ -139,7 +140,7 @@ def test_the_parts_of_a_layer_add_up_to_the_layer(groups: int, data: st.DataObje
     total = torch.stack(parts).sum(0)
     groups_H = torch.arange(8) // each
     y_THP, sums_TH = mixed(x_TD, whole, groups_H, 32, 16)
-    scale_TH = torch.rsqrt(sums_TH.unflatten(1, (groups, each)).mean(-1) / 32 + config.rms_norm_eps)[:, groups_H]
+    scale_TH = torch.rsqrt(sums_TH.view(-1, groups, each).mean(-1) / 32 + config.rms_norm_eps)[:, groups_H]
     alone = (y_THP * scale_TH[..., None]).flatten(1) * whole["norm.weight"] @ whole["out_proj.weight"].T
     torch.testing.assert_close(total, alone, atol=1e-11, rtol=1e-11)
     torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-4)  # transformers has parts of it in 32 bits
