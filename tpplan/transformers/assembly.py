@@ -7,12 +7,14 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 
 from tpplan.core.axes import Axis
+from tpplan.errors import RequestError
 from tpplan.models.families.wrappers import WRAPPERS
 from tpplan.transformers.build import build, fill, on_meta
 from tpplan.transformers.cache import share
+from tpplan.transformers.graphs import step
 from tpplan.transformers.heads import read_by_index
 from tpplan.transformers.layers import Layers, Operations
 from tpplan.transformers.load import Names, stored_tensors
@@ -58,11 +60,12 @@ def assemble(
         missing = {layer: each.missing for layer, each in enumerate(counts[index])}
         Layers(models[index], index, operations, missing).change(names.sources)
         read_by_index(models[index], counts[index], device.device)
-    return _joined(models, counts, lockstep)
+    return _joined(models, counts, operations)
 
 
-def _joined(models: Mapping[int, Any], counts: Mapping[int, list[Counts]], lockstep: Lockstep) -> Any:
+def _joined(models: Mapping[int, Any], counts: Mapping[int, list[Counts]], operations: Operations) -> Any:
     """Return the first model, whose forward pass is that of all."""
+    context, lockstep = operations.context, operations.lockstep
     front = next(iter(models.values()))
     signature = inspect.signature(front.forward)
     devices = {index: model.device for index, model in models.items()}
@@ -72,6 +75,14 @@ def _joined(models: Mapping[int, Any], counts: Mapping[int, list[Counts]], locks
         for index, own in counts.items()
     }
     layers = len(next(iter(counts.values())))
+    has_experts = any(each.size(Axis.EXPERT_INTERMEDIATE) for own in counts.values() for each in own)
+
+    def run(given: Mapping[str, Any]) -> Any:
+        own = {
+            index: partial(each, **{key: _on(value, devices[index]) for key, value in given.items()})
+            for index, each in forwards.items()
+        }
+        return next(iter(lockstep.run(own).values()))
 
     @wraps(front.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -80,17 +91,30 @@ def _joined(models: Mapping[int, Any], counts: Mapping[int, list[Counts]], locks
         caches = given.get("use_cache", front.config.use_cache)
         if given.get("past_key_values") is None and caches:
             given["past_key_values"] = DynamicCache(config=front.config)
-        for value in given.values():
-            if isinstance(value, Cache):
-                share(value, layers, lockstep, headless)
-        own = {
-            index: partial(run, **{key: _on(value, devices[index]) for key, value in given.items()})
-            for index, run in forwards.items()
-        }
-        return next(iter(lockstep.run(own).values()))
+        cache = given.get("past_key_values")
+        if cache is not None:
+            share(cache, layers, lockstep, headless)
+        _check_tokens(given.get("input_ids"), context.plan.split(Axis.VOCAB).size)
+        output = None if has_experts else step(context, cache, given, run)
+        return run(given) if output is None else output
 
     front.forward, front.device_models = forward, models
+    if front.generation_config is not None:
+        front.generation_config.disable_compile = True  # a graph of all devices takes its place
     return front
+
+
+def _check_tokens(tokens: Tensor | None, count: int) -> None:
+    """Check tokens in host memory; those on GPUs would have to be waited for.
+
+    Raises:
+        RequestError: the model has no such token.
+    """
+    if tokens is None or tokens.device.type != "cpu" or not tokens.numel():
+        return
+    if not 0 <= (least := int(tokens.min())) <= (most := int(tokens.max())) < count:
+        message = f"token {most if least >= 0 else least} is outside the vocabulary of {count}"
+        raise RequestError(message, "encode the text with the model's own tokenizer")
 
 
 def _on(value: Any, device: torch.device) -> Any:

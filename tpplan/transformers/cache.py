@@ -73,6 +73,11 @@ class Shared:
         return tuple(self._layers.values()) if device is None else (self._layers[device],)
 
 
+def own_layers(cache: Any) -> list[Any]:
+    """Return the layers of all devices of a cache that :func:`share` has divided."""
+    return [own for layer in cache.layers for own in layer._layers.values()]  # noqa: SLF001 (of this module)
+
+
 def _all(functions: list[Callable[..., Any]]) -> Callable[..., Any]:
     """Return a function that calls all of these and returns what the first one does."""
 

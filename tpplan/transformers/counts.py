@@ -95,11 +95,13 @@ KEYS: Final[Mapping[Axis, tuple[str, ...]]] = {
 
 #: Families whose modules take the size of a head from the hidden size and the number of heads, so that a config cannot
 #: say that there are fewer. Their attributes are set instead, by what they count.
-BY_ATTRIBUTE: Final = frozenset({"falcon", "gpt2", "gpt_neox", "gptj", "opt", "stablelm"})
+BY_ATTRIBUTE: Final = frozenset({"falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "stablelm"})
 _ATTRIBUTES: Final[Mapping[Axis, tuple[str, ...]]] = {
     Axis.Q_HEADS: ("num_heads", "num_attention_heads"),
-    Axis.KV_HEADS: ("num_kv_heads", "num_key_value_heads"),
+    Axis.KV_HEADS: ("num_kv_heads", "num_key_value_heads", "kv_heads"),
 }
+#: And those that count the columns of all query heads.
+_COLUMNS: Final = ("split_size", "embed_dim")
 
 
 def count_heads(layer: Any, counts: Counts, block: Block) -> None:
@@ -118,8 +120,9 @@ def count_heads(layer: Any, counts: Counts, block: Block) -> None:
             for name in names:
                 if getattr(module, name, None) == whole[axis]:
                     setattr(module, name, counts.size(axis))
-        if hasattr(module, "split_size") and block.attention:
-            module.split_size = counts.size(Axis.Q_HEADS) * block.attention.head_dim
+        for name in _COLUMNS:
+            if block.attention and getattr(module, name, None) == block.attention.q_heads * block.attention.head_dim:
+                setattr(module, name, counts.size(Axis.Q_HEADS) * block.attention.head_dim)
 
 
 _FUSED: Final = ("query_key_value", "c_attn")

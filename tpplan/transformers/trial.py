@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
+from transformers.core_model_loading import revert_weight_conversion
 
 from tpplan.core.axes import bounds_of, minimum_units
 from tpplan.core.device import Device
@@ -193,14 +194,12 @@ def _difference(config: Any, layout: str, kv: str) -> float:
 
 
 def _save(model: Any, directory: str) -> None:
-    """Save a model without a progress bar."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model.save_pretrained(directory)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+    """Save a model in this process, whichever it is of a group: ``save_pretrained`` writes in the first one only."""
+    tied = model.all_tied_weights_keys
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    made = revert_weight_conversion(model, tensors)
+    save_file({name: tensor.contiguous() for name, tensor in made.items()}, Path(directory, "model.safetensors"))
+    Path(directory, "config.json").write_text(model.config.to_json_string(use_diff=False), encoding="utf-8")
 
 
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:

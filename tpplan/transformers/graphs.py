@@ -1,0 +1,103 @@
+"""CUDA graphs of decoding steps: a step over a static cache is captured on all devices, and replayed from then on.
+
+The host launches hundreds of kernels for each layer of each device, which takes longer than the kernels do. A graph is
+one launch. What decides on the host which kernels run, such as dynamic caches, windows and experts, is not captured.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import StaticLayer
+
+from tpplan.transformers.cache import own_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+    from torch import Tensor
+
+    from tpplan.exec.context import TPContext
+    from tpplan.exec.cuda.graph import Graph
+
+_NAME = "_tpplan_steps"  # of what a cache keeps: graphs have its addresses, and end with it
+
+
+class Step:
+    """A captured step: its inputs and output keep their places."""
+
+    def __init__(self, context: TPContext, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
+        """Capture what ``run`` does with inputs."""
+        self._inputs = {name: _mapped(value, torch.clone) for name, value in inputs.items()}
+        with context.capture() as graph:
+            self._output = run(self._inputs)
+        self._graph: Graph = graph
+
+    def replay(self, inputs: Mapping[str, Any]) -> Any:
+        """Return the output for other values of the inputs."""
+        for name, value in inputs.items():
+            for into, tensor in zip(_tensors(self._inputs[name]), _tensors(value), strict=True):
+                into.copy_(tensor)
+        self._graph.replay()
+        output = copy(self._output)
+        output["logits"] = self._output.logits.clone()
+        return output
+
+
+def step(
+    context: TPContext, cache: Any, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any]
+) -> Any | None:
+    """Return the output of a decoding step from a graph; None where it has none (yet) and is to be run as usual.
+
+    The first step of a kind is run as usual, so that all its kernels are loaded; the second is captured.
+
+    Args:
+        context: the compiled plan.
+        cache: the step's cache, which keeps the graphs.
+        inputs: arguments of the model, tensors of which are on the first device.
+        run: runs the model.
+    """
+    if not _is_fixed(context, cache, inputs):
+        return None
+    steps: dict[Hashable, Step | None] = cache.__dict__.setdefault(_NAME, {})
+    kind = tuple((name, _kind(value)) for name, value in sorted(inputs.items()) if value is not cache)
+    if kind not in steps:
+        steps[kind] = None
+        return None
+    found = steps[kind]
+    if found is None:
+        found = steps[kind] = Step(context, inputs, run)
+    return found.replay(inputs)
+
+
+def _is_fixed(context: TPContext, cache: Any, inputs: Mapping[str, Any]) -> bool:
+    """Tell whether the host decides nothing in a step."""
+    tokens = inputs.get("input_ids")
+    if cache is None or tokens is None or tokens.dim() != 2 or tokens.shape[1] != 1:  # noqa: PLR2004 (texts × tokens)
+        return False
+    if torch.is_grad_enabled() or not context.can_capture:
+        return False
+    return all(type(layer) is StaticLayer and layer.is_initialized for layer in own_layers(cache))
+
+
+def _kind(value: Any) -> Hashable:
+    """Return what a graph takes for granted of an argument."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return tuple((name, _kind(each)) for name, each in sorted(value.items()))
+    return repr(value)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return {name: _mapped(each, change) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for each in value.values() for tensor in _tensors(each)] if isinstance(value, dict) else []
