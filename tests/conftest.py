@@ -44,7 +44,7 @@ SLOW = {
         "transformers",
     ),
     *("test_beside", "test_families", "test_family_cuts", "test_family_defaults", "test_family_facts"),
-    *("test_family_parts", "test_linear_attention", "test_number_of_experts_is_compared"),
+    *("test_family_parts", "test_linear_attention", "test_mamba", "test_states", "test_number_of_experts_is_compared"),
     *("test_fill", "test_load", "test_python", "test_reader", "test_styles", "test_tables"),
     *("test_infeasible", "test_optimum"),
     *("test_bounds", "test_handles", "test_interrupts", "test_ordering_mutations", "test_streams"),

@@ -75,6 +75,18 @@ _GLOBAL: Keys = {
     "use_double_wide_mlp": _FLAG,
     "num_kv_shared_layers": st.integers(0, 4),
 }
+_CONV: Keys = {"conv_bias": _FLAG, "conv_L_cache": st.integers(2, 5)}
+_KINDS = ("full_attention", "linear_attention")
+#: Any hidden size that is drawn is that of four or eight heads, in one group or more.
+_MAMBA2: Keys = {"mamba_n_heads": st.sampled_from((4, 8)), "mamba_d_state": st.sampled_from((3, 8))}
+_SOME_MAMBA2: Keys = {
+    "mamba_n_groups": st.sampled_from((1, 2, 4)),
+    "mamba_expand": st.integers(1, 2),
+    "mamba_d_conv": st.integers(2, 5),
+    "mamba_conv_bias": _FLAG,
+    "mamba_proj_bias": _FLAG,
+    "layer_types": _types(("attention", "mamba")) | _types(_KINDS),
+}
 
 #: For each model type the keys that its config has besides the common ones: always, and sometimes.
 FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
@@ -370,6 +382,105 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     ),
     "granitemoe": (_PACKED, {"attention_bias": _FLAG}),
     "granitemoeshared": (_PACKED, {"attention_bias": _FLAG, "shared_intermediate_size": st.just(0) | _SIZE}),
+    "granitemoehybrid": (
+        {**_MAMBA2, **_PACKED, "num_local_experts": st.sampled_from((0, 2, 3))},
+        {
+            **_SOME_MAMBA2,
+            "attention_bias": _FLAG,
+            "shared_intermediate_size": _SIZE,
+        },
+    ),
+    "lfm2": (
+        {"layer_types": _types(("conv", "full_attention")), "intermediate_size": st.integers(6, 24)},
+        {
+            **_CONV,
+            "block_auto_adjust_ff_dim": _FLAG,
+            "block_multiple_of": st.integers(1, 9),
+            "block_ffn_dim_multiplier": st.sampled_from((1, 0.7, 1.3)),
+        },
+    ),
+    "lfm2_moe": (
+        {**_EXPERTS, "layer_types": _types(("conv", "full_attention"))},
+        {**_CONV, "num_dense_layers": st.integers(0, 3), "use_expert_bias": _FLAG},
+    ),
+    "lfm3": (
+        _HEAD,
+        {
+            **_CONV,
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "use_sandwich_norm": _FLAG,
+            "use_attention_gate": _FLAG,
+            "layer_types": _types(("conv", "full_attention", "sliding_attention")),
+        },
+    ),
+    "kimi_linear": (
+        {
+            **{key: drawn for key, drawn in _MLA.items() if key not in {"n_group", "q_lora_rank", "n_routed_experts"}},
+            "num_experts": st.integers(2, 4),
+            "linear_num_heads": st.integers(1, 4),
+            "linear_head_dim": st.sampled_from((3, 8)),
+        },
+        {
+            "q_lora_rank": st.none() | _SIZE,
+            "attention_bias": _FLAG,
+            "layer_types": _types(_KINDS),
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "linear_conv_kernel_dim": st.integers(2, 5),
+        },
+    ),
+    "olmo_hybrid": (
+        {"num_hidden_layers": st.integers(2, 5), **_DELTA_NET},
+        {"linear_conv_kernel_dim": st.integers(2, 5), "attention_bias": _FLAG},
+    ),
+    "bamba": (
+        _MAMBA2,
+        {
+            **{key: drawn for key, drawn in _SOME_MAMBA2.items() if key != "layer_types"},
+            **_BIASES,
+            "attn_layer_indices": st.lists(st.integers(0, 4), max_size=3),
+        },
+    ),
+    "falcon_h1": (
+        {**_MAMBA2, "mamba_d_ssm": st.none() | st.sampled_from((8, 24))},
+        {
+            **{key: drawn for key, drawn in _SOME_MAMBA2.items() if key != "layer_types"},
+            **_BIASES,
+            "mamba_rms_norm": _FLAG,
+            "projectors_bias": _FLAG,
+        },
+    ),
+    "jamba": (
+        {"num_experts": st.integers(1, 4), "num_experts_per_tok": st.just(1)},
+        {
+            "expert_layer_period": st.integers(2, 3),
+            "attn_layer_period": st.integers(5, 6),
+            "mamba_d_state": st.sampled_from((3, 8)),
+            "mamba_d_conv": st.integers(2, 5),
+            "mamba_expand": st.integers(1, 2),
+            "mamba_dt_rank": st.just("auto") | _SIZE,
+            "mamba_conv_bias": _FLAG,
+            "mamba_proj_bias": _FLAG,
+        },
+    ),
+    "nemotron_h": (
+        {
+            **_HEAD,
+            **_ROUTED,
+            **_GROUPS,
+            "mamba_num_heads": st.just(4),
+            "mamba_head_dim": st.sampled_from((3, 8)),
+            "n_groups": st.sampled_from((1, 2, 4)),
+        },
+        {
+            "layers_block_type": _types(("mamba", "attention", "mlp", "moe")),
+            "conv_kernel": st.integers(2, 5),
+            "ssm_state_size": st.integers(1, 9),
+            "moe_shared_expert_intermediate_size": _SIZE,
+            "moe_latent_size": st.none() | st.sampled_from((2, 8)),
+            **dict.fromkeys(("use_bias", "use_conv_bias", "mlp_bias"), _FLAG),
+        },
+    ),
     "llama4_text": (
         {**_PACKED, **_HEAD, "intermediate_size_mlp": _SIZE},
         {
@@ -501,7 +612,8 @@ WITHIN: dict[str, dict[str, Any]] = {
 #: Families whose latent attention or old form gives every query head its own keys.
 _UNGROUPED = {
     *("gpt2", "gpt_bigcode", "gptj", "bloom", "opt", "gpt_neox"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "mistral4", "glm4_moe_lite"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "kimi_linear", "mistral4"),
+    "glm4_moe_lite",
 }
 
 
@@ -537,7 +649,7 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     types = {
         key: own[key][: common["num_hidden_layers"]]
         for key in own
-        if key.endswith(("layer_types", "indexer_types", "topk_pattern")) or isinstance(own[key], list)
+        if key.endswith(("layer_types", "block_type", "indexer_types", "topk_pattern")) or isinstance(own[key], list)
     }
     return _with_caches_to_share({"model_type": model_type, **renamed, **own, **types})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,7 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
 }
 
@@ -63,6 +65,9 @@ NOT_IN_TRANSFORMERS = {"nemotron-nas"}
 
 #: Models that transformers saves in another form than they have on the hub.
 UNLIKE_HUB = {"kimi_k25", "qwen3_vl_moe"}
+
+#: And those of which it saves some tensors under names of others.
+MISNAMED = {"kimi_linear", "olmo_hybrid"}
 
 
 def spec_of(data: dict[str, Any], name: str = "model") -> ModelSpec:
@@ -112,12 +117,27 @@ def meta_model(config: Any) -> Any:
         return build(config)
 
 
+def cached_windows(config: Any) -> dict[int, int]:
+    """Return the sliding window of each layer that caches keys and values in transformers, 0 without one."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return {
+        i: getattr(layer, "sliding_window", 0)
+        for i, layer in enumerate(transformers.DynamicCache(config=config).layers)
+        if isinstance(layer, transformers.cache_utils.DynamicLayer)
+        and (i >= len(kinds) or kinds[i] not in {"mlp", "moe"})  # for which it makes an entry too, that stays empty
+    }
+
+
 def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return the text model's tensors as ``save_pretrained`` writes them: hub names, experts apart, tied ones once."""
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     state = {name: tensor for name, tensor in model.state_dict().items() if name in own}
+    if model.config.model_type == "olmo_hybrid":
+        return _olmo_hybrid(model.config, state)
     tensors: dict[str, torch.Tensor] = transformers.core_model_loading.revert_weight_conversion(model, state)
     wrapper = WRAPPERS.get(model.config.model_type)
+    if model.config.model_type == "kimi_linear":  # writes layers without experts as those with them
+        return {re.sub(r"block_sparse_moe\.(?=(gate|up|down)_proj)", "mlp.", name): t for name, t in tensors.items()}
     if wrapper is None:
         return tensors
     text = {name: tensor for name, tensor in tensors.items() if not any(fnmatch(name, p) for p in VISION)}
@@ -128,9 +148,26 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     return {renamed(name, wrapper.renamed).replace(blocks, layers): tensor for name, tensor in text.items()}
 
 
+def _olmo_hybrid(config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors as the hub has them; transformers saves convolutions in equal parts, and names of other layers."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith("linear_attn.conv1d.weight"):
+            parts = tensor[:keys], tensor[keys : 2 * keys], tensor[2 * keys :]
+            tensors |= {name.replace("conv1d", f"{of}_conv1d"): part for of, part in zip("qkv", parts, strict=True)}
+            continue
+        own = name
+        if "layers." in name and config.layer_types[int(name.split("layers.")[1].split(".")[0])] == "linear_attention":
+            own = name.replace("input_layernorm", "attention_layer_norm")
+            own = own.replace("post_attention_layernorm", "feedforward_layer_norm")
+        tensors[own] = tensor
+    return tensors
+
+
 def save_model(model: Any, directory: Path, shard: str | int) -> None:
     """Save a model as the hub has it, in files of at most this size."""
-    if model.config.model_type not in UNLIKE_HUB:
+    if model.config.model_type not in UNLIKE_HUB | MISNAMED:
         model.save_pretrained(directory, max_shard_size=shard)
         return
     from safetensors.torch import save_file  # noqa: PLC0415 (no stubs)
@@ -182,7 +219,13 @@ def assert_consistent(spec: ModelSpec) -> None:
         for parameter in parameters:
             segments = [segment for dim in parameter.dims for segment in dim]
             assert all(s.length > 0 for s in segments), parameter
-            assert all(s.axis is None or s.length % sizes[s.axis] == 0 for s in segments), parameter
+            assert all(
+                s.axis is None
+                or s.length % (s.shared or sizes[s.axis]) == 0
+                or (s.axis is Axis.RESIDUAL and sizes[s.axis] % s.length == 0)  # a latent, which is narrower
+                for s in segments
+            ), parameter
+            assert all(s.axis and sizes[s.axis] % s.shared == 0 for s in segments if s.shared), parameter
             assert (parameter.out is None) == all(s.axis is None for s in segments), parameter
             assert parameter.home is None or parameter.home in sizes, parameter
 

@@ -59,6 +59,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
     inner = {"text_config": config | {"model_type": "gemma"}}
     for change, problem in (
         ({"model_type": "gpt2"}, "does not compute models of type 'gpt2'"),
+        ({"model_type": "granitemoehybrid"}, "does not compute models of type 'granitemoehybrid'"),
         ({"model_type": "paligemma", **inner}, "does not compute models of type 'paligemma'"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
         (

@@ -22,13 +22,13 @@ from tests.family_models import (
     assert_consistent,
     assert_same_tensors,
     build,
+    cached_windows,
     hub_config,
     meta_model,
     parameters_of,
     saved_tensors,
     spec_of,
 )
-from tests.later import transformers
 from tpplan.models import families
 from tpplan.models.families.parts import PARTS
 from tpplan.models.reader import read_checkpoint
@@ -60,13 +60,8 @@ def test_small_configs_give_the_tensors_and_windows_of_transformers(model_type: 
     spec = spec_of(raw)
     assert_same_tensors(spec, saved_tensors(meta_model(config)))
     assert_consistent(spec)
-    layers = transformers.DynamicCache(config=config).layers
     windows = {layer: block.attention.window for block in spec.blocks for layer in block.layers if block.attention}
-    assert windows == {
-        i: getattr(layer, "sliding_window", 0)
-        for i, layer in enumerate(layers)
-        if not isinstance(layer, transformers.cache_utils.LinearAttentionLayer)
-    }
+    assert windows == cached_windows(config)
     assert evolve(spec_of(config.to_dict()), not_planned=spec.not_planned) == spec
 
 
@@ -107,7 +102,7 @@ def test_families_of_two_names_are_one(model_type: str, same: str) -> None:
 
 
 #: Flags that are no keys of a config: what families make of theirs.
-DERIVED = {"one_kv_head", "two_norms", "q_lora_rank", "shared_experts", "biased", "xielu"}
+DERIVED = {"one_kv_head", "two_norms", "q_lora_rank", "shared_experts", "biased", "xielu", "latent_experts"}
 DERIVED |= {"per_layer_inputs", "same_vocab", "gate_per_head"}
 
 

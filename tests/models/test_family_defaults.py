@@ -16,13 +16,13 @@ from tests.family_models import (
     INCOMPLETE_DEFAULTS,
     NOT_IN_TRANSFORMERS,
     SAME,
+    cached_windows,
     hub_config,
     meta_model,
     named,
     saved_tensors,
     spec_of,
 )
-from tests.later import transformers
 from tpplan.errors import ModelError
 from tpplan.models import families
 from tpplan.models.families.wrappers import WRAPPERS
@@ -43,6 +43,9 @@ SMALL = {
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 3),
     **dict.fromkeys(("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads"), 8),
+    "mamba_d_head": 12,
+    "mamba_d_ssm": 96,
     "vocab_size": 64,
     "pad_token_id": 0,
     "max_position_embeddings": 512,
@@ -79,7 +82,10 @@ def small(model_type: str, inner: str) -> dict[str, Any]:
         raw["vision_config"] = VISION[model_type]
     text = text_of(raw)
     text.update({key: value for key, value in SMALL.items() if text.get(key) is not None})
-    for key in ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types", "activation_sparsity_pattern"):
+    for key in (
+        *("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"),
+        *("indexer_types", "activation_sparsity_pattern"),
+    ):
         if text.get(key):
             text[key] = text[key][:5]
     if text.get("num_kv_shared_layers"):
@@ -94,14 +100,9 @@ def small(model_type: str, inner: str) -> dict[str, Any]:
 
 def facts_of_transformers(config: Any) -> dict[str, Any]:
     """Return the shapes of tensors, the windows of layers and the context of transformers' model."""
-    layers = enumerate(transformers.DynamicCache(config=config).layers)
     return {
         "tensors": {name: tuple(tensor.shape) for name, tensor in saved_tensors(meta_model(config)).items()},
-        "windows": {
-            i: getattr(layer, "sliding_window", 0)
-            for i, layer in layers
-            if not isinstance(layer, transformers.cache_utils.LinearAttentionLayer)
-        },
+        "windows": cached_windows(config),
         "context": getattr(config.get_text_config(), "max_position_embeddings", None),
     }
 

@@ -68,6 +68,10 @@ _HYBRID = _NARROW | {
     "attention_bias": True,
 }
 
+#: Six heads in three groups.
+_MAMBA2 = {"mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 5, "mamba_proj_bias": True, "mamba_d_head": "auto"}
+_CONVOLVED = {"layer_types": ["conv", "full_attention"], "conv_bias": True}
+
 _OPEN = {"num_experts": 4, "num_experts_per_tok": 2}
 _ROUTED = {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 7, "num_experts_per_tok": 2}
 
@@ -182,6 +186,23 @@ FORMS: dict[str, dict[str, Any]] = {
     "granitemoe": _GROUPED | _PACKED,
     "granitemoeshared": _GROUPED | _PACKED | {"shared_intermediate_size": 5},
     "llama4_text": _NARROW | _PACKED | {"intermediate_size_mlp": 11, "moe_layers": [1]},
+    "granitemoehybrid": _GROUPED | _PACKED | _MAMBA2 | {"layer_types": ["mamba", "attention"]},
+    "bamba": _GROUPED | _MAMBA2 | _BIASED | {"attn_layer_indices": [1]},
+    "falcon_h1": _GROUPED | _MAMBA2 | {"mamba_d_ssm": 36, "mamba_rms_norm": True, "projectors_bias": True},
+    "jamba": _GROUPED
+    | {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 5},
+    "nemotron_h": _NARROW
+    | _ROUTED
+    | {"hybrid_override_pattern": "M*E-", "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 3}
+    | {"ssm_state_size": 5, "n_group": 1, "topk_group": 1, "moe_latent_size": 16}
+    | {"moe_shared_expert_intermediate_size": 5, "mlp_bias": True, "use_bias": True},
+    "lfm2": _GROUPED | _CONVOLVED | {"block_auto_adjust_ff_dim": False},
+    "lfm2_moe": _GROUPED | _EXPERTS | _CONVOLVED | {"num_dense_layers": 1},
+    "lfm3": _NARROW | _CONVOLVED | {"attention_bias": True},
+    "kimi_linear": {key: value for key, value in _MLA.items() if key not in {"n_routed_experts", "n_group"}}
+    | {"num_experts": 4, "linear_num_heads": 3, "linear_head_dim": 5}
+    | {"layer_types": ["linear_attention", "full_attention"]},
+    "olmo_hybrid": _GROUPED | {key: value for key, value in _HYBRID.items() if key.startswith("linear")},
 }
 
 #: Plain matrix products, which know 64-bit floats.
@@ -204,6 +225,11 @@ def new_order(block: Block, known: dict[Attention, Order], *, heads: bool, withi
     alike = block.attention and evolve(block.attention, shared=False)
     if alike in known:
         return order | {axis: known[alike][axis] for axis in (Axis.KV_HEADS, Axis.Q_HEADS)}
+    if block.linear and block.linear.shared_keys:
+        group = block.linear.group
+        order[Axis.LINEAR_HEADS] = torch.cat(
+            [key * group + torch.randperm(group) for key in torch.randperm(block.linear.key_heads)]
+        )
     if block.attention:
         if not heads:
             order[Axis.KV_HEADS] = torch.arange(block.attention.kv_heads)
@@ -226,6 +252,8 @@ def reordered(tensor: torch.Tensor, parameter: Parameter, order: Order) -> torch
             segments, torch.split(torch.arange(tensor.shape[dim]), [s.length for s in segments]), strict=True
         ):
             places = order.get(segment.axis)
+            if places is not None and segment.shared:  # the key heads of the value heads, each once
+                places = places.view(segment.shared, -1)[:, 0] // (len(places) // segment.shared)
             index.append(elements if places is None else elements.view(len(places), -1)[places].flatten())
         tensor = tensor.index_select(dim, torch.cat(index))
     return tensor.contiguous()

@@ -90,9 +90,9 @@ def sliced_bytes(task: Task, parameter: Parameter, layer: int | None, device: in
         if start == end:
             continue
         size = demand.size
-        if segment.axis is Axis.KV_HEADS and demand.replicas > 1:
-            # Element e is a replica of head e // replicas; a device stores a head once.
-            start, end, size = start // demand.replicas, -(-end // demand.replicas), size // demand.replicas
+        share = size // segment.shared if segment.shared else demand.replicas if segment.axis is Axis.KV_HEADS else 1
+        # Element e is a replica of head e // share, or needs that part; a device stores it once.
+        start, end, size = start // share, -(-end // share), size // share
         if segment.axis is None:
             length += segment.length
             continue
@@ -144,9 +144,12 @@ def state_of(task: Task, device: int) -> int:
     for layer, one in ((n, block.linear) for block in task.model.blocks if block.linear for n in block.layers):
         part = task.part(Axis.LINEAR_HEADS, layer, device)
         assert part
-        keys = part[1] - part[0]
-        values = keys * one.value_heads // one.key_heads
-        channels = 2 * keys * one.key_head_dim + values * one.value_head_dim
+        each = one.value_heads // one.key_heads
+        heads = [
+            head for head in range(one.value_heads) if part[0] <= (head if one.shared_keys else head // each) < part[1]
+        ]
+        values, keys = len(heads), len({head // each for head in heads})
+        channels = 2 * keys * one.key_head_dim * (not one.plain_keys) + values * one.value_head_dim
         total += channels * one.kernel * item + values * one.key_head_dim * one.value_head_dim * 4
     return total * task.request.batch
 
@@ -171,8 +174,8 @@ def test_what_is_cut_is_held_once(task: Task) -> None:
         parts = [demand.cost(a, b) for a, b in pairwise(row) if b > a]
         whole = demand.cost(0, demand.size)
         held = sum(b > a for a, b in pairwise(row))
-        heads = sum(-(-b // demand.replicas) - a // demand.replicas for a, b in pairwise(row) if b > a)
-        again = heads - demand.size // demand.replicas
+        heads = sum(-(-b // demand.share) - a // demand.share for a, b in pairwise(row) if b > a)
+        again = heads - demand.size // demand.share
         for bucket in ("weights", "cache"):
             kept = getattr(demand.kept, bucket) * (held - 1) + getattr(demand.head, bucket) * again
             assert sum(getattr(part, bucket) for part in parts) == getattr(whole, bucket) + kept
@@ -191,7 +194,7 @@ def test_planning_never_charges_less_than_a_slice_costs(task: Task) -> None:
             for bucket in ("weights", "cache", "workspace", "reads"):
                 charged = getattr(fixed, bucket) + getattr(unit, bucket) * units
                 assert charged >= getattr(exact, bucket)
-                if demand.replicas == 1 and (b - a) % demand.unit == 0 and bucket != "reads":
+                if demand.share == 1 and (b - a) % demand.unit == 0 and bucket != "reads":
                     assert charged == getattr(exact, bucket)
 
 

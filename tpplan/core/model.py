@@ -37,11 +37,14 @@ class Segment:
         axis: the axis that the run is cut with, in proportion; None if it is never cut.
         length: number of elements as stored (a packed dimension is shorter than its axis).
         block: number of stored elements that a cut may not separate.
+        shared: number of equal parts that each serve as many elements of the axis: a device that holds any of these
+            elements holds the whole part; 0 if the run is cut in proportion.
     """
 
     axis: Axis | None
     length: int
     block: int = 1
+    shared: int = 0
 
     def unit(self, size: int) -> int:
         """Return the fewest elements of its axis, which has ``size``, that span a whole number of blocks."""
@@ -133,14 +136,21 @@ class Attention:
 
 @frozen
 class LinearAttention:
-    """The linear attention of one layer (gated DeltaNet), which keeps a state of each sequence instead of its tokens.
+    """What a layer has that keeps a state of each sequence instead of its tokens.
+
+    This is linear attention (gated DeltaNet, Kimi Delta Attention) and its dual, the state space models: Mamba-2's B
+    and C, one for each group of heads, are keys and queries, and its x are the values (arXiv:2405.21060). A short
+    convolution has values alone.
 
     Attributes:
-        key_heads: number of query heads, and of key heads.
-        value_heads: number of value heads, a multiple of the key heads.
-        key_head_dim: elements of one query or key head.
+        key_heads: number of query heads, and of key heads (Mamba: groups).
+        value_heads: number of value heads, a multiple of the key heads (Mamba: heads; channels where it has none).
+        key_head_dim: elements of one query or key head (Mamba: the state of a channel); 0 if there are none.
         value_head_dim: elements of one value head.
-        kernel: number of tokens that the convolution of queries, keys and values spans.
+        kernel: number of tokens that the convolution spans.
+        shared_keys: whether value heads are cut, so that devices share the key head of those that they both have; else
+            key heads are cut, each with all of its value heads.
+        plain_keys: whether queries and keys are not convolved (Mamba-1).
     """
 
     key_heads: int
@@ -148,11 +158,18 @@ class LinearAttention:
     key_head_dim: int
     value_head_dim: int
     kernel: int
+    shared_keys: bool = False
+    plain_keys: bool = False
 
     @property
     def group(self) -> int:
         """Number of value heads that belong to a key head."""
         return self.value_heads // self.key_heads
+
+    @property
+    def heads(self) -> int:
+        """Number of the heads that are cut."""
+        return self.value_heads if self.shared_keys else self.key_heads
 
 
 @frozen
@@ -168,7 +185,7 @@ class Block:
         experts: number of routed experts.
         experts_per_token: number of experts that a token is routed to.
         parameters: tensors of each of these layers.
-        linear: linear attention of each of these layers, None if they have none.
+        linear: linear attention of each of these layers, or what else keeps a state, None if they have none.
     """
 
     layers: tuple[int, ...]
@@ -187,7 +204,7 @@ class Block:
             yield Axis.KV_HEADS, self.attention.kv_heads
             yield Axis.Q_HEADS, self.attention.q_heads
         if self.linear:
-            yield Axis.LINEAR_HEADS, self.linear.key_heads
+            yield Axis.LINEAR_HEADS, self.linear.heads
         for axis, size in (
             (Axis.INTERMEDIATE, self.intermediate),
             (Axis.EXPERT_INTERMEDIATE, self.expert_intermediate),

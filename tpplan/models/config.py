@@ -25,14 +25,24 @@ MAX_COUNT: Final = 2**31
 #: Other names of keys in Hugging Face configs; values under different names of a key must not contradict each other.
 ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "hidden_size": ("n_embd", "n_embed"),
-    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
+    "layer_types": ("layers_block_type",),
+    "mamba_d_conv": ("conv_kernel",),
+    "mamba_d_head": ("mamba_head_dim",),
+    "mamba_d_state": ("ssm_state_size",),
+    "mamba_n_groups": ("n_groups", "mamba_ngroups"),
+    "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim", "block_ff_dim"),
     "max_position_embeddings": ("n_positions",),
     "num_attention_heads": ("n_head",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"),
+    "num_experts_per_tok": (
+        *("experts_per_token", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"),
+    ),
+    "n_shared_experts": ("num_shared_experts",),
     "num_hidden_layers": ("n_layer",),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv", "num_attention_groups"),
     "share_expert_dim": ("share_expert_dims",),
+    "tie_word_embeddings": ("tie_embedding",),
     "torch_dtype": ("dtype",),
 }
 

@@ -180,7 +180,9 @@ def _item(demand: Demand, strategy: str) -> Item:
         return Item(
             demand.units, minimum, unit.bytes, kept.bytes, unit.reads, kept.reads, attention, stage=demand.stage
         )
-    return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.bytes, kept.bytes, attention)
+    # What value heads share is small, and no reason to compute all of them on one device.
+    load = kept if demand.replicas > 1 else demand.kept
+    return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.bytes, load.bytes, attention)
 
 
 def bandwidths(devices: Sequence[Device]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TypeAlias
 
 from attrs import evolve, frozen
@@ -62,12 +63,12 @@ class Demand:
         size: elements of the axis; every replica of a KV head counts.
         unit: elements that a cut may not separate.
         width: tensor elements per element of the axis.
-        replicas: number of copies of each KV head: elements ``r·i`` to ``r·i + r - 1`` are KV head ``i``.
+        share: number of elements that share a head: ``s·i`` to ``s·i + s - 1`` are replicas of KV head ``i``, or value
+            heads of the key head ``i`` of linear attention.
         group: query heads per (replicated) KV head; 0 for other axes.
         split: cost of the whole axis, of which a device pays the fraction that it holds.
         kept: fixed cost of a device that holds any element.
-        head: cost of a KV head if KV heads are replicated; a device pays it once per head, however many replicas it
-            holds.
+        head: cost of a head that elements share; a device pays it once per head, however many of its elements it holds.
     """
 
     axis: Axis
@@ -75,11 +76,16 @@ class Demand:
     size: int
     unit: int
     width: int
-    replicas: int
+    share: int
     group: int
     split: Cost
     kept: Cost
     head: Cost
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of each KV head."""
+        return self.share if self.axis is Axis.KV_HEADS else 1
 
     @property
     def units(self) -> int:
@@ -93,21 +99,23 @@ class Demand:
 
     def unit_cost(self) -> Cost:
         """Return the planner's cost of a whole unit, wherever it lies on the axis; see :meth:`fixed_cost`."""
-        return self._elements(self.unit) + self.head.part(self.unit, self.replicas, up=True)
+        return self._elements(self.unit) + self.head.part(self.unit, self.share, up=True)
 
     def fixed_cost(self) -> Cost:
         """Return the planner's cost of holding any unit; with :meth:`unit_cost` it never falls below :meth:`cost`.
 
-        With ``r`` replicas, a slice of ``n`` elements covers at most ``n / r + 2 - 2 / r`` heads: one for the first
-        element, another for the second, and then one more for every ``r`` elements.
+        Where ``s`` elements share a head and cuts are at multiples of ``g``, a slice of ``n`` elements covers at most
+        ``n / s + 2 - 2 g / s`` heads: one for the first ``g``, another for the second, and then one more for every
+        ``s`` elements. If there is only one head, it covers that.
         """
-        return self.kept + self.head.part(2 * self.replicas - 2, self.replicas, up=True)
+        ends = 2 if self.size > self.share else 1
+        return self.kept + self.head.part(ends * (self.share - gcd(self.unit, self.share)), self.share, up=True)
 
     def cost(self, start: int, end: int) -> Cost:
         """Return the exact cost of a slice; an empty slice costs nothing."""
         if start == end:
             return Cost()
-        heads = unit_count(end, self.replicas) - start // self.replicas
+        heads = unit_count(end, self.share) - start // self.share
         return self.kept + self._elements(end - start) + self.head.part(heads, 1)
 
     def _elements(self, elements: int) -> Cost:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 #: Bits of powers that are exact, and those that longer ones are rounded to.
 _EXACT_BITS, _POWER_BITS = 2**17, 256
 
+#: Columns of value heads that a cut may not separate, where that many heads share a key head: channels are no heads.
+_LEAST_COLUMNS = 32
+
 
 def cache_bytes(elements: int, kind: str) -> int:
     """Return the bytes of a cache of ``elements`` elements, rounded up once for all of them."""
@@ -45,9 +48,10 @@ def sequence_cache_bytes(model: ModelSpec, kind: str, tokens: int) -> int:
 def state_bytes(model: ModelSpec) -> int:
     """Return the bytes that layers keep of a sequence of any length: states, and what is not compressed yet."""
     linear = sum(
-        len(block.layers) * block.linear.key_heads * _state_bytes(block.linear, model.dtype)
+        len(block.layers) * part
         for block in model.blocks
         if block.linear
+        for part in _state_bytes(block.linear, model.dtype)
     )
     buffers = sum(len(block.layers) * block.attention.buffer_dim for block in model.blocks if block.attention)
     return linear + buffers * ITEM_BYTES[model.dtype]
@@ -75,14 +79,15 @@ def _compressed_bytes(attention: Attention, kind: str, tokens: int) -> int:
     return tokens * cache_bytes(attention.compressed_dim, kind) // attention.ratio if attention.ratio else 0
 
 
-def _state_bytes(linear: LinearAttention, dtype: str) -> int:
-    """Return the bytes of the state of a key head with its value heads, as transformers keeps it.
+def _state_bytes(linear: LinearAttention, dtype: str) -> tuple[int, int]:
+    """Return the bytes of the state of all value heads, and of all key heads, as transformers keeps it.
 
     The inputs of the convolution are kept in the dtype of the activations, the recurrent state in 32 bits.
     """
-    values = linear.group * linear.value_head_dim
-    convolved = linear.kernel * (2 * linear.key_head_dim + values)
-    return convolved * ITEM_BYTES[dtype] + linear.key_head_dim * values * ITEM_BYTES["float32"]
+    values = linear.value_heads * linear.value_head_dim
+    keys = 0 if linear.plain_keys else 2 * linear.key_heads * linear.key_head_dim
+    inputs = linear.kernel * ITEM_BYTES[dtype]
+    return inputs * values + linear.key_head_dim * values * ITEM_BYTES["float32"], inputs * keys
 
 
 @define
@@ -93,7 +98,7 @@ class _Group:
     size: int
     width: int = 1
     group: int = 0
-    replicas: int = 1
+    share: int = 1
     layers: list[int] = field(factory=list)
     units: set[int] = field(factory=set)
     split: Cost = field(factory=Cost)
@@ -101,11 +106,11 @@ class _Group:
     head: Cost = field(factory=Cost)
 
     def add_heads(self, cost: Cost) -> None:
-        """Add a cost that is cut by KV heads; a device stores each head once, however many replicas it holds."""
-        if self.replicas == 1:
+        """Add a cost that is cut by heads; a device stores each head once, however many elements of it it holds."""
+        if self.share == 1:
             self.split += cost
         else:
-            self.head += cost.part(self.replicas, self.size)
+            self.head += cost.part(self.share, self.size)
 
 
 def demands(
@@ -139,9 +144,10 @@ def demands(
         if block.attention:
             _add_cache(own[Axis.KV_HEADS], block.attention, len(block.layers), request, ITEM_BYTES[model.dtype])
         if block.linear:
-            heads = block.linear.key_heads * len(block.layers) * request.batch
-            state = heads * _state_bytes(block.linear, model.dtype)
-            own[Axis.LINEAR_HEADS].split += Cost(cache=state, reads=state)
+            states = (each * len(block.layers) * request.batch for each in _state_bytes(block.linear, model.dtype))
+            values, keys = (Cost(cache=state, reads=state) for state in states)
+            own[Axis.LINEAR_HEADS].split += values
+            own[Axis.LINEAR_HEADS].add_heads(keys)
         for parameter in block.parameters:
             common += _charge(own, parameter, block, request.layout, rows)
     for parameter in model.parameters:
@@ -162,10 +168,24 @@ def _layer_groups(block: Block, request: Request, devices: int) -> Iterator[tupl
             width = max(heads.head_dim, heads.v_head_dim)
             yield axis, _Group(axis, size * repeat, width, heads.q_heads // (size * repeat), repeat)
         elif axis is Axis.LINEAR_HEADS and block.linear:
-            width = max(block.linear.key_head_dim, block.linear.group * block.linear.value_head_dim)
-            yield axis, _Group(axis, size, width)
+            yield axis, _linear_group(block.linear)
         elif axis is not Axis.Q_HEADS:
             yield axis, _Group(axis, size, block.experts_per_token if axis is Axis.EXPERT_INTERMEDIATE else 1)
+
+
+def _linear_group(linear: LinearAttention) -> _Group:
+    """Return a new group for the heads of linear attention.
+
+    Where devices share key heads, a unit are so many value heads that their columns have room for a key.
+    """
+    if not linear.shared_keys:
+        width = max(linear.key_head_dim, linear.group * linear.value_head_dim)
+        return _Group(Axis.LINEAR_HEADS, linear.heads, width)
+    columns = max(linear.key_head_dim, _LEAST_COLUMNS)
+    wanted = -(-columns // linear.value_head_dim)
+    unit = power_of_two_unit(linear.group, 1 << (wanted - 1).bit_length())
+    width = max(linear.value_head_dim, -(-linear.key_head_dim // unit))
+    return _Group(Axis.LINEAR_HEADS, linear.heads, width, share=linear.group, units={unit})
 
 
 def replicas(attention: Attention, devices: int) -> int:
@@ -203,10 +223,10 @@ def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, 
             common += cost
         elif segment.axis is None:
             group.kept += cost
-        elif segment.axis is Axis.KV_HEADS:
+        elif segment.axis is Axis.KV_HEADS or segment.shared:
             group.add_heads(cost)
-            heads = segment.unit(group.size // group.replicas)
-            group.units.add(heads * group.replicas if heads > 1 else 1)  # any replica is a whole head
+            heads = segment.unit(group.size // group.share)
+            group.units.add(heads * group.share if heads > 1 else 1)  # any element needs its whole head
         else:
             group.split += cost
             group.units.add(segment.unit(group.size))
@@ -255,7 +275,7 @@ def _demand(group: _Group, dtype: str, request: Request, *, gated: bool) -> Dema
         size=group.size,
         unit=unit,
         width=group.width,
-        replicas=group.replicas,
+        share=group.share,
         group=group.group,
         split=evolve(group.split, workspace=rows),
         kept=group.kept + Cost(workspace=tables),

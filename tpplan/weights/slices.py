@@ -174,14 +174,15 @@ class _Cuts:
         return tuple(each.device for each in slices_of(split.bounds)) if split else self.used
 
     def _parts(self, segment: Segment, home: Axis | None, name: str) -> Iterator[tuple[int, int, int]]:
-        """Yield each device's range of a segment; of replicated heads, all heads that it has a replica of."""
+        """Yield each device's range of a segment; of what elements of the axis share, all that any of its own have."""
         split = self.splits.get(segment.axis) if segment.axis else None
         if split is None:
             yield from ((device, 0, segment.length) for device in self._holders(segment.axis or home))
             return
-        size = split.size // split.replicas
+        share = split.size // segment.shared if segment.shared else split.replicas
+        size = split.size // share
         for device, start, end in ((s.device, s.start, s.end) for s in slices_of(split.bounds)):
-            cuts = [segment.length * cut for cut in (start // split.replicas, unit_count(end, split.replicas))]
+            cuts = [segment.length * cut for cut in (start // share, unit_count(end, share))]
             first, last = (cut // size for cut in cuts)
             if any(cut % size for cut in cuts) or any(cut % segment.block for cut in (first, last % segment.length)):
                 what = f"the plan cuts {segment.axis} at {start} and {end}, within what {name} stores together"

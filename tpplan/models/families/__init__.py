@@ -15,12 +15,14 @@ from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.classic import CLASSIC
 from tpplan.models.families.compressed import COMPRESSED
 from tpplan.models.families.contexts import longest_context
+from tpplan.models.families.convolved import CONVOLVED
 from tpplan.models.families.corrected import CORRECTED
 from tpplan.models.families.dense import DENSE
 from tpplan.models.families.gemma import GEMMA
 from tpplan.models.families.hybrid import HYBRID
 from tpplan.models.families.latent import LATENT
 from tpplan.models.families.layered import LAYERED
+from tpplan.models.families.mamba import MAMBA
 from tpplan.models.families.moe import MOE
 from tpplan.models.families.packed import PACKED
 from tpplan.models.families.parts import PARTS
@@ -48,6 +50,8 @@ FAMILIES: Final[dict[str, Family]] = {
     **COMPRESSED,
     **SEARCHED,
     **HYBRID,
+    **MAMBA,
+    **CONVOLVED,
 }
 
 #: Entry points of packages with families of their own, each named by its ``model_type``.
@@ -137,7 +141,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
             raise config.error(f"{key} is true, which tpplan does not support", "plans are for decoders only")
     inner, text = text_part(config)
     # A wrapper's own default changed between versions of transformers; that of the language model never did.
-    tied = config.flag(TIED, default=text.flag(TIED, default=family.tied))
+    tied = family.ties and config.flag(TIED, default=text.flag(TIED, default=family.tied))
     shape = read_shape(text, family, tied=tied, stacked=stacked)
     context = longest_context(text, inner, shape.context)
     named = _torch_dtype(text) or _torch_dtype(config)
@@ -245,9 +249,9 @@ def _torch_dtype(config: Config) -> str:
 
 
 def _groups(shape: Shape) -> list[tuple[int, ...]]:
-    """Group the layers that are equal in window, kind of MLP, linear attention and shape, in order of their first."""
+    """Group the layers that are equal in window, kind of MLP, linear attention, parts and shape, by their first."""
     groups: dict[tuple[object, ...], list[int]] = {}
-    own = shape.layers or (None,) * len(shape.windows)
-    for layer, kind in enumerate(zip(shape.windows, shape.sparse, shape.linear, own, strict=True)):
+    own, alone = shape.layers or (None,) * len(shape.windows), shape.alone or ("",) * len(shape.windows)
+    for layer, kind in enumerate(zip(shape.windows, shape.sparse, shape.linear, alone, own, strict=True)):
         groups.setdefault(kind, []).append(layer)
     return [tuple(layers) for layers in groups.values()]

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tpplan.core.axes import Axis
+from tpplan.core.axes import MAX_LAYERS, Axis
 from tpplan.core.model import LinearAttention
+from tpplan.models.families.latent import MLA, with_latent
 from tpplan.models.families.rows import (
+    BIASED_ATTENTION,
     EXPERTS,
+    MIXTRAL_EXPERTS,
     NORMS,
+    POST_NORMS,
     ROUTER,
     SHARED_EXPERT,
+    WIDE_NORMS,
     attention,
+    correction,
     gated,
     head_norms,
     linear,
     norm,
     outside,
 )
-from tpplan.models.families.shape import MAX_PARTS, STACKED, every_layer, layer_types
-from tpplan.models.families.sparse import shared_expert, sparse_steps
+from tpplan.models.families.shape import FULL, LINEAR, MAX_PARTS, STACKED, every_layer, except_every, linear_layers
+from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_expert, sparse_steps
 from tpplan.models.families.table import Family, Row
 
 if TYPE_CHECKING:
     from tpplan.models.config import Config
 
 
-def _delta_net(config: Config, layers: int) -> tuple[LinearAttention | None, ...]:
-    """Read Qwen's gated DeltaNet, which all layers have but every ``full_attention_interval``-th."""
-    period = config.count("full_attention_interval", default=4)
-    chosen = layer_types(config, layers, "linear_attention") or [(layer + 1) % period != 0 for layer in range(layers)]
+def _delta_net(config: Config) -> LinearAttention:
+    """Read the sizes of a gated DeltaNet."""
     sizes = LinearAttention(
         key_heads=config.count("linear_num_key_heads", default=16, maximum=MAX_PARTS),
         value_heads=config.count("linear_num_value_heads", default=32, maximum=MAX_PARTS),
@@ -40,7 +44,11 @@ def _delta_net(config: Config, layers: int) -> tuple[LinearAttention | None, ...
     if sizes.value_heads % sizes.key_heads:
         numbers = f"{sizes.value_heads} value heads (linear_num_value_heads) are not a multiple of {sizes.key_heads}"
         raise config.error(f"{numbers} key heads (linear_num_key_heads)")
-    return tuple(sizes if is_linear else None for is_linear in chosen)
+    return sizes
+
+
+#: All layers of Qwen's have one but every ``full_attention_interval``-th.
+_QWEN_LINEAR = linear_layers(_delta_net, except_every(4, "full_attention_interval"))
 
 
 #: Attention whose output is gated; the projection of the queries gives the gates too, head by head.
@@ -82,7 +90,130 @@ _QWEN3_5 = {
     "max_position_embeddings": 32_768,
 }
 
+
+def _kimi(config: Config) -> Config:
+    """Read the section ``linear_attn_config``, which numbers layers from 1, and the context by its name."""
+    if config.raw("max_position_embeddings") is None and config.raw("model_max_length") is not None:
+        config = config.having("max_position_embeddings", config.raw("model_max_length"))
+    if config.raw("linear_attn_config") is None:
+        return config
+    inner = config.section("linear_attn_config")
+    for key, own in (
+        ("head_dim", "linear_head_dim"),
+        ("num_heads", "linear_num_heads"),
+        ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+    ):
+        config = config.having(own, inner.raw(key)) if key in inner else config
+    if config.raw("layer_types") is not None or "full_attn_layers" not in inner or "kda_layers" not in inner:
+        return config
+    full, linear = ({*inner.numbers(key)} for key in ("full_attn_layers", "kda_layers"))
+    layers = config.count("num_hidden_layers", default=27, maximum=MAX_LAYERS)
+    if full & linear or full | linear != {*range(1, layers + 1)}:
+        of = f"the {layers} layers from 1 on"
+        raise config.error(f"full_attn_layers and kda_layers of linear_attn_config are not, taken together, {of}")
+    return config.having("layer_types", [FULL if layer in full else LINEAR for layer in range(1, layers + 1)])
+
+
+def _kimi_linear(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (no key changes it)
+    """Select all layers but every fourth after the first."""
+    return tuple(not layer or layer % 4 != 0 for layer in range(layers))
+
+
+def _kda(config: Config) -> LinearAttention:
+    """Read the sizes of Kimi Delta Attention, whose heads have each a query, a key and a value of one size."""
+    heads = config.count("linear_num_heads", default=32, maximum=MAX_PARTS)
+    size = config.count("linear_head_dim", default=128)
+    return LinearAttention(heads, heads, size, size, config.count("linear_conv_kernel_dim", default=4))
+
+
+def _three_convolutions(name: str) -> tuple[Row, ...]:
+    """Return the rows of the convolutions of queries, keys and values, each on its own."""
+    return tuple(
+        Row(f"{name}.{of}_conv1d.weight", f"{word} 1 ck") for of, word in (("q", "LK"), ("k", "LK"), ("v", "LV"))
+    )
+
+
+#: Gates of all channels go through a rank that is a head's size, which every device has that has any of the heads.
+_KDA = (
+    *linear("self_attn.q_proj", "LK", "RS"),
+    *linear("self_attn.k_proj", "LK", "RS"),
+    *linear("self_attn.v_proj", "LV", "RS"),
+    *_three_convolutions("self_attn"),
+    *linear("self_attn.f_a_proj", "lv", "h", home=Axis.LINEAR_HEADS),
+    *linear("self_attn.f_b_proj", "LK", "lv"),
+    Row("self_attn.dt_bias", "LK"),
+    Row("self_attn.A_log", "1 1 lh 1", out=2),
+    *linear("self_attn.b_proj", "lh", "RS"),
+    *linear("self_attn.g_a_proj", "lv", "h", home=Axis.LINEAR_HEADS),
+    *linear("self_attn.g_b_proj", "LV", "lv"),
+    *norm("self_attn.o_norm", "lv", home=Axis.LINEAR_HEADS),
+    *linear("self_attn.o_proj", "RS", "LV"),
+)
+
+#: Experts as Mixtral calls them, and the shared ones as DeepSeek does.
+_KIMI_EXPERTS = (
+    *MIXTRAL_EXPERTS,
+    *correction("block_sparse_moe.gate.e_score_correction_bias"),
+    *gated("block_sparse_moe.shared_experts", "SX", when=SHARED),
+)
+
+
+def _olmo_delta_net(config: Config) -> LinearAttention:
+    """Read the sizes of OLMo's gated DeltaNet, which follow from the hidden size and the heads where none are given."""
+    hidden, heads = config.count("hidden_size"), config.count("num_attention_heads", maximum=MAX_PARTS)
+    keys = config.count("linear_num_key_heads", default=heads, maximum=MAX_PARTS)
+    size = config.count("linear_key_head_dim", default=3 * hidden // (4 * keys))
+    config = config.having("linear_num_key_heads", keys).having("linear_key_head_dim", size)
+    values = config.count("linear_num_value_heads", default=heads)
+    wide = config.count("linear_value_head_dim", default=2 * size)
+    return _delta_net(config.having("linear_num_value_heads", values).having("linear_value_head_dim", wide))
+
+
+def _olmo_linear(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select all but every fourth layer, or but the last if there is no fourth."""
+    chosen = except_every(4, "")(config, layers)
+    return chosen if not all(chosen) else (*chosen[:-1], False)
+
+
 HYBRID: Final[dict[str, Family]] = {
+    "kimi_linear": Family(
+        architectures=("KimiLinearForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *MLA),
+        linear_layer=(*NORMS, *_KDA),
+        dense=gated(),
+        sparse=_KIMI_EXPERTS,
+        defaults={"head_dim": 64, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024},
+        flags={"attention_bias": False},
+        ties=False,
+        usual=_kimi,
+        moe=mlp_types(after_dense(1)),
+        linear=linear_layers(_kda, _kimi_linear),
+        adapt=with_latent(0, shared=1),
+    ),
+    "olmo_hybrid": Family(
+        architectures=("OlmoHybridForCausalLM",),
+        outside=outside(),
+        layer=(*BIASED_ATTENTION, *WIDE_NORMS, *POST_NORMS),
+        linear_layer=(
+            *norm("attention_layer_norm"),
+            *norm("feedforward_layer_norm"),
+            *linear("linear_attn.q_proj", "LK", "RS"),
+            *linear("linear_attn.k_proj", "LK", "RS"),
+            *linear("linear_attn.v_proj", "LV", "RS"),
+            *linear("linear_attn.a_proj", "lh", "RS"),
+            *linear("linear_attn.b_proj", "lh", "RS"),
+            *linear("linear_attn.g_proj", "LV", "RS"),
+            *_three_convolutions("linear_attn"),
+            Row("linear_attn.dt_bias", "lh"),
+            Row("linear_attn.A_log", "lh"),
+            *norm("linear_attn.o_norm", "lv", home=Axis.LINEAR_HEADS),
+            *linear("linear_attn.o_proj", "RS", "LV"),
+        ),
+        dense=gated(),
+        flags={"attention_bias": False},
+        linear=linear_layers(_olmo_delta_net, _olmo_linear),
+    ),
     "qwen3_next": Family(
         architectures=("Qwen3NextForCausalLM",),
         outside=outside(),
@@ -93,7 +224,7 @@ HYBRID: Final[dict[str, Family]] = {
         ignored=("mtp.*",),
         defaults={"num_key_value_heads": 2, "head_dim": 256},
         flags={"attention_bias": False},
-        linear=_delta_net,
+        linear=_QWEN_LINEAR,
         moe=sparse_steps,
         adapt=shared_expert(512),
     ),
@@ -112,7 +243,7 @@ HYBRID: Final[dict[str, Family]] = {
             "num_key_value_heads": 4,
         },
         flags={"attention_bias": False},
-        linear=_delta_net,
+        linear=_QWEN_LINEAR,
     ),
     "qwen3_5_moe_text": Family(
         architectures=("Qwen3_5MoeForCausalLM",),
@@ -131,7 +262,7 @@ HYBRID: Final[dict[str, Family]] = {
             "moe_intermediate_size": 512,
         },
         flags={"attention_bias": False},
-        linear=_delta_net,
+        linear=_QWEN_LINEAR,
         moe=every_layer,
         adapt=shared_expert(512),
     ),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 INDEXED: Final = "indexed"
 
 
-def _latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape], Shape]:
+def with_latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape], Shape]:
     """Add the ranks and head sizes of latent attention, and the shared experts, with the defaults of both."""
     add_shared = shared_experts(default=shared)
 
@@ -52,7 +52,7 @@ def _indexed(heads: int = 64, q_rank: int = 1536) -> Callable[[Config, Shape], S
         heads: default of its heads.
         q_rank: default of the rank of the queries.
     """
-    add_latent = _latent(q_rank, shared=1)
+    add_latent = with_latent(q_rank, shared=1)
 
     def adapt(config: Config, shape: Shape) -> Shape:
         return evolve(
@@ -90,7 +90,7 @@ def _indexers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
 
 
 #: What leads down to the latent is needed wherever heads are, what leads up is cut.
-_MLA = (
+MLA = (
     *linear("self_attn.q_proj", "Q", "RS", when="!q_lora_rank"),
     *linear("self_attn.q_a_proj", "qr", "h", "attention_bias", when="q_lora_rank", home=Axis.KV_HEADS),
     *norm("self_attn.q_a_layernorm", "qr", when="q_lora_rank", home=Axis.KV_HEADS),
@@ -117,20 +117,20 @@ _SHARED_EXPERTS: Final = gated("mlp.shared_experts", "SX", when=SHARED)
 _DEEPSEEK_V3 = Family(
     architectures=("DeepseekV3ForCausalLM",),
     outside=outside(),
-    layer=(*NORMS, *_MLA),
+    layer=(*NORMS, *MLA),
     dense=gated(),
     sparse=CORRECTED_EXPERTS,
     extra_layers=True,
     defaults=_HEAD,
     flags={"attention_bias": False},
     moe=after_dense(3),
-    adapt=_latent(shared=1),
+    adapt=with_latent(shared=1),
 )
 
 _DEEPSEEK_V32 = Family(
     architectures=("DeepseekV32ForCausalLM",),
     outside=outside(),
-    layer=(*NORMS, *_MLA, *_INDEXER),
+    layer=(*NORMS, *MLA, *_INDEXER),
     dense=gated(),
     sparse=CORRECTED_EXPERTS,
     extra_layers=True,
@@ -144,13 +144,13 @@ LATENT: Final[dict[str, Family]] = {
     "deepseek_v2": Family(
         architectures=("DeepseekV2ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_MLA),
+        layer=(*NORMS, *MLA),
         dense=gated(bias="mlp_bias"),
         sparse=(*ROUTER, *EXPERTS, *gated("mlp.shared_experts", "SX", "mlp_bias", when=SHARED)),
         defaults=_HEAD,
         flags={"attention_bias": False, "mlp_bias": False},
         moe=after_dense(0),
-        adapt=_latent(shared=2),
+        adapt=with_latent(shared=2),
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
@@ -161,7 +161,7 @@ LATENT: Final[dict[str, Family]] = {
     "mistral4": Family(
         architectures=("Mistral4ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_MLA),
+        layer=(*NORMS, *MLA),
         dense=gated(),
         sparse=(
             *ROUTER,
@@ -172,18 +172,18 @@ LATENT: Final[dict[str, Family]] = {
         defaults={"num_experts_per_tok": 4, **_HEAD},
         flags={"attention_bias": False},
         moe=after_dense(0),
-        adapt=_latent(1024, 1),
+        adapt=with_latent(1024, 1),
     ),
     "glm4_moe_lite": Family(
         architectures=("Glm4MoeLiteForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_MLA),
+        layer=(*NORMS, *MLA),
         dense=gated(),
         sparse=CORRECTED_EXPERTS,
         extra_layers=True,
         defaults={"num_experts_per_tok": 4, **_HEAD},
         flags={"attention_bias": False},
         moe=mlp_types(after_dense(1)),
-        adapt=_latent(768, 1),
+        adapt=with_latent(768, 1),
     ),
 }

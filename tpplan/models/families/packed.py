@@ -29,7 +29,7 @@ def _granite_shared(config: Config, shape: Shape) -> Shape:
 
 
 #: Gate and up side by side, [expert, out, in].
-_GRANITE = (
+GRANITE_EXPERTS = (
     *linear("block_sparse_moe.router.layer", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
     Row("block_sparse_moe.input_linear.weight", "e EX+EX RS", out=1),
     Row("block_sparse_moe.output_linear.weight", "e RS EX", out=1),
@@ -39,7 +39,7 @@ _GRANITEMOE = Family(
     architectures=("GraniteMoeForCausalLM",),
     outside=outside(),
     layer=(*NORMS, *BIASED_ATTENTION),
-    sparse=_GRANITE,
+    sparse=GRANITE_EXPERTS,
     defaults={"num_experts_per_tok": 2},
     flags={"attention_bias": False},
     moe=every_layer,
@@ -70,7 +70,7 @@ PACKED: Final[dict[str, Family]] = {
         _GRANITEMOE,
         architectures=("GraniteMoeSharedForCausalLM",),
         sparse=(
-            *_GRANITE,
+            *GRANITE_EXPERTS,
             *linear("shared_mlp.input_linear", "SX+SX", "RS", when=SHARED),
             *linear("shared_mlp.output_linear", "RS", "SX", when=SHARED),
         ),

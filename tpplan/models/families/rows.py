@@ -38,6 +38,7 @@ def attention(
     taken: str = "O",
     keys: str = "",
     values: str = "",
+    name: str = "self_attn",
 ) -> tuple[Row, ...]:
     """Return the rows of attention with separate query, key and value projections.
 
@@ -45,10 +46,10 @@ def attention(
     of layers that project them.
     """
     return (
-        *linear("self_attn.q_proj", q, "RS", bias),
-        *linear("self_attn.k_proj", "K", "RS", bias, when=keys),
-        *linear("self_attn.v_proj", "V", "RS", bias, when=values),
-        *linear(f"self_attn.{out}", "RS", taken, out_bias),
+        *linear(f"{name}.q_proj", q, "RS", bias),
+        *linear(f"{name}.k_proj", "K", "RS", bias, when=keys),
+        *linear(f"{name}.v_proj", "V", "RS", bias, when=values),
+        *linear(f"{name}.{out}", "RS", taken, out_bias),
     )
 
 
@@ -104,9 +105,9 @@ def outside(
     )
 
 
-def correction(name: str, dims: str = "e") -> tuple[Row, ...]:
+def correction(name: str, dims: str = "e", when: str = ALWAYS) -> tuple[Row, ...]:
     """Return the row of a bias that corrects a router's scores, F32 whatever the model's dtype."""
-    return (Row(name, dims, home=Axis.EXPERT_INTERMEDIATE, dtype="F32"),)
+    return (Row(name, dims, when, home=Axis.EXPERT_INTERMEDIATE, dtype="F32"),)
 
 
 #: The two norms of a layer in most decoders.

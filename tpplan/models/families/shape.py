@@ -12,13 +12,20 @@ from tpplan.models.families.table import Family, Shape
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tpplan.core.model import LinearAttention
     from tpplan.models.config import Config
 
 #: More heads or experts than this is a mistake or an attack.
 MAX_PARTS: Final = 2**16
 
 #: What ``layer_types`` calls layers that cache all tokens.
-_FULL: Final = "full_attention"
+FULL: Final = "full_attention"
+
+#: And those that keep a state.
+LINEAR: Final = "linear_attention"
+
+#: What both were called before (transformers renames them).
+_OLD_KINDS: Final = {"attention": FULL, "mamba": LINEAR}
 
 #: The flag that every family has: the output matrix is the embedding.
 TIED: Final = "tie_word_embeddings"
@@ -76,6 +83,7 @@ def _own_keys(config: Config, family: Family, layers: int) -> list[dict[str, obj
 def _read(config: Config, family: Family, *, tied: bool, stacked: bool) -> Shape:
     """Read the shape of a model whose layers are all as the config says; see :func:`read_shape`."""
     given = family.defaults
+    config = family.usual(config) if family.usual else config
     for key in family.uniform:
         config = config.level(key)
     layers = config.count("num_hidden_layers", default=given.get("num_hidden_layers"), maximum=MAX_LAYERS)
@@ -111,6 +119,7 @@ def _read(config: Config, family: Family, *, tied: bool, stacked: bool) -> Shape
         windows=family.window(config, layers) if family.window else (0,) * layers,
         sparse=sparse,
         linear=family.linear(config, layers) if family.linear else (None,) * layers,
+        alone=family.alone(config, layers) if family.alone else (),
         flags=frozenset(flags | ({TIED} if tied else set()) | ({STACKED} if stacked else set())),
     )
     return family.adapt(config, shape) if family.adapt else shape
@@ -165,22 +174,43 @@ def layer_types(config: Config, layers: int, kind: str) -> tuple[bool, ...]:
     Raises:
         ModelError: the key has another number of layers, or one that is neither of this kind nor has full attention.
     """
-    return are_of_kind(config, "layer_types", layers, (_FULL, kind))
+    return are_of_kind(config, "layer_types", layers, (FULL, kind))
 
 
-def are_of_kind(config: Config, key: str, layers: int, kinds: tuple[str, str]) -> tuple[bool, ...]:
-    """Return for each layer whether ``key`` lists the second of two kinds for it; empty without such a key.
+def are_of_kind(config: Config, key: str, layers: int, kinds: tuple[str, ...]) -> tuple[bool, ...]:
+    """Return for each layer whether ``key`` lists the last of several kinds for it; empty without such a key.
 
     Raises:
-        ModelError: the key has another number of layers, or one of neither kind.
+        ModelError: the key has another number of layers, or one of no such kind.
     """
-    types = config.texts(key)
+    types = [_OLD_KINDS.get(found, found) for found in config.texts(key)]
     if types and len(types) != layers:
         raise config.error(f"{key} has {len(types)} entries for {layers} layers (num_hidden_layers)")
     unknown = next((found for found in types if found not in kinds), None)
     if unknown is not None:
-        raise config.error(f"{key} has {unknown[:60]!r}, known are {' and '.join(kinds)}")
-    return tuple(found == kinds[1] for found in types)
+        raise config.error(f"{key} has {unknown[:60]!r}, known are {', '.join(kinds[:-1])} and {kinds[-1]}")
+    return tuple(found == kinds[-1] for found in types)
+
+
+def linear_layers(
+    sizes: Callable[[Config], LinearAttention],
+    otherwise: Callable[[Config, int], tuple[bool, ...]],
+    kinds: tuple[str, ...] = (FULL, LINEAR),
+) -> Callable[[Config, int], tuple[LinearAttention | None, ...]]:
+    """Return how a family reads the linear attention of its layers.
+
+    Args:
+        sizes: of each of the layers that have it.
+        otherwise: which layers have it where the config has no ``layer_types``.
+        kinds: what these may call a layer; those that they call the last have it.
+    """
+
+    def read(config: Config, layers: int) -> tuple[LinearAttention | None, ...]:
+        chosen = are_of_kind(config, "layer_types", layers, kinds) or otherwise(config, layers)
+        each = sizes(config) if any(chosen) else None
+        return tuple(each if is_linear else None for is_linear in chosen)
+
+    return read
 
 
 def no_layer(_config: Config, layers: int) -> tuple[bool, ...]:

@@ -20,8 +20,12 @@ LK     key heads of linear attention × size (LH) LV     its value heads × thei
 LQKVZ  query, key, its values and gates  (LH)    lh lh2 one and two for each value head  (LH)
 lv     size of its value heads          (uncut)  Q2     query and gate of each query head (Q)
 HQ     hidden size, as query heads      (Q)      kn     unrotated key of a head in MLA   (uncut)
-v      value head size                  (uncut)
+v      value head size                  (uncut)  ER     what experts read and give        (RS)
+lk     size of its key heads            (uncut)  lr     rank of Mamba's dt               (uncut)
 ====== ========================================= ====== =========================================
+
+LH are the key heads of linear attention with their value heads. Of Mamba-2 they are its heads: LV are their channels,
+lh is one number for each, and LK is B or C of its groups, of which a device holds those that its heads are of.
 """
 
 from __future__ import annotations
@@ -62,14 +66,18 @@ class Shape:
         experts_per_token: experts that a token is routed to.
         expert_intermediate: width of a routed expert.
         shared_intermediate: width of all shared experts together.
+        expert_rank: what routed experts read and give if that is a latent, 0 if it is the residual stream.
         q_rank: MLA's rank of the queries, 0 without.
         kv_rank: MLA's rank of keys and values, 0 without MLA.
         rope_dim: MLA's rotary part of a head.
+        dt_rank: rank of the time steps of Mamba-1, 0 without it.
         index_heads: heads of the indexer that chooses MLA's tokens, 0 without.
         index_dim: elements of a query or key head of the indexer.
         windows: for each layer the tokens of its sliding window, 0 without.
         sparse: for each layer whether its MLP is made of experts.
         linear: for each layer its linear attention, which has the same sizes in all layers that have it.
+        alone: for each layer its only part, ``mixer`` (attention of any kind) or ``mlp``, empty if it has both; nothing
+            if all layers have both.
         flags: the names that a row's ``when`` may test, if they are true.
         compressed_dim: elements that a layer caches for every ``ratio`` tokens, 0 without compression.
         ratio: tokens that are compressed into one.
@@ -90,14 +98,17 @@ class Shape:
     experts_per_token: int = 0
     expert_intermediate: int = 0
     shared_intermediate: int = 0
+    expert_rank: int = 0
     q_rank: int = 0
     kv_rank: int = 0
     rope_dim: int = 0
+    dt_rank: int = 0
     index_heads: int = 0
     index_dim: int = 0
     windows: tuple[int, ...]
     sparse: tuple[bool, ...]
     linear: tuple[LinearAttention | None, ...]
+    alone: tuple[str, ...] = ()
     flags: frozenset[str]
     compressed_dim: int = 0
     ratio: int = 0
@@ -130,6 +141,7 @@ class Shape:
             "ID": Segment(Axis.INTERMEDIATE, self.intermediate),
             "EX": Segment(Axis.EXPERT_INTERMEDIATE, self.expert_intermediate),
             "EX2": Segment(Axis.EXPERT_INTERMEDIATE, 2 * self.expert_intermediate),
+            "ER": Segment(Axis.RESIDUAL, self.expert_rank or self.hidden),
             "SX": Segment(Axis.SHARED_INTERMEDIATE, self.shared_intermediate),
             "d": Segment(None, d),
             "h": Segment(None, self.hidden),
@@ -144,11 +156,13 @@ class Shape:
             "kn": Segment(None, d - self.rope_dim),
             "v": Segment(None, v),
             "Q2": Segment(Axis.Q_HEADS, 2 * q * d),
-            "LK": Segment(Axis.LINEAR_HEADS, keys),
+            "LK": Segment(Axis.LINEAR_HEADS, keys, shared=linear.key_heads * linear.shared_keys),
             "LV": Segment(Axis.LINEAR_HEADS, values),
             "LQKVZ": Segment(Axis.LINEAR_HEADS, 2 * (keys + values)),
             "lh": Segment(Axis.LINEAR_HEADS, linear.value_heads),
             "lh2": Segment(Axis.LINEAR_HEADS, 2 * linear.value_heads),
+            "lk": Segment(None, linear.key_head_dim),
+            "lr": Segment(None, self.dt_rank),
             "lv": Segment(None, linear.value_head_dim),
             "ck": Segment(None, linear.kernel),
             "ih": Segment(None, self.index_heads),
@@ -221,6 +235,7 @@ class Family:
         defaults: values of keys that a config.json may leave out, as in transformers' configuration classes.
         flags: keys that rows test, with their defaults; all families test ``tie_word_embeddings`` too.
         tied: the default of ``tie_word_embeddings``.
+        ties: whether that has a meaning; else the output matrix is never the embedding.
         uniform: keys that may list a number for each layer, which must be the same for all.
         mlp_ratio: the intermediate size over the hidden size where the config does not say, 0 for no such rule.
         refused: keys that must be absent, null or false.
@@ -229,6 +244,10 @@ class Family:
             has no sliding windows.
         moe: which layers have experts, from the config and the number of layers; None if none ever has.
         linear: the linear attention of each layer, from the config and the number of layers; None if none ever has.
+        parallel: whether layers with linear attention have attention beside it.
+        alone: the only part of each layer, see :class:`Shape`, from the config and the number of layers; None if all
+            layers have both.
+        usual: gives the config with the keys that tables and these functions read, where the family has others.
         expert_key: the key with the width of a routed expert.
         own: for each layer the keys of which it has values of its own, from the config and the number of layers; None
             if layers differ in windows, experts and linear attention only.
@@ -250,6 +269,7 @@ class Family:
     defaults: Mapping[str, int] = field(factory=dict)
     flags: Mapping[str, bool] = field(factory=dict)
     tied: bool = False
+    ties: bool = True
     uniform: tuple[str, ...] = ()
     mlp_ratio: int = 0
     refused: tuple[str, ...] = ("is_encoder_decoder",)
@@ -257,15 +277,22 @@ class Family:
     window: Callable[[Config, int], tuple[int, ...]] | None = None
     moe: Callable[[Config, int], tuple[bool, ...]] | None = None
     linear: Callable[[Config, int], tuple[LinearAttention | None, ...]] | None = None
+    parallel: bool = False
+    alone: Callable[[Config, int], tuple[str, ...]] | None = None
+    usual: Callable[[Config], Config] | None = None
     expert_key: str = "moe_intermediate_size"
     own: Callable[[Config, int], tuple[Mapping[str, object], ...]] | None = None
     adapt: Callable[[Config, Shape], Shape] | None = None
 
     def block(self, shape: Shape, layers: tuple[int, ...], dtype: str) -> Block:
-        """Return the block of ``layers``, which must be equal in window, linear attention, kind of MLP and shape."""
+        """Return the block of ``layers``, which must be equal in window, linear attention, MLP, parts and shape."""
         sparse, linear, window = shape.sparse[layers[0]], shape.linear[layers[0]], shape.windows[layers[0]]
+        alone = shape.alone[layers[0]] if shape.alone else ""
         shape = shape.layers[layers[0]] if shape.layers else shape
-        rows = (*(self.linear_layer if linear else self.layer), *(self.sparse if sparse else self.dense))
+        mixer = () if alone == "mlp" else self.linear_layer if linear else self.layer
+        mlp = () if alone == "mixer" else self.sparse if sparse else self.dense
+        sparse = sparse and bool(mlp)
+        has_attention = bool(mixer) and (self.parallel or not linear) and NO_ATTENTION not in shape.flags
         shared = SHARED_KV in shape.flags
         latent = shape.index_dim + (0 if shared else shape.kv_rank + shape.rope_dim)
         attention = Attention(
@@ -282,9 +309,11 @@ class Family:
         )
         return Block(
             layers=layers,
-            attention=None if linear or NO_ATTENTION in shape.flags else attention,
-            parameters=tuple(p for row in rows for p in row.parameters(shape, dtype, self.root + self.layers)),
-            intermediate=0 if sparse else shape.intermediate,
+            attention=attention if has_attention else None,
+            parameters=tuple(
+                p for row in (*mixer, *mlp) for p in row.parameters(shape, dtype, self.root + self.layers)
+            ),
+            intermediate=shape.intermediate if mlp and not sparse else 0,
             expert_intermediate=shape.expert_intermediate if sparse else 0,
             shared_intermediate=shape.shared_intermediate if sparse else 0,
             experts=shape.experts if sparse else 0,

@@ -137,7 +137,7 @@ def _sides(parameter: Parameter) -> dict[str, tuple[Segment, ...]]:
     return {
         "out": outputs,
         "in": inputs,
-        "flat": tuple(Segment(segment.axis, segment.length * width) for segment in outputs),
+        "flat": tuple(Segment(s.axis, s.length * width, shared=s.shared) for s in outputs),
         "rows": parameter.dims[-2],
         "cols": parameter.dims[-1],
     }

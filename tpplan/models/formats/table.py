@@ -97,7 +97,7 @@ class Dim(NamedTuple):
 def _scaled(segment: Segment, length: int, block: int) -> Segment:
     """Return the stored segment; a single element for a whole axis (a scale) is uncut."""
     axis = segment.axis if length > 1 or segment.length == 1 else None
-    return Segment(axis, length, block if axis else 1)
+    return Segment(axis, length, block if axis else 1, segment.shared if axis else 0)
 
 
 class Piece(NamedTuple):

@@ -1,0 +1,112 @@
+"""What layers keep of a sequence beside keys and values is what transformers keeps, in every family that has such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.family_models import hub_config, spec_of
+from tests.later import transformers
+from tests.weight_plans import request_of
+from tpplan.core.axes import Axis
+from tpplan.planner.ledger import cache_bytes_per_token, demands, state_bytes
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+_MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 3}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 1, "moe_intermediate_size": 8}
+_CONVOLVED: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3}
+
+#: A small model of each family, with layers of several kinds.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {**_MAMBA2, "num_local_experts": 0, "layer_types": ["mamba", "attention", "mamba", "mamba"]},
+    "nemotron_h": {
+        **_EXPERTS,
+        "hybrid_override_pattern": "M*E-",
+        "head_dim": 8,
+        "n_routed_experts": 2,
+        "moe_shared_expert_intermediate_size": 8,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 8,
+        "n_groups": 3,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+    },
+    "lfm2": _CONVOLVED,
+    "lfm2_moe": {**_CONVOLVED, **_EXPERTS, "num_experts": 2},
+    "lfm3": {**_CONVOLVED, "head_dim": 8},
+    "kimi_linear": {
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "num_experts": 2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_num_heads": 3,
+        "linear_head_dim": 8,
+        "linear_conv_kernel_dim": 3,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "olmo_hybrid": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
+    "bamba": {**_MAMBA2, "attn_layer_indices": [2]},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 48},
+    "jamba": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_state_is_what_transformers_keeps(model_type: str, dtype: str) -> None:
+    """After prompts shorter and longer than the convolution, and after another token; tokens take keys and values."""
+    raw = {"model_type": model_type, **_COMMON, **FAMILIES[model_type], "torch_dtype": dtype}
+    model = transformers.AutoModelForCausalLM.from_config(hub_config(raw), dtype=getattr(torch, dtype)).eval()
+    spec = spec_of(raw)
+    item = {"bfloat16": 1, "float32": 2}[dtype]  # times the 16 bits of the cache fp16
+    for tokens in (1, 2, 9):
+        with torch.no_grad():
+            cache = model(torch.randint(96, (3, tokens)), use_cache=True).past_key_values
+            for length in (tokens, tokens + 1):
+                kinds = [getattr(layer, of, {}) for layer in cache.layers for of in ("conv_states", "recurrent_states")]
+                states = [state for kind in kinds for state in kind.values() if state is not None]
+                assert sum(state.nbytes for state in states) == 3 * state_bytes(spec)
+                keys = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+                kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in keys)
+                assert kept == 3 * length * item * cache_bytes_per_token(spec, "fp16")
+                model(torch.randint(96, (3, 1)), use_cache=True, past_key_values=cache)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+def test_what_is_kept_is_cut_with_the_heads(model_type: str, layout: str) -> None:
+    """All that the axis distributes is a part of the whole; what heads share is counted once for each group."""
+    spec = spec_of({"model_type": model_type, **_COMMON, **FAMILIES[model_type]})
+    request = request_of(layout)
+    for demand in demands(spec, request, 2).axes:
+        if demand.axis is not Axis.LINEAR_HEADS:
+            continue
+        whole, state = demand.cost(0, demand.size), state_bytes(spec)
+        assert whole.cache == request.batch * state
+        halves = [demand.cost(0, demand.unit), demand.cost(demand.unit, demand.size)] if demand.units > 1 else [whole]
+        assert state <= sum(half.cache for half in halves) < 2 * state or len(halves) == 1
