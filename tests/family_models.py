@@ -123,7 +123,7 @@ def cached_windows(config: Any) -> dict[int, int]:
     return {
         i: getattr(layer, "sliding_window", 0)
         for i, layer in enumerate(transformers.DynamicCache(config=config).layers)
-        if isinstance(layer, transformers.cache_utils.DynamicLayer)
+        if isinstance(layer, transformers.cache_utils.DynamicLayer | transformers.cache_utils.DummyLayer)
         and (i >= len(kinds) or kinds[i] not in {"mlp", "moe"})  # for which it makes an entry too, that stays empty
     }
 

@@ -44,6 +44,7 @@ def read_shape(config: Config, family: Family, *, tied: bool, stacked: bool) -> 
     Raises:
         ModelError: a key is missing, is of the wrong type or out of range, or two of them contradict each other.
     """
+    config = family.usual(config) if family.usual else config
     layers = config.count("num_hidden_layers", default=family.defaults.get("num_hidden_layers"), maximum=MAX_LAYERS)
     known: dict[str, Shape] = {}
     shapes = []
@@ -83,7 +84,6 @@ def _own_keys(config: Config, family: Family, layers: int) -> list[dict[str, obj
 def _read(config: Config, family: Family, *, tied: bool, stacked: bool) -> Shape:
     """Read the shape of a model whose layers are all as the config says; see :func:`read_shape`."""
     given = family.defaults
-    config = family.usual(config) if family.usual else config
     for key in family.uniform:
         config = config.level(key)
     layers = config.count("num_hidden_layers", default=given.get("num_hidden_layers"), maximum=MAX_LAYERS)

@@ -165,6 +165,9 @@ _CALIBRATED: Final = re.compile(
 #: The projections that they come with.
 _CACHED: Final = {"k_proj": "k", "v_proj": "v"}
 
+#: Dtypes of tables of tokens, which say nothing of the weights.
+_TABLES: Final = frozenset({"I32", "I64"})
+
 _KNOWN: Final = "tpplan knows plain floats, " + ", ".join(
     dict.fromkeys(re.sub(r"[ -]?g?\{.*", "", form.text) for form in FORMATS.values())
 )
@@ -191,9 +194,9 @@ def stored_by_headers(logical: ModelSpec, scheme: Scheme, headers: Headers, tole
         match.check_counts()
         raise
     match.check_complete()
-    quantised = match.sizes.keys() - set(FLOATS)
+    weights = match.sizes.keys() - _TABLES
     text = max(
-        quantised or match.sizes.keys(), key=lambda text: (match.sizes[text], text), default=logical.weight_format
+        weights - set(FLOATS) or weights, key=lambda text: (match.sizes[text], text), default=logical.weight_format
     )
     if "{bpw}" in text:
         text = text.format(bpw=f"{8 * match.sizes[text] / match.elements[text]:.2f}")
