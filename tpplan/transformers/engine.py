@@ -48,10 +48,12 @@ class Engine:
     Attributes:
         context: the compiled plan.
         model: the model of transformers.
+        static: whether the host decides nothing in a step over a static cache, which is captured on GPUs then.
     """
 
     context: TPContext
     model: Any
+    static: bool
 
     def tokens(
         self,
@@ -61,7 +63,7 @@ class Engine:
         end: frozenset[int],
     ) -> Iterator[tuple[int | None, ...]]:
         """Yield the next token of each text, None for texts that have ended."""
-        return tokens(self.model, prompts, counts, samplings, end)
+        return tokens(self.model, prompts, counts, samplings, end, static=self.static)
 
 
 @contextmanager
@@ -76,4 +78,8 @@ def loaded(task: Task, note: Callable[[str], None]) -> Iterator[Engine]:
         TpplanError: the plan, the checkpoint, transformers and the machine do not fit together.
     """
     with compiler(task.plan, task.order.backend, note, scratch=False)("auto") as context:
-        yield Engine(context, shard(task.source, task.plan, context))
+        static = all(
+            block.attention and not block.attention.window and not block.linear and not block.experts
+            for block in task.source.model.blocks
+        )
+        yield Engine(context, shard(task.source, task.plan, context), static)

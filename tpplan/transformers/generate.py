@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from transformers import DynamicCache, StaticCache
 
 from tpplan.errors import ExecutionError
 
@@ -33,6 +34,8 @@ def tokens(
     counts: Sequence[int],
     samplings: Sequence[Sampling],
     end: frozenset[int],
+    *,
+    static: bool = False,
 ) -> Iterator[tuple[int | None, ...]]:
     """Yield the next token of each text, None for texts that have ended.
 
@@ -44,6 +47,7 @@ def tokens(
         counts: maximum new tokens of each.
         samplings: how those of each are chosen.
         end: tokens that end a text.
+        static: whether to take a static cache, over which steps on GPUs are captured.
     """
     longest = max(map(len, prompts))
     padded = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
@@ -52,18 +56,22 @@ def tokens(
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     new: list[list[int]] = [[] for _ in prompts]
     generators = [torch.Generator().manual_seed(sampling.seed) for sampling in samplings]
-    ended, cache = [False] * len(prompts), None
+    ended = [False] * len(prompts)
+    cache: Any = DynamicCache(config=model.config)
+    if static:
+        cache = StaticCache(config=model.config, max_cache_len=longest + max(counts))
     while True:
-        with torch.inference_mode():
-            out = model(
+        with torch.no_grad():
+            inputs = model.prepare_inputs_for_generation(
                 given,
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                is_first_iteration=not new[0],
             )
-        cache, logits = out.past_key_values, out.logits[:, -1].float().cpu()
+            logits = model(**inputs).logits[:, -1].float().cpu()
         chosen = [
             int(sampling.draw(row[None], generator, [[*prompt, *made]], [made]))
             for sampling, row, generator, prompt, made in zip(samplings, logits, generators, prompts, new, strict=True)
