@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from copy import deepcopy
+from shutil import copytree
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +14,7 @@ from attrs import evolve
 from tests.command import command
 from tests.family_models import NOT_IN_TRANSFORMERS, SAME
 from tests.later import transformers
-from tests.transformers.cases import KINDS, cut, default_config, model_of, prompt, sharded
+from tests.transformers.cases import KINDS, Model, cut, default_config, model_of, prompt, sharded
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.plan import Cache, Request
 from tpplan.errors import ExecutionError, RequestError
@@ -23,7 +26,6 @@ from tpplan.weights.source import Source
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.transformers.cases import Model
     from tpplan.core.plan import SplitPlan
 
 #: Families that transformers does not run on several devices, or of which no small model can be made.
@@ -76,6 +78,9 @@ def test_weights_are_those_of_the_ledger(model_type: str) -> None:
             stored = {**dict(own.named_parameters()), **{name: own.get_buffer(name) for name in _buffers(own)}}
             real = [t for t in stored.values() if t.untyped_storage().nbytes() >= t.nbytes and t.numel() > 1]
             assert sum(tensor.nbytes for tensor in real) == plan.memory[device].weights_bytes
+            stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in real}
+            # They are aligned, and biases that count on another device are zeros here.
+            assert sum(stores.values()) <= 1.02 * plan.memory[device].weights_bytes + 64 * len(real)
 
 
 def _buffers(model: Any) -> set[str]:
@@ -146,6 +151,34 @@ def test_a_cache_of_others() -> None:
         pytest.raises(ExecutionError, match="already has keys and values"),
     ):
         parts(tokens[:, :1], past_key_values=filled)
+
+
+def test_a_copy_of_a_cache() -> None:
+    """A cache that was filled by a prefix may be copied, and each copy goes on by itself."""
+    model, tokens = model_of("llama"), prompt()
+    with sharded(model, cut(model, 3, seed=1)) as parts, torch.no_grad():
+        first = parts(tokens, use_cache=True).past_key_values
+        copies = [deepcopy(first) for _ in range(2)]
+        wanted = model.whole(torch.cat([tokens, tokens[:, :2]], 1)).logits[:, -2:]
+        for cache in copies:
+            found = [parts(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(2)]
+            torch.testing.assert_close(torch.cat(found, 1), wanted, atol=1e-4, rtol=1e-4)
+        with sharded(model, cut(model, 2, seed=2)) as others, pytest.raises(ExecutionError, match="another sharded"):
+            others(tokens[:, :1], past_key_values=copies[0])
+
+
+def test_tokens_of_the_config(tmp_path: Path) -> None:
+    """A pad token may be in any device's rows, and generation_config.json counts as for transformers."""
+    model = model_of("llama")
+    copytree(model.directory, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"pad_token_id": 200}), encoding="utf-8")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [7]}', encoding="utf-8")
+    moved = Model(tmp_path / "model", model.whole)
+    with sharded(moved, cut(moved, 3, seed=1)) as parts, torch.no_grad():
+        torch.testing.assert_close(parts(prompt()).logits, model.whole(prompt()).logits, atol=1e-4, rtol=1e-4)
+        assert parts.generation_config.eos_token_id == [7]
+        assert parts(prompt(), use_cache=None).past_key_values.get_seq_length() == prompt().shape[1]
 
 
 def test_after_an_error() -> None:

@@ -7,7 +7,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from tpplan.core.axes import Axis
 from tpplan.errors import RequestError
@@ -22,6 +22,7 @@ from tpplan.transformers.lockstep import Lockstep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -60,11 +61,13 @@ def assemble(
         missing = {layer: each.missing for layer, each in enumerate(counts[index])}
         Layers(models[index], index, operations, missing).change(names.sources)
         read_by_index(models[index], counts[index], device.device)
-    return _joined(models, counts, operations)
+    return _joined(models, counts, operations, source.directory)
 
 
-def _joined(models: Mapping[int, Any], counts: Mapping[int, list[Counts]], operations: Operations) -> Any:
-    """Return the first model, whose forward pass is that of all."""
+def _joined(
+    models: Mapping[int, Any], counts: Mapping[int, list[Counts]], operations: Operations, directory: Path
+) -> Any:
+    """Return the first model, whose forward pass is that of all, with the settings of a checkpoint for generating."""
     context, lockstep = operations.context, operations.lockstep
     front = next(iter(models.values()))
     signature = inspect.signature(front.forward)
@@ -76,6 +79,12 @@ def _joined(models: Mapping[int, Any], counts: Mapping[int, list[Counts]], opera
     }
     layers = len(next(iter(counts.values())))
     has_experts = any(each.size(Axis.EXPERT_INTERMEDIATE) for own in counts.values() for each in own)
+    asked = ("output_hidden_states", "output_attentions")
+    is_decided_on_hosts = (
+        has_experts
+        or "dynamic" in str(getattr(front.config, "rope_parameters", ""))
+        or any(getattr(front.config, name, False) for name in asked)
+    )
 
     def run(given: Mapping[str, Any]) -> Any:
         own = {
@@ -88,17 +97,21 @@ def _joined(models: Mapping[int, Any], counts: Mapping[int, list[Counts]], opera
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
-        caches = given.get("use_cache", front.config.use_cache)
+        given = _on(given, next(iter(devices.values())))
+        caches = given.get("use_cache")
+        caches = front.config.use_cache if caches is None else caches
         if given.get("past_key_values") is None and caches:
             given["past_key_values"] = DynamicCache(config=front.config)
         cache = given.get("past_key_values")
         if cache is not None:
             share(cache, layers, lockstep, headless)
         _check_tokens(given.get("input_ids"), context.plan.split(Axis.VOCAB).size)
-        output = None if has_experts else step(context, cache, given, run)
+        output = None if is_decided_on_hosts else step(context, cache, given, run)
         return run(given) if output is None else output
 
     front.forward, front.device_models = forward, models
+    if (directory / "generation_config.json").is_file():
+        front.generation_config = GenerationConfig.from_pretrained(directory)
     if front.generation_config is not None:
         front.generation_config.disable_compile = True  # a graph of all devices takes its place
     return front

@@ -103,9 +103,10 @@ def fill(
         tied: whether the output matrix is the embedding.
     """
     as_loaded = dtypes(made, made.config.dtype)
-    filled = set()
+    filled, stacks = set(), names.stacks(tensors)
     for name, tensor in names.converted(made, tensors):
-        put(made, name, tensor.to(as_loaded[name]))
+        # Slices lie in one block of memory, which stacked experts no longer need: what stays of it is copied out.
+        put(made, name, tensor.to(as_loaded[name], copy=stacks))
         filled.add(name)
     for name, tensor in made.state_dict().items():
         if name in names.sources and name not in filled:

@@ -32,6 +32,8 @@ class Thin:
         return type(self._layer)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_layer":
+            raise AttributeError(name)
         return getattr(self._layer, name)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -75,7 +77,8 @@ class Shared:
 
 def own_layers(cache: Any) -> list[Any]:
     """Return the layers of all devices of a cache that :func:`share` has divided."""
-    return [own for layer in cache.layers for own in layer._layers.values()]  # noqa: SLF001 (of this module)
+    every = [own for layer in cache.layers for own in layer._layers.values()]  # noqa: SLF001 (of this module)
+    return [own._layer if type(own) is Thin else own for own in every]  # noqa: SLF001
 
 
 def _all(functions: list[Callable[..., Any]]) -> Callable[..., Any]:
@@ -105,8 +108,11 @@ def share(cache: Any, layers: int, lockstep: Lockstep, headless: Mapping[int, Ab
         cache.layers = [*cache.layers, *(made() for _ in range(layers - len(cache.layers)))]
         cache.layer_class_to_replicate = None
     for number, layer in enumerate(cache.layers):
-        if type(layer) is Shared:
+        if type(layer) is Shared and layer._lockstep is lockstep:  # noqa: SLF001 (of this module)
             continue
+        if type(layer) is Shared:
+            message = "past_key_values is of another sharded model"
+            raise ExecutionError(message, "pass an empty cache, or one that this model has filled")
         if getattr(layer, "is_initialized", False):
             message = "past_key_values already has keys and values, which are not those of this plan's devices"
             raise ExecutionError(message, "pass an empty cache, or one that this model has filled")

@@ -21,14 +21,24 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
     from tpplan.exec.cuda.graph import Graph
 
+#: Arguments that ask for more than logits.
+_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits", "labels")
+
 _NAME = "_tpplan_steps"  # of what a cache keeps: graphs have its addresses, and end with it
 
 
 class Step:
     """A captured step: its inputs and output keep their places."""
 
-    def __init__(self, context: TPContext, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
-        """Capture what ``run`` does with inputs."""
+    def __init__(
+        self,
+        context: TPContext,
+        inputs: Mapping[str, Any],
+        run: Callable[[Mapping[str, Any]], Any],
+        places: tuple[int, ...],
+    ) -> None:
+        """Capture what ``run`` does with inputs, over a cache at these places."""
+        self.places = places
         own = {name: _mapped(value, torch.clone) for name, value in inputs.items()}
         with context.capture() as graph:
             output = run(own)
@@ -66,10 +76,18 @@ def step(
     if kind not in steps:
         steps[kind] = None
         return None
-    found = steps[kind]
+    found, places = steps[kind], _places(cache)
+    if found is not None and found.places != places:  # beam search, for one, puts new tensors in a cache
+        found = steps[kind] = None
     if found is None:
-        found = steps[kind] = Step(context, inputs, run)
+        found = steps[kind] = Step(context, inputs, run, places)
     return found.replay(inputs)
+
+
+def _places(cache: Any) -> tuple[int, ...]:
+    """Return the addresses that a step over a cache reads and writes."""
+    every = own_layers(cache)
+    return tuple(t.data_ptr() for each in every for t in (each.keys, each.values, each.cumulative_length))
 
 
 def _is_fixed(context: TPContext, cache: Any, inputs: Mapping[str, Any]) -> bool:
@@ -77,9 +95,15 @@ def _is_fixed(context: TPContext, cache: Any, inputs: Mapping[str, Any]) -> bool
     tokens = inputs.get("input_ids")
     if cache is None or tokens is None or tokens.dim() != 2 or tokens.shape[1] != 1:  # noqa: PLR2004 (texts × tokens)
         return False
-    if torch.is_grad_enabled() or not context.can_capture:
+    if torch.is_grad_enabled() or not context.can_capture or getattr(cache, "offloading", False):
+        return False
+    if inputs.get("return_dict") is False or any(_is_asked(inputs.get(name)) for name in _OUTPUTS):
         return False
     return all(type(layer) is StaticLayer and layer.is_initialized for layer in own_layers(cache))
+
+
+def _is_asked(value: Any) -> bool:
+    return value is not None and value is not False
 
 
 def _kind(value: Any) -> Hashable:

@@ -258,7 +258,7 @@ class Layers:
 
     def _embed(self, path: str, module: Any) -> None:
         """Look tokens up on the device that has their row, and sum what all find: nothing, but on one of them."""
-        before = module.forward
+        before, module.padding_idx = module.forward, None  # of the whole vocabulary; it only matters in training
         part = {each.device: each for each in self._context.plan.slices(Axis.VOCAB)}.get(self._device)
 
         def forward(tokens: Tensor) -> Tensor:

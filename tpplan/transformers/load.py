@@ -87,12 +87,16 @@ class Names:
             self._targets[name] = target, pattern
             self.sources[target] = stored[name]
 
+    def stacks(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Tell whether some of a device's tensors are put together in new ones."""
+        return any(pattern is not None and name in tensors for name, (_, pattern) in self._targets.items())
+
     def converted(self, model: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters and buffers that a device's tensors make.
 
         Args:
             model: the model of the device.
-            tensors: its slices by name; they are let go of one after another as they are converted.
+            tensors: its slices by name.
         """
         collected: dict[str, Any] = {}
         for name, (target, pattern) in self._targets.items():

@@ -7,7 +7,7 @@ GPU works on while another one's model is run, as its kernels are launched witho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from attrs import frozen
@@ -46,6 +46,10 @@ class Lockstep:
         self.device: int | None = None
         self._places = places
         self._scheduler: greenlet | None = None
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return this: copies of a cache are of the same devices."""
+        return self
 
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Return what each device's function returns.

@@ -114,7 +114,7 @@ def small(config: Any) -> Any:
             setattr(made, key, value[:layers])
     for key in _TOKENS:
         if getattr(made, key, None) is not None:
-            setattr(made, key, 0)
+            setattr(made, key, values["vocab_size"] - 1)
     _shrink_rope(made)
     made.dtype = torch.float32
     return made
@@ -137,6 +137,9 @@ def _hashable(values: list[Any]) -> list[str]:
 def _shrink_rope(config: Any) -> None:
     """Divide sections of RoPE's frequencies as a small head does."""
     rope = getattr(config, "rope_parameters", None) or {}
+    for factors in ("short_factor", "long_factor"):
+        if factors in rope:
+            rope[factors] = rope[factors][: int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2]
     sections = rope.get("mrope_section")
     if sections:
         half = int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
