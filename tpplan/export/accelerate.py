@@ -27,9 +27,12 @@ NO_GGUF = "which transformers mostly dequantises as it loads, to bytes that the 
 #: Architectures without RoPE, or with its tables in each layer.
 _NO_TABLES = frozenset({
     *("BloomForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"),
+    *("GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2MoeForCausalLM"),
 })  # fmt: skip
 #: Modules that transformers calls otherwise than the checkpoints, or has besides.
-_RENAMED = {"embed_out": "lm_head"}
+_RENAMED = {"embed_out": "lm_head", "head": "lm_head"}
+#: Architectures whose layers transformers calls otherwise.
+OTHER_LAYERS = frozenset({"NemotronHForCausalLM", "Step3p5ForCausalLM"})
 _BESIDES = {"GraniteSWAForCausalLM": ("model.rotary_embs",)}
 
 
@@ -40,7 +43,7 @@ def family_of(architecture: str) -> Family | None:
 
 def modules(architecture: str, family: Family) -> tuple[str, ...]:
     """Return the modules of transformers' model outside the layers."""
-    names = [row.name.rpartition(".")[0] for row in family.outside]
+    names = [row.name.rpartition(".")[0].partition(".{")[0] for row in family.outside]
     root = family.layers.partition("layers.")[0].partition("h.{")[0]
     tables = () if architecture in _NO_TABLES else (f"{root}rotary_emb",)
     return tuple(
@@ -60,7 +63,9 @@ def layers(plan: Facts) -> Layers:
 
 
 def _refused(plan: Facts) -> Iterator[str]:
-    return layers(plan).obstacles()
+    if plan.model.architecture in OTHER_LAYERS:
+        yield f"transformers calls the layers of {plan.model.architecture} otherwise than its checkpoints"
+    yield from layers(plan).obstacles()
 
 
 def _load_py(plan: Facts) -> tuple[TextFile, ...]:

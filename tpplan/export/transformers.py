@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 NO_PLAN = frozenset({
     *("BloomForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"),
     *("GptOssForCausalLM", "HunYuanDenseV1ForCausalLM", "OPTForCausalLM", "RWForCausalLM", "StableLmForCausalLM"),
+    *("BambaForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
 })  # fmt: skip
 
 #: Those whose plan leaves attention whole on each device.
 WHOLE_ATTENTION = frozenset({
     *("AfmoeForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     *("HunYuanMoEV1ForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
-    *("DeepseekV4ForCausalLM", "Mistral4ForCausalLM"),
+    *("DeepseekV4ForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM"),
+    *("Lfm2MoeForCausalLM", "Mistral4ForCausalLM", "NemotronHForCausalLM"),
 })  # fmt: skip
 
 
