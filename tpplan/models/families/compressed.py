@@ -8,7 +8,7 @@ from attrs import evolve
 
 from tpplan.core.axes import Axis
 from tpplan.core.model import Segment
-from tpplan.models.families.rows import linear, norm, outside
+from tpplan.models.families.rows import linear, norm, numbered, outside
 from tpplan.models.families.shape import every_layer, windows
 from tpplan.models.families.table import Family, Row, Shape
 
@@ -145,14 +145,6 @@ def _compressor(name: str, width: str, normed: str, when: str) -> tuple[Row, ...
     )
 
 
-def _mlp(name: str, width: str) -> tuple[Row, ...]:
-    return (
-        *linear(f"{name}.w1", width, "RS"),
-        *linear(f"{name}.w2", "RS", width),
-        *linear(f"{name}.w3", width, "RS"),
-    )
-
-
 COMPRESSED: Final[dict[str, Family]] = {
     "deepseek_v4": Family(
         architectures=("DeepseekV4ForCausalLM",),
@@ -187,8 +179,8 @@ COMPRESSED: Final[dict[str, Family]] = {
             *linear("ffn.gate", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
             _in_32_bits("ffn.gate.bias", "e", f"!{_HASHED}", Axis.EXPERT_INTERMEDIATE),
             Row("ffn.gate.tid2eid", "tokens top", _HASHED, Axis.EXPERT_INTERMEDIATE, lookup="", dtype="I64"),
-            *_mlp("ffn.experts.{expert}", "EX"),
-            *_mlp("ffn.shared_experts", "SX"),
+            *numbered("ffn.experts.{expert}", "EX"),
+            *numbered("ffn.shared_experts", "SX"),
         ),
         # transformers writes the names of layers, but not these, as they are on the hub.
         renamed={

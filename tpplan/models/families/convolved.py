@@ -9,8 +9,8 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.core.model import LinearAttention
 from tpplan.models.config import MAX_COUNT
-from tpplan.models.families.rows import attention, correction, head_norms, linear, norm, outside
-from tpplan.models.families.shape import FULL, are_of_kind, linear_layers
+from tpplan.models.families.rows import attention, correction, head_norms, linear, norm, numbered, outside
+from tpplan.models.families.shape import FULL, are_of_kind, except_listed, linear_layers
 from tpplan.models.families.sparse import after_dense
 from tpplan.models.families.table import Family, Row, Shape
 
@@ -31,14 +31,6 @@ def _convolution(kernel: int, hidden: int) -> Callable[[Config], LinearAttention
         return LinearAttention(1, channels, 0, 1, config.count("conv_L_cache", default=kernel), shared_keys=True)
 
     return read
-
-
-def _besides_attention(config: Config, layers: int) -> tuple[bool, ...]:
-    """Select the layers that ``full_attn_idxs`` does not list; without such a key, none (LFM2)."""
-    if config.raw("full_attn_idxs") is None:
-        return (False,) * layers
-    full = frozenset(config.numbers("full_attn_idxs"))
-    return tuple(layer not in full for layer in range(layers))
 
 
 def _unknown(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (there is no rule)
@@ -81,11 +73,7 @@ _CONVOLUTION = (
     *linear("conv.out_proj", "RS", "LV", "conv_bias"),
 )
 _NORMS = (*norm("operator_norm"), *norm("ffn_norm"))
-_MLP = (
-    *linear("feed_forward.w1", "ID", "RS"),
-    *linear("feed_forward.w3", "ID", "RS"),
-    *linear("feed_forward.w2", "RS", "ID"),
-)
+_MLP = numbered("feed_forward", "ID")
 
 _LFM2 = Family(
     architectures=("Lfm2ForCausalLM",),
@@ -97,7 +85,7 @@ _LFM2 = Family(
     flags={"conv_bias": False},
     tied=True,
     fixed_head=True,
-    linear=linear_layers(_convolution(3, 2560), _besides_attention, (FULL, _CONV)),
+    linear=linear_layers(_convolution(3, 2560), except_listed("full_attn_idxs", otherwise=False), (FULL, _CONV)),
     adapt=_lfm2,
 )
 
@@ -111,9 +99,7 @@ CONVOLVED: Final[dict[str, Family]] = {
         sparse=(
             *linear("feed_forward.gate", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
             *correction("feed_forward.expert_bias", when="use_expert_bias"),
-            *linear("feed_forward.experts.{expert}.w1", "EX", "RS"),
-            *linear("feed_forward.experts.{expert}.w3", "EX", "RS"),
-            *linear("feed_forward.experts.{expert}.w2", "RS", "EX"),
+            *numbered("feed_forward.experts.{expert}", "EX"),
         ),
         defaults={
             "num_key_value_heads": 8,

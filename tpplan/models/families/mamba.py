@@ -20,7 +20,7 @@ from tpplan.models.families.rows import (
     norm,
     outside,
 )
-from tpplan.models.families.shape import FULL, LINEAR, MAX_PARTS, are_of_kind, every_layer, linear_layers
+from tpplan.models.families.shape import FULL, LINEAR, MAX_PARTS, are_of_kind, every_layer, except_listed, linear_layers
 from tpplan.models.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
@@ -115,12 +115,6 @@ def _granite(config: Config, shape: Shape) -> Shape:
 def _any_experts(config: Config, layers: int) -> tuple[bool, ...]:
     """Select all layers, or none if there are no experts."""
     return (config.count("num_experts", default=8, minimum=0, maximum=MAX_PARTS) > 0,) * layers
-
-
-def _besides(config: Config, layers: int) -> tuple[bool, ...]:
-    """Select the layers that ``attn_layer_indices`` does not list (Bamba)."""
-    full = frozenset(config.numbers("attn_layer_indices"))
-    return tuple(layer not in full for layer in range(layers))
 
 
 def _channels_of_falcon(config: Config) -> tuple[int, str]:
@@ -276,7 +270,7 @@ MAMBA: Final[dict[str, Family]] = {
         dense=gated("feed_forward", bias="mlp_bias"),
         defaults={"num_key_value_heads": 8},
         flags={"attention_bias": False, "mlp_bias": False, "mamba_proj_bias": False, "mamba_conv_bias": True},
-        linear=linear_layers(mamba2(), _besides),
+        linear=linear_layers(mamba2(), except_listed("attn_layer_indices", otherwise=True)),
     ),
     # Each layer has attention and Mamba-2 side by side.
     "falcon_h1": Family(

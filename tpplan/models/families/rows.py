@@ -83,6 +83,15 @@ def gated(name: str = "mlp", width: str = "ID", bias: str | None = NEVER, *, whe
     )
 
 
+def numbered(name: str, width: str) -> tuple[Row, ...]:
+    """Return the rows of a gated MLP as Llama's first release calls them: ``w1`` is the gate, ``w3`` leads up."""
+    return (
+        *linear(f"{name}.w1", width, "RS"),
+        *linear(f"{name}.w2", "RS", width),
+        *linear(f"{name}.w3", width, "RS"),
+    )
+
+
 #: The same with gate and up projections in one tensor.
 FUSED_MLP = (*linear("mlp.gate_up_proj", "ID+ID", "RS"), *linear("mlp.down_proj", "RS", "ID"))
 
@@ -123,9 +132,7 @@ EXPERTS = gated("mlp.experts.{expert}", "EX")
 #: Mixtral's router and experts.
 MIXTRAL_EXPERTS = (
     *linear("block_sparse_moe.gate", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
-    *linear("block_sparse_moe.experts.{expert}.w1", "EX", "RS"),
-    *linear("block_sparse_moe.experts.{expert}.w2", "RS", "EX"),
-    *linear("block_sparse_moe.experts.{expert}.w3", "EX", "RS"),
+    *numbered("block_sparse_moe.experts.{expert}", "EX"),
 )
 
 #: An expert that all tokens are routed to, as far as a gate lets it through.

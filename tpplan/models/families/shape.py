@@ -233,6 +233,18 @@ def except_every(default: int, key: str = "sliding_window_pattern") -> Callable[
     return choose
 
 
+def except_listed(key: str, *, otherwise: bool) -> Callable[[Config, int], tuple[bool, ...]]:
+    """Select all layers but those whose numbers are under ``key``; without such a key all or none, as told."""
+
+    def choose(config: Config, layers: int) -> tuple[bool, ...]:
+        if config.raw(key) is None:
+            return (otherwise,) * layers
+        listed = frozenset(config.numbers(key))
+        return tuple(layer not in listed for layer in range(layers))
+
+    return choose
+
+
 def except_first_of(period: int) -> Callable[[Config, int], tuple[bool, ...]]:
     """Select all but the first of every ``period`` layers."""
 
