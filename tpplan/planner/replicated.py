@@ -45,7 +45,12 @@ class Placer(Protocol):
 
 def are_replicated(wanted: Demands) -> bool:
     """Tell whether there are heads to cut here."""
-    return any(d.replicas > 1 and d.units <= _MOST_UNITS for d in wanted.axes)
+    return bool(_replicated(wanted))
+
+
+def _replicated(wanted: Demands) -> list[int]:
+    """Return the indices of the axes that are cut here."""
+    return [i for i, d in enumerate(wanted.axes) if d.replicas > 1 and d.units <= _MOST_UNITS]
 
 
 def place_replicated(wanted: Demands, bins: Sequence[Bin], place: Placer, effort: Effort) -> Counts | None:
@@ -60,7 +65,7 @@ def place_replicated(wanted: Demands, bins: Sequence[Bin], place: Placer, effort
     Returns:
         None if no placement was found that fits.
     """
-    heads = [i for i, d in enumerate(wanted.axes) if d.replicas > 1 and d.units <= _MOST_UNITS]
+    heads = _replicated(wanted)
     others = [i for i in range(len(wanted.axes)) if i not in heads]
     rest = evolve(wanted, axes=tuple(wanted.axes[i] for i in others))
 
