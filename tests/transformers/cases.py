@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 
 from tests.decoder_cases import plan_of
-from tests.family_models import INCOMPLETE_DEFAULTS
+from tests.family_models import INCOMPLETE_DEFAULTS, hub_config
 from tests.later import transformers
 from tpplan.core.plan import Cache, Request
 from tpplan.exec import compile as compile_plan
@@ -49,7 +49,7 @@ class Model:
 
 def default_config(model_type: str) -> Any:
     """Return transformers' default config of a family."""
-    return transformers.AutoConfig.for_model(model_type, **INCOMPLETE_DEFAULTS.get(model_type, {}))
+    return hub_config({"model_type": model_type, **INCOMPLETE_DEFAULTS.get(model_type, {})})
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.common import children
 from tests.transformers.cases import model_of
-from tpplan.transformers.trial import cut
+from tpplan.transformers.trial import uneven_plan
 from tpplan.weights.source import Source
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def test_tokens_are_those_of_one_device(tmp_path: Path, model_type: str) -> None:
     """Three processes, of which the second has no heads, make the tokens of one, by transformers' generate in each."""
     model, path = model_of(model_type), tmp_path / "plan.json"
-    cut(Source.read(model.directory), "reduce", "idle").save(path)
+    uneven_plan(Source.read(model.directory), "reduce", "idle").save(path)
     lines: list[str] = []
     words = [sys.executable, "examples/generate_together.py", str(path), str(model.directory), "5,17,99", "cpu"]
     assert not children.run([*words, "--new", "12", "--engine", "transformers"], 3, 240, lines.append, ROOT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import count
 from typing import TYPE_CHECKING
@@ -15,10 +16,12 @@ from tpplan.core.missing import needing
 from tpplan.errors import PlanError, RequestError, TpplanError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from tpplan.core.plan import SplitPlan
     from tpplan.decoder.generation.arguments import Order, Task
+    from tpplan.decoder.generation.command import Engine
     from tpplan.reports.generate import GenerateReport
 
 #: Characters of a number; no model has so many tokens.
@@ -231,11 +234,8 @@ def _continue(task: Task, *, json: bool, lines: bool, by_transformers: bool) -> 
     from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
 
     with needing("running a plan", "generate"):
-        from tpplan.decoder.generation.command import own, run  # noqa: PLC0415
-    load = own
-    if by_transformers:
-        with needing("running a plan by transformers", "transformers"):
-            from tpplan.transformers.engine import loaded as load  # noqa: PLC0415
+        from tpplan.decoder.generation.command import by_decoder, run  # noqa: PLC0415
+    load = _loader_of_transformers() if by_transformers else by_decoder
     numbers = count(1)
 
     def done(report: GenerateReport) -> None:
@@ -250,6 +250,21 @@ def _continue(task: Task, *, json: bool, lines: bool, by_transformers: bool) -> 
 
     console.show_log()
     console.say("time", str(run(task, plans.note, (lambda _: None) if json or lines else console.emit, done, load)))
+
+
+def _loader_of_transformers() -> Callable[[Task, Callable[[str], None]], AbstractContextManager[Engine]]:
+    """Return what loads a task's checkpoint into a model of transformers."""
+    from tpplan.decoder.generation.command import Engine  # noqa: PLC0415
+
+    with needing("running a plan by transformers", "transformers"):
+        from tpplan.transformers.generate import loaded  # noqa: PLC0415
+
+    @contextmanager
+    def load(task: Task, note: Callable[[str], None]) -> Iterator[Engine]:
+        with loaded(task.source, task.plan, task.order.backend, note) as (context, tokens):
+            yield Engine(context, tokens)
+
+    return load
 
 
 def _talk(task: Task) -> None:

@@ -104,6 +104,21 @@ def slices_of(bounds: Sequence[int]) -> tuple[Slice, ...]:
     return tuple(Slice(device, a, b) for device, (a, b) in enumerate(pairwise(bounds)) if b > a)
 
 
+def queries_per_key(part: Slice, replicas: int, group: int) -> list[int]:
+    """Return how many of a device's query heads read each of its KV heads, which it has once if it has replicas.
+
+    Its first and its last KV head may have fewer replicas there.
+
+    Args:
+        part: the device's slice of the (replicated) KV heads.
+        replicas: number of copies of each KV head.
+        group: query heads of each copy.
+    """
+    heads = range(part.start // replicas, unit_count(part.end, replicas))
+    counts = [min(part.end, (head + 1) * replicas) - max(part.start, head * replicas) for head in heads]
+    return [group * count for count in counts]
+
+
 def power_of_two_unit(size: int, largest: int) -> int:
     """Return the largest power of two up to ``largest`` that divides ``size``."""
     return min(size & -size, largest)

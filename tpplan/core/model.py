@@ -282,6 +282,23 @@ class ModelSpec:
         return self.weight_format in {"BF16", "F16", "F32"}
 
     @property
+    def by_layer(self) -> dict[int, Block]:
+        """The block of each layer, in the order of layers."""
+        found = {layer: block for block in self.blocks for layer in block.layers}
+        return {layer: found[layer] for layer in sorted(found)}
+
+    def tensors(self) -> Iterator[tuple[str, Parameter, int | None]]:
+        """Yield every tensor by its full name, the parameter that it is a copy of, and its layer, None outside."""
+        for parameter in self.parameters:
+            yield parameter.name, parameter, None
+        for block in self.blocks:
+            for parameter in block.parameters:
+                for layer in block.layers:
+                    name = parameter.name.replace("{layer}", str(layer))
+                    for expert in range(parameter.copies):
+                        yield name.replace("{expert}", str(expert)), parameter, layer
+
+    @property
     def layer_count(self) -> int:
         """Number of layers in all blocks."""
         return sum(len(block.layers) for block in self.blocks)

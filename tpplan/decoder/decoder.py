@@ -148,8 +148,7 @@ class Decoder:
         """Prepare this process's weights, and allocate its cache and tables."""
         request = context.plan.request
         slices = check_weights(weights, context.plan, model, context.devices)
-        blocks = {layer: block for block in model.blocks for layer in block.layers}
-        layers = [blocks[layer] for layer in range(model.layer_count)]
+        layers = [*model.by_layer.values()]
         self.weights = {}
         for device in context.devices:  # before there is a cache: rearranging codes takes memory
             tensors, matrices = self._read(weights[device], slices[device], context.dtype)

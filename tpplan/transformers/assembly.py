@@ -13,16 +13,15 @@ from tpplan.core.axes import Axis
 from tpplan.errors import RequestError
 from tpplan.models.families.wrappers import WRAPPERS
 from tpplan.transformers.build import build, fill, on_meta
-from tpplan.transformers.cache import share
-from tpplan.transformers.graphs import step
+from tpplan.transformers.cache import split_cache
+from tpplan.transformers.graphs import captures, step
 from tpplan.transformers.heads import read_by_index
 from tpplan.transformers.layers import Layers, Operations
-from tpplan.transformers.load import Names, stored_tensors
+from tpplan.transformers.load import Names, Stored
 from tpplan.transformers.lockstep import Lockstep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -48,7 +47,7 @@ def assemble(
         ModelError: transformers has no place for a tensor.
         RequestError: the plan cuts what transformers does not compute in parts.
     """
-    stored = stored_tensors(source.model)
+    stored = {name: Stored(parameter, layer) for name, parameter, layer in source.model.tensors()}
     root = WRAPPERS[source.model.model_type].root if source.model.model_type in WRAPPERS else ""
     config.dtype = getattr(torch, source.model.dtype)
     names = Names(on_meta(config), stored, {root: ""} if root else {})
@@ -61,11 +60,11 @@ def assemble(
         missing = {layer: each.missing for layer, each in enumerate(counts[index])}
         Layers(models[index], index, operations, missing).change(names.sources)
         read_by_index(models[index], counts[index], device.device)
-    return _joined(models, counts, operations, source.directory)
+    return _joined(models, counts, operations, source)
 
 
 def _joined(
-    models: Mapping[int, Any], counts: Mapping[int, list[Counts]], operations: Operations, directory: Path
+    models: Mapping[int, Any], counts: Mapping[int, list[Counts]], operations: Operations, source: Source
 ) -> Any:
     """Return the first model, whose forward pass is that of all, with the settings of a checkpoint for generating."""
     context, lockstep = operations.context, operations.lockstep
@@ -78,13 +77,7 @@ def _joined(
         for index, own in counts.items()
     }
     layers = len(next(iter(counts.values())))
-    has_experts = any(each.size(Axis.EXPERT_INTERMEDIATE) for own in counts.values() for each in own)
-    asked = ("output_hidden_states", "output_attentions")
-    is_decided_on_hosts = (
-        has_experts
-        or "dynamic" in str(getattr(front.config, "rope_parameters", ""))
-        or any(getattr(front.config, name, False) for name in asked)
-    )
+    front.captures_steps = captures(source.model, front.config)
 
     def run(given: Mapping[str, Any]) -> Any:
         own = {
@@ -104,14 +97,14 @@ def _joined(
             given["past_key_values"] = DynamicCache(config=front.config)
         cache = given.get("past_key_values")
         if cache is not None:
-            share(cache, layers, lockstep, headless)
+            split_cache(cache, layers, lockstep, headless)
         _check_tokens(given.get("input_ids"), context.plan.split(Axis.VOCAB).size)
-        output = None if is_decided_on_hosts else step(context, cache, given, run)
+        output = step(context, cache, given, run) if front.captures_steps else None
         return run(given) if output is None else output
 
     front.forward, front.device_models = forward, models
-    if (directory / "generation_config.json").is_file():
-        front.generation_config = GenerationConfig.from_pretrained(directory)
+    if (source.directory / "generation_config.json").is_file():
+        front.generation_config = GenerationConfig.from_pretrained(source.directory)
     if front.generation_config is not None:
         front.generation_config.disable_compile = True  # a graph of all devices takes its place
     return front

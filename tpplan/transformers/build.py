@@ -17,15 +17,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.core.model import Block, ModelSpec
+    from tpplan.core.model import ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.transformers.load import Names, Stored
-
-
-def blocks_by_layer(model: ModelSpec) -> list[Block]:
-    """Return the block of every layer."""
-    found = {layer: block for block in model.blocks for layer in block.layers}
-    return [found[layer] for layer in sorted(found)]
 
 
 def on_meta(config: Any) -> Any:
@@ -45,7 +39,7 @@ def build(plan: SplitPlan, model: ModelSpec, config: Any, device: int) -> tuple[
         config: that of the whole model, of transformers.
         device: index of the device.
     """
-    blocks = blocks_by_layer(model)
+    blocks = [*model.by_layer.values()]
     counts = [Counts.of(plan, block, layer, device) for layer, block in enumerate(blocks)]
     wanted = [settings(each, block, config) for each, block in zip(counts, blocks, strict=True)]
     common: dict[str, int] = {}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from tpplan.transformers.lockstep import Lockstep
 
 
-class Thin:
+class HeadlessLayer:
     """A layer of a cache for a device without heads: it counts tokens as others do, with one element for each.
 
     What is not said here is as in the layer of transformers that it holds.
@@ -47,7 +45,7 @@ class Thin:
         )
 
 
-class Shared:
+class PerDeviceLayer:
     """A layer of a cache, of each device its own: in a model's forward pass the device's, otherwise all of them.
 
     ``generate`` reorders, crops and repeats caches between passes; that is done on every device.
@@ -76,9 +74,9 @@ class Shared:
 
 
 def own_layers(cache: Any) -> list[Any]:
-    """Return the layers of all devices of a cache that :func:`share` has divided."""
+    """Return the layers of all devices of a cache that :func:`split_cache` has divided."""
     every = [own for layer in cache.layers for own in layer._layers.values()]  # noqa: SLF001 (of this module)
-    return [own._layer if type(own) is Thin else own for own in every]  # noqa: SLF001
+    return [own._layer if type(own) is HeadlessLayer else own for own in every]  # noqa: SLF001
 
 
 def _all(functions: list[Callable[..., Any]]) -> Callable[..., Any]:
@@ -91,7 +89,7 @@ def _all(functions: list[Callable[..., Any]]) -> Callable[..., Any]:
     return call
 
 
-def share(cache: Any, layers: int, lockstep: Lockstep, headless: Mapping[int, AbstractSet[int]]) -> None:
+def split_cache(cache: Any, layers: int, lockstep: Lockstep, headless: Mapping[int, AbstractSet[int]]) -> None:
     """Give every device its own layers of a cache of transformers that nothing is in yet; one that has them stays.
 
     Args:
@@ -108,9 +106,9 @@ def share(cache: Any, layers: int, lockstep: Lockstep, headless: Mapping[int, Ab
         cache.layers = [*cache.layers, *(made() for _ in range(layers - len(cache.layers)))]
         cache.layer_class_to_replicate = None
     for number, layer in enumerate(cache.layers):
-        if type(layer) is Shared and layer._lockstep is lockstep:  # noqa: SLF001 (of this module)
+        if type(layer) is PerDeviceLayer and layer._lockstep is lockstep:  # noqa: SLF001 (of this module)
             continue
-        if type(layer) is Shared:
+        if type(layer) is PerDeviceLayer:
             message = "past_key_values is of another sharded model"
             raise ExecutionError(message, "pass an empty cache, or one that this model has filled")
         if getattr(layer, "is_initialized", False):
@@ -118,6 +116,6 @@ def share(cache: Any, layers: int, lockstep: Lockstep, headless: Mapping[int, Ab
             raise ExecutionError(message, "pass an empty cache, or one that this model has filled")
         own = {device: deepcopy(layer) for device in headless}
         for device, missing in headless.items():
-            if number in missing and isinstance(getattr(layer, "keys", layer), torch.Tensor | None):
-                own[device] = Thin(own[device])
-        cache.layers[number] = Shared(own, lockstep)
+            if number in missing and hasattr(layer, "keys"):  # which layers that only have states lack
+                own[device] = HeadlessLayer(own[device])
+        cache.layers[number] = PerDeviceLayer(own, lockstep)

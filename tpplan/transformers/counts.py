@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
-from tpplan.core.axes import Axis, unit_count
+from tpplan.core.axes import Axis, Slice, queries_per_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tpplan.core.model import Block, Segment
-    from tpplan.core.plan import Split, SplitPlan
+    from tpplan.core.plan import SplitPlan
 
 
 @frozen
@@ -39,16 +39,20 @@ class Counts:
     def of(cls, plan: SplitPlan, block: Block, layer: int, device: int) -> Counts:
         """Return what a device has of a layer by a plan."""
         sizes, missing = {}, set()
+        heads: tuple[int, ...] = ()
         for axis, _ in block.sizes():
-            start, end = heads_of(plan.split(axis, layer), device)
-            sizes[axis] = end - start
-            if start == end:
+            split = plan.split(axis, layer)
+            part = Slice(device, *split.bounds[device : device + 2])
+            sizes[axis] = part.end - part.start
+            if not sizes[axis]:
                 missing.add(axis)
                 sizes[axis] = 1
-        of: tuple[int, ...] = ()
-        if block.attention and Axis.KV_HEADS not in missing:
-            of = _kv_heads(plan, block, layer, device)
-        return cls(tuple(sizes.items()), tuple(block.sizes()), frozenset(missing), of)
+            elif axis is Axis.KV_HEADS:
+                queries = queries_per_key(part, split.replicas, plan.split(Axis.Q_HEADS, layer).size // split.size)
+                sizes[axis] = len(queries)
+                if len({*queries}) > 1:
+                    heads = tuple(head for head, count in enumerate(queries) for _ in range(count))
+        return cls(tuple(sizes.items()), tuple(block.sizes()), frozenset(missing), heads)
 
     def size(self, axis: Axis) -> int:
         """Return the elements of an axis; 0 if the layer has no such axis."""
@@ -60,25 +64,6 @@ class Counts:
         if segment.axis not in whole:
             return segment.length
         return segment.length // whole[segment.axis] * self.size(segment.axis)
-
-
-def heads_of(split: Split, device: int) -> tuple[int, int]:
-    """Return the first element of an axis that a device has, and the end; each replicated head counts once."""
-    start, end = split.bounds[device], split.bounds[device + 1]
-    return (start // split.replicas, unit_count(end, split.replicas)) if end > start else (0, 0)
-
-
-def _kv_heads(plan: SplitPlan, block: Block, layer: int, device: int) -> tuple[int, ...]:
-    """Return which of its KV heads each query head of a device reads; empty if each has as many, one after another."""
-    attention = block.attention
-    if attention is None or attention.latent_dim:
-        return ()
-    group = attention.q_heads // attention.kv_heads
-    first, end = heads_of(plan.split(Axis.KV_HEADS, layer), device)
-    q_first, q_end = heads_of(plan.split(Axis.Q_HEADS, layer), device)
-    found = tuple(head // group - first for head in range(q_first, q_end))
-    own = len(found) // (end - first)
-    return () if found == tuple(i // own for i in range(own * (end - first))) else found
 
 
 #: Keys that transformers' configs may have for an axis; ``attribute_map`` knows them by these names where a config has

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import DynamicCache, StaticCache
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.compiler import compiler
+from tpplan.transformers.sharding import shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Generator, Tensor
+
+    from tpplan.core.plan import SplitPlan
+    from tpplan.exec.context import TPContext
+    from tpplan.weights.source import Source
 
 
 class Sampling(Protocol):
@@ -28,26 +36,42 @@ class Sampling(Protocol):
         """Return a token for each row of logits in host memory, negative where they are not finite."""
 
 
+@contextmanager
+def loaded(
+    source: Source, plan: SplitPlan, backend: str, note: Callable[[str], None]
+) -> Iterator[tuple[TPContext, Callable[..., Iterator[tuple[int | None, ...]]]]]:
+    """Load a checkpoint by a plan; yield the compiled plan, and :func:`tokens` of the sharded model.
+
+    Args:
+        source: the checkpoint.
+        plan: the plan.
+        backend: ``cuda``, ``cpu`` or ``auto``.
+        note: called with the reason if the devices are virtual.
+
+    Raises:
+        TpplanError: the plan, the checkpoint, transformers and the machine do not fit together.
+    """
+    with compiler(plan, backend, note, scratch=False)("auto") as context:
+        yield context, partial(tokens, shard(source, plan, context))
+
+
 def tokens(
     model: Any,
     prompts: Sequence[Sequence[int]],
     counts: Sequence[int],
     samplings: Sequence[Sampling],
     end: frozenset[int],
-    *,
-    static: bool = False,
 ) -> Iterator[tuple[int | None, ...]]:
     """Yield the next token of each text, None for texts that have ended.
 
     Prompts are padded on the left, as transformers' own ``generate`` takes them.
 
     Args:
-        model: a model with a forward pass of transformers.
+        model: a sharded model; if it captures steps, its cache is static.
         prompts: the tokens of each text.
         counts: maximum new tokens of each.
         samplings: how those of each are chosen.
         end: tokens that end a text.
-        static: whether to take a static cache, over which steps on GPUs are captured.
     """
     longest = max(map(len, prompts))
     padded = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
@@ -58,7 +82,7 @@ def tokens(
     generators = [torch.Generator().manual_seed(sampling.seed) for sampling in samplings]
     ended = [False] * len(prompts)
     cache: Any = DynamicCache(config=model.config)
-    if static:
+    if model.captures_steps:
         cache = StaticCache(config=model.config, max_cache_len=longest + max(counts))
     while True:
         with torch.no_grad():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.core.model import ModelSpec
     from tpplan.exec.context import TPContext
     from tpplan.exec.cuda.graph import Graph
 
@@ -54,6 +55,19 @@ class Step:
                 into.copy_(tensor)
         self._graph.replay()
         return self._kind(logits=self._logits.clone(), past_key_values=inputs["past_key_values"])
+
+
+def captures(model: ModelSpec, config: Any) -> bool:
+    """Tell whether steps over a static cache can be captured: the host decides nothing in them.
+
+    Args:
+        model: the model as planned.
+        config: that of transformers.
+    """
+    if any(not each.attention or each.attention.window or each.linear or each.experts for each in model.blocks):
+        return False
+    is_dynamic = "dynamic" in str(getattr(config, "rope_parameters", ""))
+    return not is_dynamic and not any(getattr(config, name, False) for name in _OUTPUTS)
 
 
 def step(

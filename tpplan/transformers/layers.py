@@ -6,7 +6,6 @@ outputs are summed; ``gather`` cuts them by their outputs, so that inputs and ou
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,15 +40,12 @@ class Operations:
 
     def sum(self, name: str, x: Tensor, axis: Axis, layer: int | None) -> Tensor:
         """Return the sum over the devices that have a part of an axis; what others pass only has the right shape."""
-
-        def run(operands: Mapping[int, Tensor], owners: Sequence[int]) -> Mapping[int, Tensor]:
-            parts = [operands[device] for device in owners]
-            out = [torch.empty_like(operand) for operand in operands.values()]
-            self.context.all_reduce(parts, axis=axis, layer=layer, out=out)
-            return dict(zip(operands, out, strict=True))
-
         owners = self.context.devices_of(axis, layer)
-        return self._in_passes(name, x, x.shape[-1], partial(run, owners=owners))
+
+        def run(operands: Mapping[int, Tensor], out: Sequence[Tensor]) -> None:
+            self.context.all_reduce([operands[each] for each in owners], axis=axis, layer=layer, out=out)
+
+        return self._in_passes(name, x, x.shape[-1], run)
 
     def join(self, name: str, x: Tensor, axis: Axis, layer: int | None, *, columns: int, dim: int) -> Tensor:
         """Return the columns of all devices side by side; what devices without a part of the axis pass is ignored.
@@ -64,11 +60,8 @@ class Operations:
         """
         owners = self.context.devices_of(axis, layer)
 
-        def run(operands: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-            parts = [operands[device] for device in owners]
-            out = [operand.new_empty(*operand.shape[:-1], columns) for operand in operands.values()]
-            self.context.allgather(parts, axis, dim=dim, layer=layer, out=out)
-            return dict(zip(operands, out, strict=True))
+        def run(operands: Mapping[int, Tensor], out: Sequence[Tensor]) -> None:
+            self.context.allgather([operands[each] for each in owners], axis, dim=dim, layer=layer, out=out)
 
         return self._in_passes(name, x, columns, run)
 
@@ -76,21 +69,31 @@ class Operations:
         """Return what the first device with a part of an axis has; what others pass only has the right shape."""
         first = self.context.plan.slices(axis, layer)[0].device
 
-        def run(operands: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-            x = operands.get(first, next(iter(operands.values())).to("meta"))
-            out = [torch.empty_like(operand) for operand in operands.values()]
-            self.context.broadcast(x, source=first, out=out)
-            return dict(zip(operands, out, strict=True))
+        def run(operands: Mapping[int, Tensor], out: Sequence[Tensor]) -> None:
+            own = operands[first] if first in operands else out[0].to("meta")
+            self.context.broadcast(own, source=first, out=out)
 
         return self._in_passes(name, x, x.shape[-1], run)
 
     def _in_passes(
-        self, name: str, x: Tensor, columns: int, run: Callable[[Mapping[int, Tensor]], Mapping[int, Tensor]]
+        self, name: str, x: Tensor, columns: int, run: Callable[[Mapping[int, Tensor], Sequence[Tensor]], None]
     ) -> Tensor:
-        """Run an operation on as many rows at a time as the plan allows."""
-        rows = x.flatten(0, -2).contiguous()
-        limit = self.context.max_rows
-        done = [self.lockstep.meet(Operation(name, run), part) for part in torch.split(rows, limit)]
+        """Run an operation on as many rows at a time as the plan allows.
+
+        Args:
+            name: of the module.
+            x: this device's operand.
+            columns: of the result.
+            run: fills the results of all devices, given their operands by device.
+        """
+
+        def filled(operands: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+            out = [operand.new_empty(*operand.shape[:-1], columns) for operand in operands.values()]
+            run(operands, out)
+            return dict(zip(operands, out, strict=True))
+
+        operation, rows = Operation(name, filled), x.flatten(0, -2).contiguous()
+        done = [self.lockstep.meet(operation, part) for part in torch.split(rows, self.context.max_rows)]
         return (done[0] if len(done) == 1 else torch.cat(done)).view(*x.shape[:-1], columns)
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.core.model import ModelSpec
-
 
 @frozen
 class Stored:
@@ -34,18 +32,6 @@ class Stored:
 
     parameter: Parameter
     layer: int | None
-
-
-def stored_tensors(model: ModelSpec) -> dict[str, Stored]:
-    """Return every tensor of a model by its name."""
-    found = {parameter.name: Stored(parameter, None) for parameter in model.parameters}
-    for block in model.blocks:
-        for layer in block.layers:
-            for parameter in block.parameters:
-                name = parameter.name.replace("{layer}", str(layer))
-                stored = Stored(parameter, layer)
-                found.update((name.replace("{expert}", str(i)), stored) for i in range(parameter.copies))
-    return found
 
 
 class Names:

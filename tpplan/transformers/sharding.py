@@ -9,7 +9,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from tpplan.errors import RequestError
 from tpplan.transformers.assembly import assemble
-from tpplan.transformers.trial import tried
+from tpplan.transformers.trial import check_small_model
 from tpplan.weights import load_weights
 from tpplan.weights.source import Source
 
@@ -34,7 +34,8 @@ def shard(directory: str | Path | Source, plan: SplitPlan, ctx: TPContext, *, tr
 
     Returns:
         The model of transformers (``…ForCausalLM``). Its methods are those of a whole one, but parameters are those of
-        the first device; ``device_models`` has the model of each device of this process, by index.
+        the first device; ``device_models`` has the model of each device of this process, by index, and
+        ``captures_steps`` tells whether decoding steps over a static cache become CUDA graphs.
 
     Raises:
         PlanError: the plan breaks a rule, or a value of it is not what the model or the plan's own cuts decide.
@@ -46,7 +47,7 @@ def shard(directory: str | Path | Source, plan: SplitPlan, ctx: TPContext, *, tr
     source = directory if isinstance(directory, Source) else Source.read(Path(directory))
     config = config_of(source, plan)
     if trial:
-        tried(config, plan.request.layout, plan.request.kv)
+        check_small_model(config, plan.request.layout, plan.request.kv)
     return assemble(source, plan, ctx, config, load_weights(plan, source, ctx).tensors)
 
 

@@ -126,28 +126,23 @@ def _layers(config: Any) -> int:
     lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == count]
     if not lists:
         return min(count, 6)
-    kinds = [*zip(*map(_hashable, lists), strict=True)]
+    kinds = [*zip(*(map(str, values) for values in lists), strict=True)]
     return max(2, 1 + max(kinds.index(kind) for kind in set(kinds)))
-
-
-def _hashable(values: list[Any]) -> list[str]:
-    return list(map(str, values))
 
 
 def _shrink_rope(config: Any) -> None:
     """Divide sections of RoPE's frequencies as a small head does."""
     rope = getattr(config, "rope_parameters", None) or {}
+    half = int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
     for factors in ("short_factor", "long_factor"):
         if factors in rope:
-            rope[factors] = rope[factors][: int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2]
-    sections = rope.get("mrope_section")
-    if sections:
-        half = int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
+            rope[factors] = rope[factors][:half]
+    if rope.get("mrope_section"):
         third = half // 3
         rope["mrope_section"] = [half - 2 * third, third, third]
 
 
-def tried(config: Any, layout: str, kv: str) -> None:
+def check_small_model(config: Any, layout: str, kv: str) -> None:
     """Compare a small random model of a kind, whole and sharded over three virtual devices.
 
     Args:
@@ -188,7 +183,7 @@ def _difference(config: Any, layout: str, kv: str) -> float:
         _save(whole, name)
         tokens = torch.randint(0, tiny.vocab_size, (2, _PROMPT + _NEW))
         source = Source.read(Path(name))
-        plan = cut(source, layout, kv)
+        plan = uneven_plan(source, layout, kv)
         with compile_plan(plan, backend="cpu", scratch=False) as context, torch.no_grad():
             weights = load_weights(plan, source, context)
             sharded = assemble(source, plan, context, AutoConfig.from_pretrained(name), weights.tensors)
@@ -212,7 +207,7 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([first.logits, *(model(token, past_key_values=cache).logits for token in after)], 1)
 
 
-def cut(source: Source, layout: str, kv: str) -> SplitPlan:
+def uneven_plan(source: Source, layout: str, kv: str) -> SplitPlan:
     """Return a plan for three devices, of which the second has no heads and the third little of the vocabulary."""
     model = source.model
     request = Request(layout, "balanced", Cache("fp16", 64), 2, 64, kv)

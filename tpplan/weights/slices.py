@@ -83,8 +83,7 @@ def iter_slices(plan: SplitPlan, model: ModelSpec) -> Iterator[TensorSlice]:
     outside = ((Axis.VOCAB, model.vocab_size), (Axis.RESIDUAL, model.hidden_size))
     cuts = _Cuts.of(plan, outside, None)
     held = [cuts.held(parameter, parameter.name) for parameter in model.parameters]
-    blocks = {layer: block for block in model.blocks for layer in block.layers}
-    for layer, block in sorted(blocks.items()):
+    for layer, block in model.by_layer.items():
         cuts = _Cuts.of(plan, (*outside, *block.sizes()), layer)
         for parameter in block.parameters:
             if "{expert}" in parameter.name and parameter.copies != block.experts:

@@ -18,8 +18,6 @@ from tpplan.planfile.codec import fingerprint
 from tpplan.planner.recount import check_ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tpplan.core.plan import SplitPlan
     from tpplan.models.checkpoint import Tensor
 
@@ -92,7 +90,7 @@ class Source:
     def _stored_otherwise(self, planned: ModelSpec) -> ModelError:
         """Return the error for a checkpoint of the planned, unquantised model that is quantised or has other dtypes."""
         plan = f"the plan for {planned.name}"
-        wanted, found = dict(_dtypes(planned)), dict(_dtypes(self.model))
+        wanted, found = ({name: each.dtype for name, each, _ in model.tensors()} for model in (planned, self.model))
         if wanted.keys() != found.keys():
             what = f"the weights in {self.directory} are {self.model.weight_format}, those of {plan} are not quantised"
             return ModelError(what, _HINT)
@@ -129,15 +127,3 @@ def directory_of(where: str | Path | Source) -> Path:
         return where.directory
     path = Path(where)
     return path.parent if path.suffix == SUFFIX and path.is_file() else path
-
-
-def _dtypes(model: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield the name and dtype of every tensor."""
-    for parameter in model.parameters:
-        yield parameter.name, parameter.dtype
-    for block in model.blocks:
-        for parameter in block.parameters:
-            for layer in block.layers:
-                for expert in range(parameter.copies):
-                    name = parameter.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
-                    yield name, parameter.dtype

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import field, frozen
 
-from tpplan.core.axes import Axis
+from tpplan.core.axes import Axis, queries_per_key
 from tpplan.decoder.cache.layer import LayerCache
 from tpplan.decoder.cache.store import Store
 from tpplan.decoder.math import concat, slice_of, takes_flash
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.core.axes import Slice
     from tpplan.decoder.math import Scoring
     from tpplan.decoder.prompts import PassShape
     from tpplan.exec.context import TPContext
@@ -133,19 +132,12 @@ def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int
     length = min(length_of(request), window) if window else length_of(request)
     found = {}
     for part in context.split(Axis.KV_HEADS, layer):
-        counts = _queries_per_key(part, split.replicas, group)
+        counts = queries_per_key(part, split.replicas, group)
         shape = (request.batch, len(counts), length, split.width)
         store = Store(kind, shape, context.dtype, context.devices[part.device].device)
         cache = LayerCache(store, length, window)
         found[part.device] = Heads(sum(counts), len(counts), _runs(counts), cache)
     return found
-
-
-def _queries_per_key(part: Slice, replicas: int, group: int) -> list[int]:
-    """Return the number of a device's query heads per KV head; its first and last KV heads may have fewer replicas."""
-    first, last = part.start // replicas, -(-part.end // replicas)
-    counts = [min(part.end, (head + 1) * replicas) - max(part.start, head * replicas) for head in range(first, last)]
-    return [group * count for count in counts]
 
 
 def _runs(counts: list[int]) -> tuple[HeadRun, ...]:

@@ -5,12 +5,15 @@ An engine computes them: the decoder, or one that the command brings along.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
+from tpplan.core.speed import Speed
 from tpplan.decoder.decoder import Decoder
+from tpplan.decoder.decoding.sampling import Sampling
 from tpplan.decoder.generation.generate import generate
 from tpplan.decoder.generation.timing import Timing
 from tpplan.decoder.generation.warmup import on_gpus
@@ -18,65 +21,51 @@ from tpplan.decoder.model.settings import check_model
 from tpplan.decoder.text.continuation import Continuation
 from tpplan.decoder.weights.gguf import room_note
 from tpplan.exec.compiler import compiler
+from tpplan.exec.context import TPContext
 from tpplan.reports.generate import GenerateReport
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from tpplan.decoder.decoding.sampling import Sampling
     from tpplan.decoder.generation.arguments import Task
-    from tpplan.exec.context import TPContext
 
 #: Seeds are below this.
 _SEEDS = 2**63
 
 
-class Engine(Protocol):
-    """A loaded model."""
-
-    @property
-    def context(self) -> TPContext:
-        """The compiled plan."""
-
-    def tokens(
-        self,
-        prompts: Sequence[Sequence[int]],
-        counts: Sequence[int],
-        samplings: Sequence[Sampling],
-        end: frozenset[int],
-    ) -> Iterator[tuple[int | None, ...]]:
-        """Yield the next token of each text, None for texts that have ended."""
-
-
 @frozen
-class Own:
-    """The decoder as an engine."""
+class Engine:
+    """A loaded model that generates texts.
 
-    decoder: Decoder
+    Attributes:
+        context: the compiled plan.
+        tokens: returns an iterator over the next token of each text, None for texts that have ended; from prompts, the
+            most new tokens and the sampling of each, and the tokens that end a text.
+        speed: what the plan predicts of it; None if nothing.
+    """
 
-    @property
-    def context(self) -> TPContext:
-        """The compiled plan."""
-        return self.decoder.context
-
-    def tokens(
-        self,
-        prompts: Sequence[Sequence[int]],
-        counts: Sequence[int],
-        samplings: Sequence[Sampling],
-        end: frozenset[int],
-    ) -> Iterator[tuple[int | None, ...]]:
-        """Yield the next token of each text, None for texts that have ended."""
-        return generate(self.decoder, prompts, counts, sampling=samplings, end=end)
+    context: TPContext
+    tokens: Callable[
+        [Sequence[Sequence[int]], Sequence[int], Sequence[Sampling], frozenset[int]], Iterator[tuple[int | None, ...]]
+    ]
+    speed: Speed | None = None
 
 
 @contextmanager
-def own(task: Task, note: Callable[[str], None]) -> Iterator[Engine]:
+def by_decoder(task: Task, note: Callable[[str], None]) -> Iterator[Engine]:
     """Load a checkpoint into the decoder; see :func:`loaded`."""
     with loaded(task, note) as decoder:
-        yield Own(decoder)
+
+        def tokens(
+            prompts: Sequence[Sequence[int]],
+            counts: Sequence[int],
+            samplings: Sequence[Sampling],
+            end: frozenset[int],
+        ) -> Iterator[tuple[int | None, ...]]:
+            return generate(decoder, prompts, counts, sampling=samplings, end=end)
+
+        yield Engine(decoder.context, tokens, task.plan.speed if on_gpus(decoder) else None)
 
 
 @contextmanager
@@ -103,7 +92,7 @@ def run(
     note: Callable[[str], None],
     tell: Callable[[str], None],
     done: Callable[[GenerateReport], None],
-    load: Callable[[Task, Callable[[str], None]], AbstractContextManager[Engine]] = own,
+    load: Callable[[Task, Callable[[str], None]], AbstractContextManager[Engine]] = by_decoder,
 ) -> Timing:
     """Load a checkpoint by a plan, and continue its prompts, as many at a time as the plan has room for.
 
@@ -119,7 +108,7 @@ def run(
     """
     batch = task.plan.request.batch
     with load(task, note) as engine:
-        timing = Timing(task.plan.speed if isinstance(engine, Own) and on_gpus(engine.decoder) else None)
+        timing = Timing(engine.speed)
         for first in range(0, len(task.prompts), batch):
             group = task.prompts[first : first + batch]
             for report in _continued(engine, task, group, first, timing, tell if len(task.prompts) == 1 else None):
