@@ -118,14 +118,16 @@ def meta_model(config: Any) -> Any:
 
 
 def cached_windows(config: Any) -> dict[int, int]:
-    """Return the sliding window of each layer that caches keys and values in transformers, 0 without one."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    return {
-        i: getattr(layer, "sliding_window", 0)
-        for i, layer in enumerate(transformers.DynamicCache(config=config).layers)
-        if isinstance(layer, transformers.cache_utils.DynamicLayer | transformers.cache_utils.DummyLayer)
-        and (i >= len(kinds) or kinds[i] not in {"mlp", "moe"})  # for which it makes an entry too, that stays empty
-    }
+    """Return the sliding window of each layer that attends to cached keys and values in transformers, 0 without one."""
+    config = config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    windows = {}
+    for i, layer in enumerate(transformers.DynamicCache(config=config).layers):
+        if isinstance(layer, transformers.cache_utils.DynamicLayer):
+            windows[i] = getattr(layer, "sliding_window", 0)
+        elif isinstance(layer, transformers.cache_utils.DummyLayer) and kinds[i] not in {"mlp", "moe"}:
+            windows[i] = config.sliding_window if kinds[i] == "sliding_attention" else 0  # reads another layer's cache
+    return windows
 
 
 def saved_tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -232,7 +232,7 @@ def test_what_the_decoder_does_not_compute(
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     (directory / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
     with patch("tpplan.decoder.generation.command.compiler", side_effect=AssertionError("too late")):
-        done = generate(directory, "--token-ids", "1")
+        done = generate(directory, "--token-ids", "1", "--engine", "tpplan")
     assert (done.code, done.out) == (2, "")
     assert problem in done.err.replace("\n", " ")
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 #: Families whose rotation takes the first half of a row, each entry for a pair.
-HALVES = {"deepseek_v3", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4_moe_lite", "helium"}
+HALVES = {
+    *("deepseek_v3", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4_moe_lite", "glm_moe_dsa"),
+    "helium",
+}
 
 
 def styled(config: Json, table: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from tpplan.decoder.model.stored import MXFP4
@@ -200,13 +201,13 @@ def _stack(
 def _alternate(gate: str, up: str, stacked: MutableMapping[str, Stacked]) -> None:
     """Let the rows of MXFP4 gate and up projections alternate, as in gpt_oss: kernels find the scales of both alike."""
     pair = [stacked[name].matrix for name in (gate, up) if name in stacked]
-    both = [matrix for matrix in pair if isinstance(matrix, Float4Matrix)]
+    both = [matrix for matrix in pair if isinstance(matrix, Float4Matrix) and matrix.scales.dtype == torch.uint8]
     if len(both) != len((gate, up)):
         return
     codes = torch.stack([matrix.codes for matrix in both], 1).flatten(0, 1)
     scales = torch.stack([matrix.scales for matrix in both], 1).flatten(0, 1)
     for i, name in enumerate((gate, up)):
-        stacked[name] = Stacked(Float4Matrix(codes[i::2], scales[i::2]), len(stacked[name]))
+        stacked[name] = Stacked(evolve(both[i], codes=codes[i::2], scales=scales[i::2]), len(stacked[name]))
 
 
 def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], dtype: torch.dtype) -> dict[str, Tensor]:
