@@ -133,6 +133,8 @@ def plan(
     full_window: bool = False,
     beyond: bool = False,
     reserve: tuple[str, ...] = (),
+    draft: _Model = "",
+    draft_output: File = "",
     json: bool = False,
 ) -> int:
     """Split a model over GPUs, and show the plan or write it; exit 1 if it does not fit.
@@ -154,6 +156,8 @@ def plan(
         full_window: cache all tokens in layers with a sliding window, too, for servers that do.
         beyond: accept a context longer than the model was made for, at your own risk.
         reserve: memory to leave to something else on every device, such as 2GiB, or on one, as 2GiB@0; repeatable.
+        draft: a draft model, by path or name: leave room for all of it and its cache on every device.
+        draft_output: split the draft model over the devices instead, and write that plan to this file.
         json: print the plan as JSON.
     """
     from tpplan.files.codec import dumps  # noqa: PLC0415
@@ -170,22 +174,26 @@ def plan(
     if all_ or manifest:
         from tpplan.cli import manifest as on_manifest  # noqa: PLC0415
 
-        given = {"MODEL": model, "--gpus": gpus, "-o": output}
+        given = {"MODEL": model, "--gpus": gpus, "-o": output, "--draft": draft, "--draft-output": draft_output}
         given |= {f"--{name.replace('_', '-')}": "given" for name in asked}
         report = on_manifest.plan(manifest, given, json=json)
         return OK if report.ok else NO if report.only_infeasible else FAILED
     for name, value in (("MODEL", model), ("--gpus", gpus)):
         if not value:
             raise lacking("plan", name)
-    on_plans.apart(output, reading=(model, gpus))
+    on_plans.apart(output, draft_output, reading=(model, gpus, draft))
     options = Options(**asked)
     spec, gpu_list, links = on_plans.read_model(model), parse_devices(gpus, on_plans.note), links_of(gpus)
+    request, beside = on_plans.with_draft(
+        options.request(spec), spec, gpu_list, links, draft=draft, output=draft_output
+    )
     with console.busy("planning"):
-        found = make(spec, gpu_list, options.request(spec), links)
+        found = make(spec, gpu_list, request, links)
     on_plans.note_all(found, spec, options, links)
-    if output:
-        console.save(dumps(found), output)
-        on_plans.tell(found)
+    for each, path in ((beside, draft_output), (found, output)):
+        if each and path:
+            console.save(dumps(each), path)
+            on_plans.tell(each)
     on_plans.note_uncounted(found, on_screen=not json and not output)
     if json and output != console.STREAM:
         console.emit(dumps(found))

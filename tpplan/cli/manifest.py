@@ -43,7 +43,7 @@ def plan(path: str, given: Mapping[str, object], *, json: bool) -> ManifestRepor
     """
     _refuse(path, given)
     manifest = load(path or MANIFEST)
-    read = dict.fromkeys(name for entry in manifest.plans for name in (entry.model, entry.gpus))
+    read = dict.fromkeys(name for entry in manifest.plans for name in (entry.model, entry.gpus, entry.draft) if name)
     on_plans.apart(*(entry.file for entry in manifest.plans), reading=(manifest.path, *read))
     entries, inputs = {entry.file: entry for entry in manifest.plans}, _inputs()
     made: dict[str, SplitPlan] = {}
@@ -119,6 +119,8 @@ def _refuse(path: str, given: Mapping[str, object]) -> None:
     if wrong := [name for name, value in given.items() if value]:
         option = "--manifest" if path else "--all"
         hint = f"leave out {option}, or write it into the manifest: {path or MANIFEST}"
+        if wrong[0] == "--draft-output":
+            hint = f"leave out {option}; a manifest keeps room for all of a draft model on every device"
         raise UsageError(f"{wrong[0]} does not go with {option}", hint)
 
 
@@ -132,7 +134,8 @@ def _inputs() -> Callable[[Entry], Inputs]:
 
     def read(entry: Entry) -> Inputs:
         with console.busy(f"planning {entry.file}"):
-            return Inputs(model(entry.model), devices(entry.gpus), links(entry.gpus))
+            draft = model(entry.draft) if entry.draft else None
+            return Inputs(model(entry.model), devices(entry.gpus), links(entry.gpus), draft)
 
     return read
 

@@ -16,8 +16,9 @@ from tpplan.errors import TpplanError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from tpplan.core.device import Device
     from tpplan.core.model import ModelSpec
-    from tpplan.core.plan import SplitPlan
+    from tpplan.core.plan import Request, SplitPlan
     from tpplan.core.speed import LinkSpeed
     from tpplan.planner.options import Options
     from tpplan.reports.check import PlanCheck
@@ -51,6 +52,56 @@ def read_plan(path: str, *, allow_newer: bool = False) -> SplitPlan:
         text = f"{name} has format {found.format_version}, newer than this tpplan: what only it knows is not shown"
         console.say("warning", text, "warn")
     return found
+
+
+def with_draft(
+    request: Request,
+    model: ModelSpec,
+    devices: tuple[Device, ...],
+    links: tuple[LinkSpeed, ...],
+    *,
+    draft: str,
+    output: str,
+) -> tuple[Request, SplitPlan | None]:
+    """Reserve room for a draft model, if one is named, say so, and return its plan if it is split over the devices.
+
+    Args:
+        request: for the model.
+        model: the model.
+        devices: the devices.
+        links: measured links between them.
+        draft: path or name of the draft model, or empty.
+        output: where its plan will be written if it is split like the model; empty if all of it is on every device.
+
+    Raises:
+        UsageError: there is an output and no draft model.
+    """
+    if not draft:
+        if output:
+            raise UsageError("--draft-output writes the plan of a draft model", "name that model: --draft MODEL")
+        return request, None
+    from tpplan.models.families.drafts import DRAFTS  # noqa: PLC0415
+    from tpplan.planner.draft import reserve_for_draft, split_draft  # noqa: PLC0415
+
+    spec, plan = read_model(draft), None
+    if output:
+        asked, plan = split_draft(request, spec, model, devices, links)
+    else:
+        asked = reserve_for_draft(request, spec, model, devices)
+    note(f"room for {spec.name}: {_room(request, asked, len(devices))}")
+    if spec.vocab_size != model.vocab_size and spec.model_type not in DRAFTS:
+        note(f"{spec.name} has {spec.vocab_size} tokens, {model.name} {model.vocab_size}: their tokens may differ")
+    return asked, plan
+
+
+def _room(before: Request, after: Request, count: int) -> str:
+    """Return in words how much more a request reserves on each of so many devices."""
+    from tpplan.core.sizes import format_bytes  # noqa: PLC0415
+
+    more = [after.reserved(device) - before.reserved(device) for device in range(count)]
+    if len(set(more)) == 1:
+        return f"{format_bytes(more[0])} of every device"
+    return ", ".join(f"{format_bytes(size)} of device {device}" for device, size in enumerate(more) if size)
 
 
 def plan_or_error(path: str) -> SplitPlan | TpplanError:

@@ -15,6 +15,7 @@ from tpplan.files.jsontext import UNSEEN, NotJSONError, read_json
 from tpplan.models.checkpoint import read_headers
 from tpplan.models.config import read_config
 from tpplan.models.families import spec_from_config, tolerated
+from tpplan.models.families.drafts import as_draft
 from tpplan.models.families.wrappers import text_part
 from tpplan.models.formats import read_scheme, stored_by_formula, stored_by_headers
 from tpplan.models.formats.storage import split_name
@@ -188,7 +189,7 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     refuse_adapter(path)
     if model := gguf_model_at(path):
         return model.spec, model.headers
-    config = read_config(path)
+    config = as_draft(read_config(path))
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
     scheme = read_scheme(config, path if path.is_dir() else None)

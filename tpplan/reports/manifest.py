@@ -14,6 +14,7 @@ from tpplan.core.speed import LinkSpeed
 from tpplan.errors import TpplanError
 from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
+from tpplan.planner.draft import reserve_for_draft
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.plan import plan_request
 from tpplan.reports.diff import PlanDiff, diff
@@ -22,8 +23,9 @@ from tpplan.reports.error import ErrorBody, error_report
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tpplan.core.plan import SplitPlan
+    from tpplan.core.plan import Request, SplitPlan
     from tpplan.planner.manifest import Entry, Manifest
+    from tpplan.planner.options import Options
 
 
 @frozen
@@ -34,20 +36,31 @@ class Inputs:
         model: the model.
         devices: the devices.
         links: measured links between them.
+        draft: the draft model that the plan leaves room for, if any.
     """
 
     model: ModelSpec
     devices: tuple[Device, ...]
     links: tuple[LinkSpeed, ...] = ()
+    draft: ModelSpec | None = None
+
+    def request(self, options: Options) -> Request:
+        """Return what options ask for.
+
+        Raises:
+            RequestError: they are not valid for the draft model or the devices.
+        """
+        asked = options.request(self.model)
+        return reserve_for_draft(asked, self.draft, self.model, self.devices) if self.draft else asked
 
     def plan(self, entry: Entry) -> SplitPlan:
         """Make the plan of an entry.
 
         Raises:
             InfeasibleError: none fits.
-            RequestError: the options are not valid for the model or the devices.
+            RequestError: the options are not valid for the models or the devices.
         """
-        return plan_request(self.model, self.devices, entry.options.request(self.model), self.links)
+        return plan_request(self.model, self.devices, self.request(entry.options), self.links)
 
 
 class Outcome(StrEnum):
