@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tpplan
-from tests.checkpoints import write_checkpoint
-from tests.cli_cases import LLAMA_8B
+from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
+from tests.cli_cases import LLAMA_8B, ROOT
 from tests.command import command
 from tpplan.core.plan import Reserve
 from tpplan.core.sizes import format_bytes
+from tpplan.errors import ModelError
+from tpplan.models.reader import read_prediction_layers
 from tpplan.planner.draft import reserve_for_draft, split_draft
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.options import Options
@@ -55,6 +57,7 @@ TENSORS = {
 PARAMETERS = 424_689_664
 
 MIB, GIB = 2**20, 2**30
+DEEPSEEK, QWEN = (ROOT / "examples/models" / name for name in ("DeepSeek-V3", "Qwen3-Next-80B-A3B"))
 
 
 @pytest.fixture
@@ -200,3 +203,123 @@ def test_a_draft_model_too_large_for_all(tmp_path: Path) -> None:
     model = tpplan.read_model(LLAMA_8B)
     with pytest.raises(InfeasibleError):
         split_draft(Options(context=4096).request(model), model, model, tpplan.parse_devices("2x6GiB"))
+
+
+def test_prediction_layers_of_deepseek_v3() -> None:
+    """With them the files have as many numbers as the hub counts: 8-bit floats, 16-bit floats, and 32-bit biases.
+
+    Published are 680,571,043,840 F8_E4M3, 3,918,786,560 BF16, and in F32 scales and a bias for each expert.
+    """
+    path = DEEPSEEK / "config.json"
+    model, layers = tpplan.read_model(path), read_prediction_layers(path)
+    copies = 2 * 129_280 * 7168  # of the embedding and the output matrix, which are the model's
+    biases = (58 + 1) * 256
+    assert model.parameter_count + layers.parameter_count + copies == 680_571_043_840 + 3_918_786_560 + biases
+    sixteen = sum(p.elements for _, p, _ in (*model.tensors(), *layers.tensors()) if p.dtype == "BF16")
+    assert sixteen + copies == 3_918_786_560
+    attention = layers.blocks[0].attention
+    assert attention
+    assert attention.latent_dim == 512 + 64  # cached of every token, as by any layer
+
+
+#: A tiny glm4_moe: two layers, one that predicts.
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 128,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+def _predicting(start: str) -> Tensors:
+    """Return the tensors of the layer that predicts, as they are in files."""
+    expert = {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}
+    matrices = {
+        "eh_proj": (64, 128),
+        **{f"self_attn.{name}_proj": (64, 64) for name in "qo"},
+        **{f"self_attn.{name}_proj": (32, 64) for name in "kv"},
+        "mlp.gate": (2, 64),
+        **{f"mlp.experts.{i}.{name}": shape for i in range(2) for name, shape in expert.items()},
+        **{f"mlp.shared_experts.{name}": shape for name, shape in expert.items()},
+        **dict.fromkeys(("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm"), (64,)),
+    }
+    found: Tensors = {f"{start}{name}.weight": ("BF16", shape) for name, shape in matrices.items()}
+    return found | {f"{start}mlp.gate.e_score_correction_bias": ("F32", (2,))}
+
+
+def test_prediction_layers_of_files(tmp_path: Path) -> None:
+    """Their bytes are those in the files, without the copies of embedding and output matrix."""
+    start = "model.layers.2."
+    own = _predicting(start)
+    copies = {f"{start}{name}.weight": ("BF16", (96, 64)) for name in ("embed_tokens", "shared_head.head")}
+    model = {"model.norm.weight": ("BF16", (64,)), "model.layers.1.input_layernorm.weight": ("BF16", (64,))}
+    directory = write_checkpoint(tmp_path / "glm", GLM, model | own | copies)
+    layers = read_prediction_layers(directory)
+    assert layers.weight_bytes == tensor_bytes(own)
+    assert {name for name, *_ in layers.tensors()} == {name.replace(start, "layers.0.") for name in own}
+    assert read_prediction_layers(directory / "config.json").weight_bytes == tensor_bytes(own)
+    del own[f"{start}eh_proj.weight"]
+    write_checkpoint(directory, GLM, model | own)
+    with pytest.raises(ModelError, match="eh_proj"):
+        read_prediction_layers(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"num_nextn_predict_layers": 0}, "has no prediction layers"),
+        ({"model_type": "llama", "architectures": None}, "prediction layers of 'llama' are not known"),
+        ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers"),
+        ({"num_nextn_predict_layers": 65}, "num_nextn_predict_layers"),
+    ],
+)
+def test_models_without_prediction_layers(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    """An error says that there are none, or that they are not known, and what to do instead."""
+    with pytest.raises(ModelError, match=problem) as caught:
+        read_prediction_layers(write_checkpoint(tmp_path, GLM | change, {}) / "config.json")
+    assert caught.value.hint
+    if "num_nextn_predict_layers" in change and not change["num_nextn_predict_layers"]:
+        with pytest.raises(ModelError, match="prediction layers"):
+            read_prediction_layers(write_checkpoint(tmp_path, GLM, {"model.norm.weight": ("BF16", (64,))}))
+
+
+def test_prediction_layers_of_qwen() -> None:
+    """They are layers with full attention beside a matrix that joins two vectors, and three norms."""
+    layers = read_prediction_layers(QWEN / "config.json")
+    hidden, heads, kv, size, width, experts = 2048, 16, 2, 256, 512, 512
+    attention = hidden * (2 * heads + 2 * kv + heads) * size + 2 * size  # queries with gates, keys, values, output
+    mixture = experts * hidden + (experts + 1) * 3 * hidden * width + hidden  # router, experts and the shared one, gate
+    assert layers.parameter_count == attention + mixture + 2 * hidden + 2 * hidden * hidden + 3 * hidden
+
+
+def test_room_for_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is split like the model, on the command line and in a manifest."""
+    monkeypatch.chdir(tmp_path)
+    path = DEEPSEEK / "config.json"
+    done = command("plan", path, "--gpus", "8xH200", "--context", "4096", "--mtp", "-o", "plan.json")
+    assert (done.code, "room for prediction layers of DeepSeek-V3: " in done.err) == (0, True)
+    plan = tpplan.load("plan.json")
+    together = sum(entry.reserved_bytes for entry in plan.memory)
+    weights, cache = read_prediction_layers(path).weight_bytes, 8 * 4096 * 576 * 2
+    assert weights + cache < together < weights + cache + 8 * GIB // 2
+    entry = f'[[plan]]\nfile = "plan.json"\nmodel = "{path}"\ngpus = "8xH200"\ncontext = 4096\nmtp = true\n'
+    (tmp_path / "tpplan.toml").write_text(entry)
+    assert command("check").code == 0
+    both = command("plan", path, "--gpus", "8xH200", "--mtp", "--draft", path)
+    assert (both.code, "--mtp does not go with --draft" in both.err) == (2, True)
+    (tmp_path / "tpplan.toml").write_text(entry + 'draft = "x"\n')
+    both = command("check")
+    assert (both.code, "has draft and mtp" in both.err) == (2, True)

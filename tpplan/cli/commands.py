@@ -135,6 +135,7 @@ def plan(
     reserve: tuple[str, ...] = (),
     draft: _Model = "",
     draft_output: File = "",
+    mtp: bool = False,
     json: bool = False,
 ) -> int:
     """Split a model over GPUs, and show the plan or write it; exit 1 if it does not fit.
@@ -158,16 +159,23 @@ def plan(
         reserve: memory to leave to something else on every device, such as 2GiB, or on one, as 2GiB@0; repeatable.
         draft: a draft model, by path or name: leave room for all of it and its cache on every device.
         draft_output: split the draft model over the devices instead, and write that plan to this file.
+        mtp: leave room for the model's own prediction layers, split like the model.
         json: print the plan as JSON.
     """
     from tpplan.files.codec import dumps  # noqa: PLC0415
     from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
     from tpplan.planner.options import Options  # noqa: PLC0415
     from tpplan.planner.plan import plan_request as make  # noqa: PLC0415
+    from tpplan.reports.manifest import Inputs  # noqa: PLC0415
 
     choices = {"cache": cache, "layout": layout, "strategy": strategy, "kv": kv}
     numbers = {"context": context, "batch": batch, "max_rows": max_rows, "tokens": tokens}
-    flags = {"full_window": full_window or None, "beyond": beyond or None, "reserve": reserve or None}
+    flags = {
+        "full_window": full_window or None,
+        "beyond": beyond or None,
+        "reserve": reserve or None,
+        "mtp": mtp or None,
+    }
     asked: dict[str, Any] = {
         name: value for name, value in {**choices, **numbers, **flags}.items() if value is not None
     }
@@ -184,9 +192,11 @@ def plan(
     on_plans.apart(output, draft_output, reading=(model, gpus, draft))
     options = Options(**asked)
     spec, gpu_list, links = on_plans.read_model(model), parse_devices(gpus, on_plans.note), links_of(gpus)
-    request, beside = on_plans.with_draft(
-        options.request(spec), spec, gpu_list, links, draft=draft, output=draft_output
+    inputs = Inputs(
+        spec, gpu_list, links, on_plans.read_draft(model, draft, draft_output, mtp=mtp), mtp or bool(draft_output)
     )
+    request, beside = inputs.asked(options)
+    on_plans.note_draft(inputs, options.request(spec), request)
     with console.busy("planning"):
         found = make(spec, gpu_list, request, links)
     on_plans.note_all(found, spec, options, links)

@@ -16,6 +16,7 @@ from tpplan.files.codec import dumps
 from tpplan.files.places import SUFFIX, is_other
 from tpplan.files.text import save_text
 from tpplan.hardware.spec import links_of, parse_devices
+from tpplan.models.reader import read_prediction_layers
 from tpplan.planner.manifest import MANIFEST, load, loads
 from tpplan.render import github, verdicts
 from tpplan.reports.check import check_manifest
@@ -126,16 +127,17 @@ def _refuse(path: str, given: Mapping[str, object]) -> None:
 
 def _inputs() -> Callable[[Entry], Inputs]:
     """Return a function that reads what an entry is planned with, each model and each list of devices once."""
-    model, devices, links = (
+    model, predicting, devices, links = (
         cache(on_plans.read_model),
+        cache(read_prediction_layers),
         cache(partial(parse_devices, tell=on_plans.note)),
         cache(links_of),
     )
 
     def read(entry: Entry) -> Inputs:
         with console.busy(f"planning {entry.file}"):
-            draft = model(entry.draft) if entry.draft else None
-            return Inputs(model(entry.model), devices(entry.gpus), links(entry.gpus), draft)
+            draft = predicting(entry.model) if entry.options.mtp else model(entry.draft) if entry.draft else None
+            return Inputs(model(entry.model), devices(entry.gpus), links(entry.gpus), draft, entry.options.mtp)
 
     return read
 

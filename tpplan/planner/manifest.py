@@ -121,6 +121,8 @@ def loads(data: bytes, path: str) -> Manifest:
         file = table.get("file")
         where = f"[[plan]] {number}" + (f" ({file})" if isinstance(file, str) else "")
         found += _problems(table, _KEYS, where)
+        if {**usual, **table}.get("mtp") is True and _DRAFT in {*usual, *table}:
+            found.append(Problem(FORM, where, f"has {_DRAFT} and mtp, of which a model drafts by one"))
         missing = [key for key in _INPUTS if key not in {*usual, *table}]
         found += [Problem(FORM, where, f"has no {key}") for key in missing]
         if isinstance(file, str):

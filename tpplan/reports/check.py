@@ -197,7 +197,7 @@ def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> list[str
     Raises:
         RequestError: it asks for what is not valid for the model.
     """
-    asked = inputs.request(options)
+    asked, _ = inputs.asked(options)
     is_auto = asked.strategy == AUTO
     resolved = resolve(inputs.model, attrs.evolve(asked, strategy=old.request.strategy if is_auto else asked.strategy))
     before, now = _words(old.request), _words(resolved)
