@@ -204,8 +204,10 @@ class Stack:
         # One device chooses for all: others may round differently and choose other experts.
         first = self.context.plan.slices(Axis.EXPERT_INTERMEDIATE, layer)[0].device
         if first in inputs:
-            scores_RE = self.steps[first].linear(inputs[first], self._weights[first], start + names.router)
-            choice_RC = self.steps[first].choose(scores_RE, count, normalised=self._settings.normalised)
+            steps, weights, router = self.steps[first], self._weights[first], self._settings.router
+            logits_RE = steps.route(inputs[first], weights, start + names.router, wide=router.wide)
+            correction_E = weights[start + names.correction] if names.correction else None
+            choice_RC = steps.choose(logits_RE, count, router, correction_E)
         else:
             choice_RC = torch.empty(len(xs[0]), 2 * count, dtype=torch.float32, device="meta")
         choices = dict(zip(self.context.devices, self.context.broadcast(choice_RC, source=first), strict=True))

@@ -9,13 +9,14 @@ from functools import partial
 from math import inf, sqrt
 from typing import TYPE_CHECKING, Final, Self
 
-from attrs import asdict, evolve, frozen
+from attrs import asdict, evolve, field, frozen
 
 from tpplan.core.axes import Axis
 from tpplan.decoder.cache.store import check_kind
 from tpplan.decoder.model.gates import ACTIVATIONS, ALPHA, LIMIT, SWIGLU_OAI
 from tpplan.decoder.model.gguf import check_gguf, config_with_factors
 from tpplan.decoder.model.ropes import Ropes
+from tpplan.decoder.model.router import Key, Router
 from tpplan.decoder.model.stored import check_formats
 from tpplan.errors import ModelError
 from tpplan.models.config import read_config
@@ -47,6 +48,7 @@ class Experts:
         down: down matrix.
         fused: tensor in which gate and up matrices are interleaved, see :mod:`tpplan.decoder.weights.fuse`;
             empty if they are separate.
+        correction: selection bias, see :func:`tpplan.decoder.layer.experts.choose`; empty if there is none.
     """
 
     router: str = "mlp.gate"
@@ -54,6 +56,13 @@ class Experts:
     up: str = "mlp.experts.{expert}.up_proj"
     down: str = "mlp.experts.{expert}.down_proj"
     fused: str = ""
+    correction: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all matrices, and of the selection bias."""
+        projections = (self.fused,) if self.fused else (self.gate, self.up)
+        return (self.router, *projections, self.down, *filter(None, (self.correction,)))
 
 
 @frozen(kw_only=True)
@@ -101,7 +110,8 @@ class Family:
         attention_cap: default of ``attn_logit_softcapping``; None if the family has no such cap.
         logit_cap: default of ``final_logit_softcapping``, infinity for no cap; None if the family has no such cap.
         experts: names of the experts' matrices.
-        normalised: whether the weights of a token's experts add up to 1; None if ``norm_topk_prob`` decides.
+        router: how tokens are routed to experts, with the defaults of the keys below.
+        router_keys: keys by which a config.json may change the router.
     """
 
     norm_eps: float = 1e-6
@@ -115,7 +125,8 @@ class Family:
     attention_cap: float | None = None
     logit_cap: float | None = None
     experts: Experts = Experts()
-    normalised: bool | None = None
+    router: Router = field(factory=Router)
+    router_keys: tuple[Key, ...] = ()
 
 
 _MIXTRAL: Final = Experts(
@@ -157,9 +168,9 @@ FAMILIES: Final[dict[str, Family]] = {
     "phi3": Family(norm_eps=1e-5),
     "granite": Family(multipliers=True),
     "smollm3": Family(),
-    "mixtral": Family(norm_eps=1e-5, experts=_MIXTRAL, normalised=True),
-    "qwen3_moe": Family(),
-    "gpt_oss": Family(norm_eps=1e-5, experts=_GPT_OSS, normalised=True),
+    "mixtral": Family(norm_eps=1e-5, experts=_MIXTRAL, router=Router(normalised=True)),
+    "qwen3_moe": Family(router_keys=("norm_topk_prob",)),
+    "gpt_oss": Family(norm_eps=1e-5, experts=_GPT_OSS, router=Router(normalised=True)),
     "ministral": Family(),
     "ministral3": Family(norm_eps=1e-5),
     "seed_oss": Family(),
@@ -209,7 +220,7 @@ class Settings:
         attention_cap: soft cap: scores ``s`` become ``cap · tanh(s / cap)``; None if there is none.
         logit_scale: factor of the logits.
         logit_cap: soft cap of the logits.
-        normalised: whether the weights of a token's experts add up to 1.
+        router: how tokens are routed to experts.
         ropes: RoPE of the layers.
         scheme: how the checkpoint stores quantised matrices.
     """
@@ -223,7 +234,7 @@ class Settings:
     attention_cap: float | None
     logit_scale: float
     logit_cap: float | None
-    normalised: bool
+    router: Router
     ropes: Ropes
     scheme: Scheme
 
@@ -266,7 +277,7 @@ class Settings:
             # The whole model has an output matrix of its own, behind which transformers does nothing.
             logit_scale=1.0 if is_part else 1 / (multiplied("logits_scaling") or 1.0),
             logit_cap=None if is_part or logit_cap == inf else logit_cap,
-            normalised=config.flag("norm_topk_prob") if family.normalised is None else family.normalised,
+            router=family.router.read(config, family.router_keys, model.blocks),
             ropes=Ropes.read(config, model_type, model),
             scheme=scheme,
         )
@@ -292,8 +303,11 @@ def settings_of(checkpoint: str | Path | Source, model: ModelSpec) -> Settings:
     directory = directory_of(checkpoint)
     config = read_config(directory)
     settings = Settings.read(config, model, directory)
-    check_formats(model, settings.scheme, str(directory), fused=settings.family.experts.fused)
-    _check_experts(model, settings.family.experts, str(directory))
+    experts = settings.family.experts
+    check_formats(
+        model, settings.scheme, str(directory), fused=experts.fused, wide=(experts.router, experts.correction)
+    )
+    _check_experts(model, experts, str(directory))
     return settings
 
 
@@ -303,10 +317,9 @@ def _check_experts(model: ModelSpec, experts: Experts, source: str) -> None:
     Raises:
         ModelError: some have others.
     """
-    names = (experts.router, *((experts.fused,) if experts.fused else (experts.gate, experts.up)), experts.down)
     for block in model.blocks:
         stems = [split_name(parameter.name)[0] for parameter in block.parameters]
-        for name in names if block.experts else ():
+        for name in experts.names if block.experts else ():
             if not any(stem.endswith(f".{name}") for stem in stems):
                 found = next((stem for stem in stems if "expert" in stem or "switch" in stem), "other tensors")
                 what = f"{source}: the decoder looks for {name}, the checkpoint has {found} in the layers"
