@@ -103,6 +103,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_mtp_layers": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "gpt_oss": {
         "num_local_experts": 6,
         "num_experts_per_tok": 3,
@@ -137,6 +152,14 @@ FURTHER: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.4,
             "original_max_position_embeddings": 32,
         },
+    },
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 2,
+        "hidden_size": 64,
     },
     "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
     "cwm": {"sliding_window": 9, "mlp_bias": True, "bos_token_id": 0},
@@ -199,6 +222,9 @@ def with_random_weights(model: Any) -> Any:
         for parameter in model.float().eval().parameters():
             spread = 0.2 if parameter.dim() > 1 else 0.3
             parameter.normal_(0 if parameter.dim() > 1 else 0.5, spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     return model
 
 

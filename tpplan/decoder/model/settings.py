@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from tpplan.core.model import ModelSpec
+    from tpplan.core.model import Block, ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.models.config import Config
     from tpplan.weights.source import Source
@@ -49,6 +49,8 @@ class Experts:
         fused: tensor in which gate and up matrices are interleaved, see :mod:`tpplan.decoder.weights.fuse`;
             empty if they are separate.
         correction: selection bias, see :func:`tpplan.decoder.layer.experts.choose`; empty if there is none.
+        shared: gated MLP of the experts that all tokens share; empty if there is none. A model may lack it.
+        shared_gate: matrix of one row that gives the logit of the shared experts' weight; empty if that is 1.
     """
 
     router: str = "mlp.gate"
@@ -57,12 +59,15 @@ class Experts:
     down: str = "mlp.experts.{expert}.down_proj"
     fused: str = ""
     correction: str = ""
+    shared: str = ""
+    shared_gate: str = ""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all matrices, and of the selection bias."""
+    def names(self, block: Block) -> tuple[str, ...]:
+        """Return the names of all matrices and of the selection bias that a layer has."""
         projections = (self.fused,) if self.fused else (self.gate, self.up)
-        return (self.router, *projections, self.down, *filter(None, (self.correction,)))
+        shared = [f"{self.shared}.{each}_proj" for each in ("gate", "up", "down")] if block.shared_intermediate else ()
+        further = (self.correction, *shared, self.shared_gate if shared else "")
+        return (self.router, *projections, self.down, *filter(None, further))
 
 
 @frozen(kw_only=True)
@@ -136,6 +141,13 @@ _MIXTRAL: Final = Experts(
     down="block_sparse_moe.experts.{expert}.w2",
 )
 
+_QWEN2_MOE: Final = Experts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+
+#: Experts, routers and their keys as in DeepSeek-V3.
+_CORRECTED: Final = Experts(correction="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts")
+_SIGMOID: Final = Router(sigmoid=True, best=2, normalised=True, wide=True)
+_GROUPED: Final[tuple[Key, ...]] = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
+
 _GPT_OSS: Final = Experts(
     router="mlp.router",
     gate="mlp.experts.gate_proj",
@@ -170,6 +182,8 @@ FAMILIES: Final[dict[str, Family]] = {
     "smollm3": Family(),
     "mixtral": Family(norm_eps=1e-5, experts=_MIXTRAL, router=Router(normalised=True)),
     "qwen3_moe": Family(router_keys=("norm_topk_prob",)),
+    "qwen2_moe": Family(experts=_QWEN2_MOE, router_keys=("norm_topk_prob",)),
+    "glm4_moe": Family(norm_eps=1e-5, experts=_CORRECTED, router=_SIGMOID, router_keys=_GROUPED),
     "gpt_oss": Family(norm_eps=1e-5, experts=_GPT_OSS, router=Router(normalised=True)),
     "ministral": Family(),
     "ministral3": Family(norm_eps=1e-5),
@@ -319,7 +333,7 @@ def _check_experts(model: ModelSpec, experts: Experts, source: str) -> None:
     """
     for block in model.blocks:
         stems = [split_name(parameter.name)[0] for parameter in block.parameters]
-        for name in experts.names if block.experts else ():
+        for name in experts.names(block) if block.experts else ():
             if not any(stem.endswith(f".{name}") for stem in stems):
                 found = next((stem for stem in stems if "expert" in stem or "switch" in stem), "other tensors")
                 what = f"{source}: the decoder looks for {name}, the checkpoint has {found} in the layers"
