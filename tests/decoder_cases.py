@@ -118,6 +118,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
+    "minimax_m2": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 24,
+        "head_dim": 32,
+        "rotary_dim": 16,
+    },
     "gpt_oss": {
         "num_local_experts": 6,
         "num_experts_per_tok": 3,

@@ -103,9 +103,13 @@ CUTS: dict[str, tuple[str, dict[Axis, tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("layout", ["reduce", "gather"])
 @pytest.mark.parametrize("name", CUTS)
-def test_cuts_that_leave_something_out(name: str, layout: str) -> None:
-    """Devices without heads, MLP, vocabulary or residual stream, and with half of a repeated head's queries."""
-    model = model_of("qwen3")
+@pytest.mark.parametrize("model_type", ["qwen3", "minimax_m2"])
+def test_cuts_that_leave_something_out(model_type: str, name: str, layout: str) -> None:
+    """Devices without heads, MLP, vocabulary or residual stream, and with half of a repeated head's queries.
+
+    Of MiniMax-M2, all heads are normed together.
+    """
+    model = model_of(model_type)
     kv, cut = CUTS[name]
     plan = plan_of(model.directory, len(cut[Axis.KV_HEADS]) - 1, request_of(layout, kv), cut, seed=1)
     check(model, plan, "events", new=8)

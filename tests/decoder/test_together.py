@@ -78,6 +78,7 @@ CASES = [
     ("qwen3_moe", "gather", 0.0, False),
     ("gpt_oss", "reduce", 0.0, False),
     ("glm4_moe", "reduce", 0.0, True),
+    ("minimax_m2", "gather", 0.0, True),
 ]
 
 

@@ -157,23 +157,55 @@ class Stack:
         return self._attention, self._mixture if block.experts else self._mlp
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
-        found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
+        qkv: Iterable[Tensor] = (self._qkv(layer, xs, device) for device in self.heads[layer])
+        if self._norms.of_all_heads:
+            qkv = self._norm_all_heads(layer, [*qkv], len(xs[0]))
+        found = [self._attend(layer, x_RHK, rows, device) for x_RHK, device in zip(qkv, self.heads[layer], strict=True)]
         name = f"model.layers.{layer}.self_attn.o_proj"
         ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=self._head_dims[layer])
         return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)
 
-    def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
+    def _qkv(self, layer: int, xs: tuple[Tensor, ...], device: int) -> Tensor:
+        """Return the queries, keys and values of a device's heads, ``[R, H, K]``."""
+        start, before = f"model.layers.{layer}.", self._norms.before_attention
+        names = [f"{start}self_attn.{which}_proj" for which in "qkv"]
+        norm = f"{start}{before}" if before else ""
+        qkv_RO = self.normed(xs, device, norm, f"{start}self_attn.qkv_proj", names)
+        return torch.unflatten(qkv_RO, -1, (-1, self._head_dims[layer]))
+
+    def _head_norms(self, layer: int, device: int) -> tuple[Tensor, ...]:
+        """Return the weights of the norms of queries and keys; empty if a layer has none."""
+        weights, names = self._weights[device], (self._norms.queries, self._norms.keys)
+        found = (f"model.layers.{layer}.{name}.weight" for name in names)
+        return tuple(weights[name] for name in found if name in weights)
+
+    def _norm_all_heads(self, layer: int, qkv: list[Tensor], rows: int) -> list[Tensor]:
+        """Normalise the queries of all devices' heads together, and the keys, in place."""
+        plan, devices, head_dim = self.context.plan, self.heads[layer], self._head_dims[layer]
+        queries, keys = plan.split(Axis.Q_HEADS, layer).size, plan.split(Axis.KV_HEADS, layer)
+        count = keys.size // keys.replicas
+        squares = [
+            self.steps[device].squares(x_RHK, heads, queries // count)
+            for x_RHK, (device, heads) in zip(qkv, devices.items(), strict=True)
+        ]
+        if not self._is_alone:
+            out = None if squares else room_for(self.context, rows, 2, torch.float32)
+            sums = self.context.all_reduce(squares, axis=Axis.KV_HEADS, layer=layer, out=out)
+            at = dict(zip(self.context.devices, sums, strict=True))
+            squares = [at[device] for device in devices]
+        sizes = queries * head_dim, count * head_dim
+        for x_RHK, square_R2, (device, heads) in zip(qkv, squares, devices.items(), strict=True):
+            self.steps[device].norm_all_heads(x_RHK, heads, square_R2, sizes, self._head_norms(layer, device))
+        return qkv
+
+    def _attend(self, layer: int, qkv_RHK: Tensor, rows: Pass, device: int) -> Tensor:
         """Return the attention output of a device's query heads, concatenated to ``[R, ...]``."""
         start, head_dim, of = f"model.layers.{layer}.", self._head_dims[layer], self._norms
         weights, ropes, angles = self._weights[device], self._settings.ropes, rows.angles[device]
         steps, heads = self.steps[device], self.heads[layer][device]
-        names = [f"{start}self_attn.{which}_proj" for which in "qkv"]
-        norm = f"{start}{of.before_attention}" if of.before_attention else ""
-        qkv_RO = self.normed(xs, device, norm, f"{start}self_attn.qkv_proj", names)
-        qkv_RHK = torch.unflatten(qkv_RO, -1, (-1, head_dim))
         if angles.growth is not None:
             qkv_RHK[:, : heads.queries].mul_(angles.growth)
-        norms = tuple(weights[name] for each in (of.queries, of.keys) if (name := f"{start}{each}.weight") in weights)
+        norms = () if of.of_all_heads else self._head_norms(layer, device)
         by = angles.by_kind[ropes.kinds[layer]]
         norm_rope = NormAndRope(by, norms, are_neighbours=ropes.are_neighbours, norms_last=of.behind_rope)
         sinks = weights[name] if (name := f"{start}self_attn.sinks") in weights else None

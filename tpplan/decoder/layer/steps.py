@@ -242,6 +242,45 @@ class Plain:
             for x_RHK, weight in zip(heads.split_qkv(qkv_RHK), norm_rope.norms, strict=False):
                 x_RHK.copy_(self.norm(x_RHK, weight))
 
+    def squares(self, qkv_RHK: Tensor, heads: Heads, group: int) -> Tensor:
+        """Return the sums of the squares of a device's queries, and of its keys, ``[R, 2]`` in float32.
+
+        Of a KV head that several devices have, each counts as large a part as it has of the query heads that read it.
+
+        Args:
+            qkv_RHK: queries, then keys, then values.
+            heads: the attention heads of the layer on the device.
+            group: query heads that read a KV head, on all devices.
+        """
+        q_RHK, k_RHK, _ = heads.split_qkv(qkv_RHK)
+        q_RH, k_RH = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square_() for x in (q_RHK, k_RHK))
+        for run in heads.runs:
+            if run.group != group:
+                k_RH[:, run.keys].mul_(run.group / group)
+        return torch.stack((q_RH.sum(-1), k_RH.sum(-1)), dim=1)
+
+    def norm_all_heads(
+        self,
+        qkv_RHK: Tensor,
+        heads: Heads,
+        squares_R2: Tensor,
+        counts: tuple[int, int],
+        norms: tuple[Tensor, ...],
+    ) -> None:
+        """Apply the RMS norm of all query heads together, and that of all key heads, in place.
+
+        Args:
+            qkv_RHK: queries, then keys, then values.
+            heads: the attention heads of the layer on the device.
+            squares_R2: sums of the squares over all devices, see :meth:`squares`.
+            counts: elements of all queries and of all keys of a row.
+            norms: the device's weights of both norms.
+        """
+        sums = squares_R2.unbind(1)
+        for x_RHK, sum_R, count, weight in zip(heads.split_qkv(qkv_RHK), sums, counts, norms, strict=False):
+            x_RHK.mul_(sum_R.div(count).add_(self._eps).rsqrt_()[:, None, None])
+            x_RHK.mul_(weight.view(x_RHK.shape[1:]))
+
     def append_kv(
         self,
         qkv_RHK: Tensor,

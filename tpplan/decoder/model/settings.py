@@ -82,6 +82,7 @@ class Norms:
         queries: norm of each query head; a checkpoint may lack it, and that of keys.
         keys: norm of each key head.
         behind_rope: whether the norms of heads come behind RoPE.
+        of_all_heads: whether all query heads are normed together, and all key heads, before RoPE.
     """
 
     before_attention: str = "input_layernorm"
@@ -91,6 +92,7 @@ class Norms:
     queries: str = "self_attn.q_norm"
     keys: str = "self_attn.k_norm"
     behind_rope: bool = False
+    of_all_heads: bool = False
 
     @property
     def of_outputs(self) -> bool:
@@ -156,6 +158,8 @@ _GPT_OSS: Final = Experts(
     fused="mlp.experts.gate_up_proj",
 )
 
+_MINIMAX_M2: Final = evolve(_MIXTRAL, correction="block_sparse_moe.e_score_correction_bias")
+
 _SANDWICH: Final = Norms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
@@ -184,6 +188,9 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen3_moe": Family(router_keys=("norm_topk_prob",)),
     "qwen2_moe": Family(experts=_QWEN2_MOE, router_keys=("norm_topk_prob",)),
     "glm4_moe": Family(norm_eps=1e-5, experts=_CORRECTED, router=_SIGMOID, router_keys=_GROUPED),
+    "minimax_m2": Family(
+        experts=_MINIMAX_M2, router=Router(sigmoid=True, normalised=True), norms=Norms(of_all_heads=True)
+    ),
     "gpt_oss": Family(norm_eps=1e-5, experts=_GPT_OSS, router=Router(normalised=True)),
     "ministral": Family(),
     "ministral3": Family(norm_eps=1e-5),
