@@ -140,6 +140,6 @@ def _kinds(config: Config, model_type: str, layers: int) -> tuple[int, ...]:
         return tuple(SECOND if is_sliding else FIRST for is_sliding in slides(config, model_type, layers))
     if model_type == "smollm3":
         return tuple(NONE if is_without else FIRST for is_without in without_rope(config, layers))
-    if model_type == "exaone4" and config.optional_count("sliding_window", default=1) is not None:
+    if model_type in {"exaone4", "exaone_moe"} and config.optional_count("sliding_window", default=1) is not None:
         return tuple(FIRST if is_sliding else NONE for is_sliding in slides(config, model_type, layers))
     return (FIRST,) * layers

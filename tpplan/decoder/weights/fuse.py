@@ -148,6 +148,8 @@ def fuse_weights(
     quantised = {name.removeprefix(settings.root): matrix for name, matrix in matrices.items()}
     if settings.logit_scale != 1 and _LAST in found:
         found[_LAST] = (found[_LAST].float() * settings.logit_scale).to(dtype)
+    if (bias := found.get("lm_head.bias")) is not None:  # of an embedding that is also the output matrix
+        found["model.embed_tokens.bias"] = bias
     for layer, block in enumerate(blocks):
         start = f"model.layers.{layer}."
         for fused, names in _FUSED.items():
