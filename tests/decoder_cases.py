@@ -186,6 +186,14 @@ FURTHER: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
         "use_sliding_window": True,
     },
+    "hy_v3": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "num_shared_experts": 2,
+        "mlp_bias": True,
+        "router_scaling_factor": 1.6,
+    },
     "solar_open": {**_GROUPED, "attention_bias": True, "norm_topk_prob": False, "routed_scaling_factor": 0.6},
     "exaone_moe": {
         **_GROUPED,

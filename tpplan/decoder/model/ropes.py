@@ -33,7 +33,7 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 
 #: Families in which RoPE may rotate only a part of each head.
-_PARTIAL: Final = frozenset({"phi3", "glm", "glm4", "glm4_moe", "glm4v_text", "minimax_m2"})
+_PARTIAL: Final = frozenset({"phi3", "glm", "glm4", "glm4_moe", "glm4v_moe_text", "glm4v_text", "minimax_m2"})
 
 
 @frozen

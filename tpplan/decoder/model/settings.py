@@ -150,6 +150,8 @@ _CORRECTED: Final = Experts(correction="mlp.gate.e_score_correction_bias", share
 _SIGMOID: Final = Router(sigmoid=True, best=2, normalised=True, wide=True)
 _GROUPED: Final[tuple[Key, ...]] = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
 
+_GLM4_MOE: Final = Family(norm_eps=1e-5, experts=_CORRECTED, router=_SIGMOID, router_keys=_GROUPED)
+
 _GPT_OSS: Final = Experts(
     router="mlp.router",
     gate="mlp.experts.gate_proj",
@@ -161,6 +163,7 @@ _GPT_OSS: Final = Experts(
 _ERNIE: Final = Experts(correction="mlp.moe_statics.e_score_correction_bias", shared="mlp.shared_experts")
 _EXAONE_MOE: Final = evolve(_CORRECTED, correction="mlp.e_score_correction_bias")
 _HUNYUAN: Final = Experts(router="mlp.gate.wg", shared="mlp.shared_mlp")
+_HY_V3: Final = Experts(router="mlp.router.gate", correction="mlp.expert_bias", shared="mlp.shared_mlp")
 _MINIMAX_M2: Final = evolve(_MIXTRAL, correction="block_sparse_moe.e_score_correction_bias")
 
 _SANDWICH: Final = Norms(
@@ -194,9 +197,12 @@ FAMILIES: Final[dict[str, Family]] = {
     "mixtral": Family(norm_eps=1e-5, experts=_MIXTRAL, router=Router(normalised=True)),
     "qwen3_moe": Family(router_keys=("norm_topk_prob",)),
     "qwen2_moe": Family(experts=_QWEN2_MOE, router_keys=("norm_topk_prob",)),
-    "glm4_moe": Family(norm_eps=1e-5, experts=_CORRECTED, router=_SIGMOID, router_keys=_GROUPED),
+    "glm4_moe": _GLM4_MOE,
     "dots1": Family(experts=_CORRECTED, router=evolve(_SIGMOID, normalised=False), router_keys=_GROUPED),
-    "solar_open": Family(norm_eps=1e-5, experts=_CORRECTED, router=_SIGMOID, router_keys=_GROUPED),
+    "hy_v3": Family(
+        norm_eps=1e-5, experts=_HY_V3, router=evolve(_SIGMOID, factor=2.826), router_keys=("router_scaling_factor",)
+    ),
+    "solar_open": _GLM4_MOE,
     "exaone_moe": Family(norm_eps=1e-5, experts=_EXAONE_MOE, router=evolve(_SIGMOID, factor=2.5), router_keys=_GROUPED),
     "ernie4_5_moe": Family(
         norm_eps=1e-5,
@@ -227,6 +233,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen2_vl_text": Family(norm_eps=1e-5),
     "qwen2_5_vl_text": Family(norm_eps=1e-5),
     "qwen3_vl_text": Family(),
+    "glm4v_moe_text": _GLM4_MOE,
 }
 
 
@@ -239,7 +246,7 @@ _GGUF_EXPERTS: Final = {"gpt_oss": Experts(router="mlp.router")}
 
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = (
-    *("gemma3", "glm4v", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("gemma3", "glm4v", "glm4v_moe", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
     *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "vipllava"),
 )
 
