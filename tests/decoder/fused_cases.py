@@ -17,6 +17,7 @@ from tpplan.decoder.fast.launches.gemv import MOST_ROWS
 from tpplan.decoder.layer import experts
 from tpplan.decoder.math import rms_norm
 from tpplan.decoder.model.gates import ACTIVATIONS, gated
+from tpplan.decoder.model.router import Router
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -169,11 +170,12 @@ class FakeExperts:
         self._codes = {kind for kind in KINDS if kind in codes}
         self._dtype, self._act = dtype, activation
 
-    def choose(self, scores: Tensor, count: int, *, normalised: bool) -> Tensor:
-        """Choose."""
-        assert scores.dtype == self._dtype
+    def choose(self, scores: Tensor, count: int, *, normalised: bool) -> Tensor | None:
+        """Choose by scores in 16 bits."""
+        if scores.dtype != self._dtype:
+            return None
         self.calls["choose"] += 1
-        return torch.cat(experts.choose(scores, count, normalised=normalised), dim=1)
+        return torch.cat(experts.choose(scores, count, Router(normalised=normalised)), dim=1)
 
     def up(self, x: Tensor, gate: Projection, up: Projection, choice: Tensor) -> Tensor | None:
         """Multiply by matrices of what is chosen."""

@@ -57,6 +57,8 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "phi3": {},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 3},  # where no rounding chooses others
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 2},
+    "minimax_m2": {"num_local_experts": 3},
 }
 
 FORMATS: Final[dict[str, Format]] = {

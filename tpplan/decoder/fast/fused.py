@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from tpplan.decoder.fast.launches import attention, dense, gemv, packed, pointwise, skinny, wide
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.cache.store import CachePlaces
     from tpplan.decoder.layer.steps import NormAndRope
     from tpplan.decoder.math import Scoring
+    from tpplan.decoder.model.router import Router
     from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.decoder.weights.quantised import Matrix, Quantised
@@ -201,10 +203,13 @@ class Fused(Plain):
         """Return the activation of ``gate``, multiplied by ``up``; ``gate`` is overwritten with it and returned."""
         return gate if self._pointwise.gate(gate, up) else super().gate(gate, up)
 
-    def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
+    def choose(self, logits_RE: Tensor, count: int, router: Router, correction_E: Tensor | None = None) -> Tensor:
         """Return the experts that rows are routed to, ``[R, 2 × C]``: their weights, then their numbers."""
-        found = self._experts.choose(scores_RE, count, normalised=normalised) if self._experts else None
-        return super().choose(scores_RE, count, normalised=normalised) if found is None else found
+        if self._experts and router.is_softmax and correction_E is None:
+            found = self._experts.choose(logits_RE, count, normalised=router.normalised)
+            if found is not None:
+                return found
+        return super().choose(logits_RE, count, router, correction_E)
 
     def takes_experts_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
         """Tell whether :meth:`experts_up` has kernels that are no slower than torch for this number of rows."""
@@ -232,6 +237,7 @@ class Fused(Plain):
 
     def norm_and_rope(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> None:
         """Apply the norms and rotation to the query and key heads of rows, in place."""
+        norm_rope = self._norm_first(qkv_RHK, heads, norm_rope)
         if not self._norm_and_rope(qkv_RHK, heads, norm_rope):
             super().norm_and_rope(qkv_RHK, heads, norm_rope)
 
@@ -247,8 +253,16 @@ class Fused(Plain):
     ) -> None:
         """Apply :meth:`norm_and_rope`, and write the keys and values to the cache."""
         to = Places(*heads.cache.as_rows(), sequences, places, heads.cache.scales)
+        norm_rope = self._norm_first(qkv_RHK, heads, norm_rope)
         if not self._norm_and_rope(qkv_RHK, heads, norm_rope, to):
             super().append_kv(qkv_RHK, heads, norm_rope, sequences, places, rows_to_write=rows_to_write)
+
+    def _norm_first(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> NormAndRope:
+        """Apply norms in front of a rotation of a part of each head, for which no kernel has norms; return the rest."""
+        if not norm_rope.norms or norm_rope.norms_last or 2 * norm_rope.angles.shape[-1] == qkv_RHK.shape[-1]:
+            return norm_rope
+        self._norm_heads(qkv_RHK, heads, norm_rope)
+        return evolve(norm_rope, norms=())
 
     def _norm_and_rope(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope, to: Places | None = None) -> bool:
         """Apply norms and RoPE by a kernel, and write keys and values to ``to`` if given; return False if none can."""

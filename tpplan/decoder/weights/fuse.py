@@ -79,7 +79,10 @@ def _outputs_first(whole_EIO: Tensor) -> Tensor:
 
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    **{
+        f"{mlp}.gate_up_proj": (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp")
+    },
 }
 
 #: Name of the weights of the norm before the output matrix.
@@ -145,6 +148,8 @@ def fuse_weights(
     quantised = {name.removeprefix(settings.root): matrix for name, matrix in matrices.items()}
     if settings.logit_scale != 1 and _LAST in found:
         found[_LAST] = (found[_LAST].float() * settings.logit_scale).to(dtype)
+    if (bias := found.get("lm_head.bias")) is not None:  # of an embedding that is also the output matrix
+        found["model.embed_tokens.bias"] = bias
     for layer, block in enumerate(blocks):
         start = f"model.layers.{layer}."
         for fused, names in _FUSED.items():
