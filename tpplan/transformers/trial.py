@@ -63,7 +63,6 @@ _MOST: Final[Mapping[str, int]] = {
     "index_head_dim": 16,
     "index_n_heads": 4,
     "index_topk": 4,
-    "mamba_chunk_size": 8,
     "linear_num_key_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
