@@ -26,6 +26,7 @@ class _Later:
         return getattr(self._module, name)
 
 
+openai: Any = _Later("openai")
 transformers: Any = _Later("transformers")
 optimize: Any = _Later("scipy.optimize")
 sparse: Any = _Later("scipy.sparse")

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 compiler = pytest.importorskip("numba.cuda.compiler", reason="needs numba-cuda: pip install '.[cu13]'")
+functions = pytest.importorskip("numba.core.types.functions", reason="needs numba-cuda: pip install '.[cu13]'")
+errors = pytest.importorskip("numba.core.errors", reason="needs numba-cuda: pip install '.[cu13]'")
 LINKER = pytest.importorskip("cuda.bindings.nvjitlink", reason="needs nvJitLink: pip install '.[cu13]'")
 
 NEWEST = (12, 0) if LINKER.version() >= (12, 8) else (9, 0)  # that the linker here knows
@@ -37,7 +39,8 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
 
 def made_ptx(name: str, capability: tuple[int, int]) -> str:
     """Compile a kernel; what numba makes of its source is the same for all generations, and made once."""
-    with _uncounted(), patch.object(compiler, "_compile_pyfunc_with_fixup", _made_once):
+    made_once = patch.object(compiler, "_compile_pyfunc_with_fixup", _made_once)
+    with _uncounted(), made_once, patch.object(functions.BaseFunction, "get_call_type", _typed_once):
         return kernel_cache.ptx(name, capability)
 
 
@@ -50,6 +53,24 @@ def _made_once(function: Any, *signature: Any, **options: Any) -> Any:
     if key not in _made:
         _made[key] = _make(function, *signature, **options)
     return _made[key]
+
+
+_type, _typed = functions.BaseFunction.get_call_type, dict[Any, Any]()
+
+
+def _typed_once(function: Any, context: Any, args: Any, kws: Any) -> Any:
+    """Return the signature of a call; numba tries dozens for each operator, which takes a quarter of its time."""
+    if kws or getattr(function.typing_key, "__module__", "") != "_operator":
+        return _type(function, context, args, kws)
+    key = function, context, tuple(args)
+    if key not in _typed:
+        try:
+            _typed[key] = _type(function, context, args, kws)
+        except errors.TypingError as error:
+            _typed[key] = error.with_traceback(None)
+    if isinstance(_typed[key], errors.TypingError):
+        raise _typed[key]
+    return _typed[key]
 
 
 @contextmanager

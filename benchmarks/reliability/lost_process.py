@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 EXAMPLE = ROOT / "examples/generate_together.py"
-RANKS, PROMPT, NEW_TOKENS = 3, "5,17,99", 100
+RANKS, PROMPT, NEW_TOKENS = 3, "5,17,99", 50
 #: Tokens after which something happens.
 _BEFORE = 5
 #: Seconds beyond the time-out in which all have to end, and more until those that did not are ended from outside.

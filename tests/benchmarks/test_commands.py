@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from benchmarks import bench_exec, soak
-from benchmarks.common.rows import ROOT
 from benchmarks.reliability import interrupts, lost_process, operations
 
 
@@ -60,11 +58,12 @@ def test_options_of_the_other_kind(
     assert message in capsys.readouterr().err
 
 
-def test_operations_between_processes() -> None:
+def test_operations_between_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two processes with virtual devices time every operation on two sizes."""
-    command = [sys.executable, "-m", "benchmarks.bench_exec", "--processes", "--gpus", "2", "--cpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split()[:4] for line in done.stdout.splitlines() if " KiB eager: " in line]
+    monkeypatch.setattr(sys, "argv", ["bench_exec", "--processes", "--gpus", "2", "--cpu"])
+    with pytest.raises(SystemExit) as end:
+        bench_exec.main()
+    assert not end.value.code
+    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines() if " KiB eager: " in line]
     kinds = ("all_reduce", "allgather", "broadcast")
     assert rows == [[kind, size, "KiB", "eager:"] for size in ("8", "64") for kind in kinds]

@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import openai
 import pytest
 import torch
 import uvicorn
 
 from tests.decoder.generate_cases import write_chat_checkpoint
 from tests.decoder_cases import LENGTH
-from tests.later import transformers
+from tests.later import openai, transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.decoder.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from openai import OpenAI
 
 ROOT = Path(__file__).parents[2]
 MESSAGES: list[Any] = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Who?"}]
@@ -56,7 +57,7 @@ def example() -> Any:
 
 
 @pytest.fixture(scope="module")
-def client(example: Any, checkpoint: Path) -> Iterator[openai.OpenAI]:
+def client(example: Any, checkpoint: Path) -> Iterator[OpenAI]:
     """Serve the checkpoint on virtual devices, and return a client of it."""
     with example.loaded(str(checkpoint / "plan.json"), str(checkpoint), "cpu") as engine:
         config = uvicorn.Config(example.Server(engine).app(), port=0, log_level="error", ws="none")
@@ -84,12 +85,12 @@ def expected(checkpoint: Path, text: str, count: int) -> tuple[str, int]:
     return Tokenizer(checkpoint).decode(new), len(prompt["input_ids"])
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: OpenAI) -> None:
     """There is one, with the name that the plan has."""
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
-def test_a_chat(client: openai.OpenAI, checkpoint: Path) -> None:
+def test_a_chat(client: OpenAI, checkpoint: Path) -> None:
     """The answer is that of transformers, whole or piece by piece, with its counts; variables reach the template."""
     text = "<|turn|>sBe.<|end|><|turn|>uWho?<|end|><|turn|>a"
     for mood in ("", "m"):
@@ -110,7 +111,7 @@ def test_a_chat(client: openai.OpenAI, checkpoint: Path) -> None:
         assert usage.usage == done.usage
 
 
-def test_a_text(client: openai.OpenAI, checkpoint: Path) -> None:
+def test_a_text(client: OpenAI, checkpoint: Path) -> None:
     """Tokens are continued as well as a text, up to a stop string, whole or piece by piece."""
     answer, length = expected(checkpoint, "<s>Who", 20)
     hot: dict[str, Any] = {"model": "tiny", "max_tokens": 40, "temperature": 9, "seed": 3}
@@ -128,7 +129,7 @@ def test_a_text(client: openai.OpenAI, checkpoint: Path) -> None:
         assert len(text) > len(stop) + 9
 
 
-def test_draws(client: openai.OpenAI) -> None:
+def test_draws(client: OpenAI) -> None:
     """The seed decides, and a small top-p takes the likeliest tokens."""
 
     def drawn(**options: Any) -> str:
@@ -140,7 +141,7 @@ def test_draws(client: openai.OpenAI) -> None:
     assert drawn(temperature=1.5, top_p=0.001) == drawn() != first
 
 
-def test_requests_that_arrive_together(client: openai.OpenAI, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_arrive_together(client: OpenAI, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as the plan's batch are generated together, and each is answered as it is alone."""
     prompts = ["Who", "Why is it?", "Oh"]
 
@@ -162,7 +163,7 @@ def test_requests_that_arrive_together(client: openai.OpenAI, example: Any, monk
     assert sizes == [2, 1]
 
 
-def test_a_client_that_goes_away(client: openai.OpenAI, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_goes_away(client: OpenAI, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text ends, and the next request is answered."""
     jobs, made, original = [], [], example.generate
 
@@ -212,7 +213,7 @@ def test_a_client_that_goes_away(client: openai.OpenAI, example: Any, monkeypatc
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_refused(client: openai.OpenAI, body: dict[str, Any], words: list[str], param: str | None) -> None:
+def test_what_is_refused(client: OpenAI, body: dict[str, Any], words: list[str], param: str | None) -> None:
     """The error is one of JSON that names what is wrong, with the numbers."""
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/chat/completions", body={"model": "tiny", "messages": MESSAGES} | body, cast_to=object)
@@ -221,7 +222,7 @@ def test_what_is_refused(client: openai.OpenAI, body: dict[str, Any], words: lis
     assert error["param"] == param
 
 
-def test_other_models_and_bodies(client: openai.OpenAI) -> None:
+def test_other_models_and_bodies(client: OpenAI) -> None:
     """A model that there is not is not found, and what is no JSON is a bad request."""
     with pytest.raises(openai.NotFoundError, match="there is no model 'huge', only 'tiny'"):
         client.completions.create(model="huge", prompt="Who")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks.common import children
@@ -14,15 +16,34 @@ from tpplan.transformers.trial import uneven_plan
 from tpplan.weights.source import Source
 
 ROOT = Path(__file__).parents[2]
+MODELS = ("llama", "qwen3_next", "deepseek_v3", "mixtral")
+#: The example with other ports and arguments in turn, so that processes start and import transformers but once.
+REPEATED = """
+import json, os, runpy, sys
+main = runpy.run_path("examples/generate_together.py")["main"]
+for os.environ["MASTER_PORT"], *sys.argv[1:] in json.loads(sys.argv[1]):
+    main()
+"""
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "deepseek_v3", "mixtral"])
-def test_tokens_are_those_of_one_device(tmp_path: Path, model_type: str) -> None:
+def free_ports(count: int) -> list[str]:
+    """Return as many different ports."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [str(server.getsockname()[1]) for server in servers]
+
+
+def test_tokens_are_those_of_one_device(tmp_path: Path) -> None:
     """Three processes, of which the second has no heads, make the tokens of one, by transformers' generate in each."""
-    model, path = model_of(model_type), tmp_path / "plan.json"
-    uneven_plan(Source.read(model.directory), "reduce", "idle").save(path)
+    runs, wanted = [], {}
+    for model_type, port in zip(MODELS, free_ports(len(MODELS)), strict=True):
+        model, path = model_of(model_type), tmp_path / f"{model_type}.json"
+        uneven_plan(Source.read(model.directory), "reduce", "idle").save(path)
+        tokens = model.whole.generate(torch.tensor([[5, 17, 99]]), max_new_tokens=12, do_sample=False)
+        wanted[model_type] = tokens[0, 3:].tolist()
+        words = [str(path), str(model.directory), "5,17,99", "cpu", "--new", "12", "--engine", "transformers"]
+        runs.append([port, *words])
     lines: list[str] = []
-    words = [sys.executable, "examples/generate_together.py", str(path), str(model.directory), "5,17,99", "cpu"]
-    assert not children.run([*words, "--new", "12", "--engine", "transformers"], 3, 240, lines.append, ROOT)
-    wanted = model.whole.generate(torch.tensor([[5, 17, 99]]), max_new_tokens=12, do_sample=False)
-    assert [*map(int, lines)] == wanted[0, 3:].tolist()
+    assert not children.run([sys.executable, "-c", REPEATED, json.dumps(runs)], 3, 240, lines.append, ROOT)
+    assert {each: [int(lines.pop(0)) for _ in wanted[each]] for each in MODELS} == wanted
+    assert not lines

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,36 +17,38 @@ presence = pytest.importorskip("tpplan.exec.processes.presence", reason="needs r
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerProcess
+    from pathlib import Path
 
     from tpplan.exec.processes.presence import Presence
 
 #: Seconds in which another process has to come this far.
 _MOST_S = 30.0
 _TICK_S = 0.05
-#: Another process: maps the memory as a page does, comes, perhaps does more, and waits to be killed.
-_OTHER = """
-import os, sys, time
-from pathlib import Path
-import torch
-from tpplan.exec.processes.presence import Presence
-path, process, count, more = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-words = torch.from_file(str(path), shared=True, size=1024, dtype=torch.int32)
-one = Presence(path, memoryview(words.numpy()), process, count, tick_s=0.05)
-if more == "fork" and not os.fork():
-    print(os.getpid(), flush=True)
-    time.sleep(60)
-if more == "child" and not os.fork():
-    os._exit(0)
-if more == "leave":
-    one.leave()
-if more == "close":
-    one.close()
-    print("here", flush=True)
-    sys.exit()
-if more != "fork":
-    print("here", flush=True)
-time.sleep(60)
-"""
+#: Other processes are forks of one that has imported torch, which takes longer than all that they do.
+_START = multiprocessing.get_context("forkserver")
+_START.set_forkserver_preload(["torch", "tpplan.exec.processes.presence"])
+
+
+def _words(path: Path) -> memoryview:
+    """Map the memory as a page does."""
+    return memoryview(torch.from_file(str(path), shared=True, size=1024, dtype=torch.int32).numpy())  # type: ignore[arg-type]
+
+
+def _other(path: Path, process: int, count: int, more: str, here: Connection) -> None:
+    """Be another process: come, perhaps do more, tell the own number, or that of a child that outlives it, and wait."""
+    one = presence.Presence(path, _words(path), process, count, tick_s=_TICK_S)
+    if more == "child" and not os.fork():
+        os._exit(0)
+    if more == "leave":
+        one.leave()
+    if more == "close":
+        one.close()
+    if number := os.fork() if more == "fork" else os.getpid():
+        here.send(number)
+    if more != "close":
+        time.sleep(60)
 
 
 class Others:
@@ -56,37 +56,41 @@ class Others:
 
     def __init__(self, path: Path, count: int) -> None:
         self.path, self.count = path, count
-        self.started: dict[int, subprocess.Popen[str]] = {}
+        self.started: dict[int, ForkServerProcess] = {}
 
-    def start(self, process: int, more: str = "") -> str:
-        """Start one, and return its line when it has come."""
-        words = [sys.executable, "-c", _OTHER, str(self.path), str(process), str(self.count), more]
-        self.started[process] = subprocess.Popen(
-            words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
-        )
-        output = self.started[process].stdout
-        assert output
-        return output.readline().strip()
+    def start(self, process: int, more: str = "") -> int:
+        """Start one, and return the number that it tells when it has come."""
+        told, here = _START.Pipe(duplex=False)
+        with told, here:
+            self.started[process] = _START.Process(target=_other, args=(self.path, process, self.count, more, here))
+            self.started[process].start()
+            assert told.poll(_MOST_S)
+            number: int = told.recv()
+        return number
+
+    def signal(self, process: int, number: int) -> None:
+        """Send one a signal."""
+        pid = self.started[process].pid
+        assert pid
+        os.kill(pid, number)
 
     def kill(self, process: int) -> None:
         """Kill one."""
-        self.started[process].send_signal(signal.SIGKILL)
-        self.started[process].wait(_MOST_S)
+        self.started[process].kill()
+        self.started[process].join(_MOST_S)
 
     def close(self) -> None:
         """Kill all."""
-        for each in self.started.values():
-            each.kill()
-            each.wait(_MOST_S)
-            if each.stdout:
-                each.stdout.close()
+        for process, each in self.started.items():
+            self.kill(process)
+            each.close()
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> memoryview:
     """Return the memory."""
     (tmp_path / "page").write_bytes(bytes(4096))
-    return memoryview(torch.from_file(str(tmp_path / "page"), shared=True, size=1024, dtype=torch.int32).numpy())  # type: ignore[arg-type]
+    return _words(tmp_path / "page")
 
 
 @pytest.fixture
@@ -136,7 +140,7 @@ def test_a_killed_process_is_named(one: Presence, words: memoryview, others: Oth
 
 def test_who_has_forked_is_named(words: memoryview, one: Presence, others: Others) -> None:
     """Children that outlive it have the file, but no lock."""
-    child = int(others.start(1, "fork"))
+    child = others.start(1, "fork")
     try:
         others.kill(1)
         os.kill(child, 0)
@@ -176,13 +180,13 @@ def test_a_stopped_process_is_named_after_a_timeout(words: memoryview, one: Pres
     """Not before: it may go on. One that is only late counts on, and is not named."""
     others.start(1)
     others.start(2)
-    others.started[2].send_signal(signal.SIGSTOP)
+    others.signal(2, signal.SIGSTOP)
     until(lambda: one._seen[2][1] >= 20)
     assert not words[0]
     until(lambda: one._seen[1][1] == 0)
     words[0] = 3
     assert cause(one, 3) == "process 2 (rank 5) is lost: nothing came from there for 7 s"
-    others.started[2].send_signal(signal.SIGCONT)
+    others.signal(2, signal.SIGCONT)
     until(lambda: one._seen[2][1] == 0)
     assert cause(one, words[0]) == "process 2 (rank 5) is lost: nothing came from there for 7 s", "the verdict stays"
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tpplan.exec.cuda.streams import new_stream
 from tpplan.exec.machine.environment import serialised
 from tpplan.exec.machine.link_report import Mechanism
-from tpplan.exec.machine.probe import COPIER, EXCHANGER, PeersExhaustedError, Started, new_stream
+from tpplan.exec.machine.probe import COPIER, EXCHANGER, PeersExhaustedError, Started
 from tpplan.exec.toolchain import kernel_cache
 from tpplan.exec.toolchain.torch_shims import driver_version
 

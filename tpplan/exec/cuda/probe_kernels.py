@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.exec.cuda.exchanges import Exchanges
+from tpplan.exec.cuda.streams import new_stream
 from tpplan.exec.machine.link_report import Mechanism
-from tpplan.exec.machine.probe import COPIER, EXCHANGER, Started, new_stream
+from tpplan.exec.machine.probe import COPIER, EXCHANGER, Started
 from tpplan.exec.memory.binding import Memory
 from tpplan.exec.programs import lower_flags, operation
 from tpplan.exec.programs.program import INPUT, OUTPUT, SLOTS, Buffer

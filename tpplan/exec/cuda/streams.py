@@ -196,3 +196,8 @@ class StreamsAside(Aside):
         super().wait()
         for stream, done in zip(self._streams, self._done, strict=True):
             torch.cuda.current_stream(stream.device).wait_event(done)
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return another stream of a GPU; its device is typed, which torch's own class does not."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

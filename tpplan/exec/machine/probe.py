@@ -13,12 +13,12 @@ import os
 import secrets
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-import torch
-
 from tpplan.exec.machine.link_report import Link, Mechanism, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    import torch
 
     from tpplan.exec.machine.link_report import Route
 
@@ -254,8 +254,3 @@ class Started(NamedTuple):
 
     streams: Sequence[torch.cuda.Stream]
     finish: Callable[[], None]
-
-
-def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return another stream of a GPU; its device is typed, which torch's own class does not."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
