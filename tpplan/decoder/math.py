@@ -125,7 +125,7 @@ def attend(
     Args:
         q_BHSK: queries; each KV head is shared by equally many successive query heads (GQA, arXiv:2305.13245).
         k_BHTK: keys.
-        v_BHTK: values.
+        v_BHTK: values; if they are narrower than keys, as latents are (MLA), the output is as narrow.
         mask: mask from :func:`additive_mask`, ``[B or 1, 1, S, T]``; None for causal attention, where the queries
             belong to the last S tokens.
         scoring: how scores become weights.
@@ -133,7 +133,8 @@ def attend(
         recurs: whether these shapes occur repeatedly. Only then is cuDNN worth using: it is fast, but builds a plan for
             each shape, which takes 36 ms on an H200.
     """
-    if scoring.cap is None:
+    are_latents = v_BHTK.shape[3] < k_BHTK.shape[3]
+    if scoring.cap is None and not are_latents:
         out_BHSK = _fused(q_BHSK, k_BHTK, v_BHTK, mask, scoring, window=window, recurs=recurs)
         if out_BHSK is not None:
             return out_BHSK
@@ -145,9 +146,13 @@ def attend(
             parts.append(attend(some, k_BHTK, v_BHTK, hides, scoring=scoring, recurs=recurs))
             count -= some.shape[2]
         return concat(parts, dim=2)
-    is_plain = scoring.cap is None and scoring.sinks is None
+    is_plain = scoring.cap is None and scoring.sinks is None and not are_latents
     alike = 1 if is_plain else 4  # tensors of this size: scores, their mask, and temporaries
     block = max(1, AT_ONCE // (alike * q_BHSK.shape[:2].numel() * total))
+    if are_latents and mask is not None:  # of all heads and tokens of few sequences at a time
+        some = max(1, AT_ONCE // (alike * q_BHSK.shape[1:3].numel() * total))
+        parts = zip(*(torch.split(x, some) for x in (q_BHSK, k_BHTK, v_BHTK, mask)), strict=True)
+        return concat([_masked_attention(*each, scoring) for each in parts], dim=0)
     found = []
     for first in range(0, count, block):
         some = q_BHSK[:, :, first : first + block]
@@ -207,11 +212,21 @@ def _fused(
 
 
 def _masked_attention(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """Return masked attention. Query heads that share a KV head become extra queries, so that no KV head is copied."""
+    """Return masked attention. Query heads that share a KV head become extra queries, so that no KV head is copied.
+
+    Fused kernels give the queries of a KV head to one processor. Those of latents, which all heads share, are so many
+    that products of whole matrices are faster.
+    """
     q_BHGSK = torch.unflatten(q_BHSK, 1, (k_BHTK.shape[1], -1))
     q_BHRK = q_BHGSK.flatten(2, 3)
-    mask_B1RT = mask[:, :, None].expand(-1, -1, q_BHGSK.shape[2], -1, -1).flatten(2, 3)
     cap, sinks_H = scoring.cap, scoring.sinks
+    if cap is None and sinks_H is None and v_BHTK.shape[3] < k_BHTK.shape[3]:
+        scores_BHRT = q_BHRK @ k_BHTK.mT
+        scores_BHGST = torch.unflatten(scores_BHRT, 2, q_BHGSK.shape[2:4])
+        torch.add(mask[:, :, None], scores_BHGST, alpha=scoring.scale, out=scores_BHGST)
+        out_BHRK = scores_BHRT.softmax(-1) @ v_BHTK
+        return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4]).flatten(1, 2)
+    mask_B1RT = mask[:, :, None].expand(-1, -1, q_BHGSK.shape[2], -1, -1).flatten(2, 3)
     if cap is None and sinks_H is None:
         out_BHRK = functional.scaled_dot_product_attention(q_BHRK, k_BHTK, v_BHTK, mask_B1RT, scale=scoring.scale)
         return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4]).flatten(1, 2)

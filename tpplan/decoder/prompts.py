@@ -229,6 +229,23 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
         yield tokens, prompt_slices
 
 
+def pieces(prompt_slices: Iterable[PromptSlice], most: int) -> Iterator[PromptSlice]:
+    """Yield parts of prompt slices of at most ``most`` rows each, in order."""
+    for each in prompt_slices:
+        if each.size <= most:
+            step = most // each.size
+            for i in range(0, each.count, step):
+                first, count = each.first + i * each.size, min(step, each.count - i)
+                yield evolve(each, first=first, sequence=each.sequence + i, count=count)
+            continue
+        for i in range(each.count):
+            for at in range(0, each.size, most):
+                size, first = min(most, each.size - at), each.first + i * each.size + at
+                ends = each.is_last and at + size == each.size
+                start, sequence = each.start + at, each.sequence + i
+                yield PromptSlice(first, size, start, sequence, 1, is_last=ends, is_full=each.is_full)
+
+
 def numbers_of(prompt_slices: Iterable[PromptSlice]) -> tuple[list[int], list[int], list[int]]:
     """Return for each row its position, the index of its sequence, and how many sequences have rows before it."""
     positions: list[int] = []

@@ -41,6 +41,11 @@ class LayerCache:
         return self._store.head_dim
 
     @property
+    def value_dim(self) -> int:
+        """Last elements of a key that are its value; 0 if values are stored beside keys, see :class:`Store`."""
+        return self._store.value_dim
+
+    @property
     def halves(self) -> tuple[Tensor, Tensor]:
         """Stored keys and stored values, ``[B, H, L, K]`` each; views of the storage."""
         return self._store.halves
@@ -81,7 +86,7 @@ class LayerCache:
 
     def heads_at_once(self, tokens: int) -> int:
         """Return the number of KV heads whose ``tokens`` keys and values may be copied at a time; 0 if not even one."""
-        return AT_ONCE // (2 * tokens * self._store.head_dim)
+        return AT_ONCE // ((1 if self._store.value_dim else 2) * tokens * self._store.head_dim)
 
     def slices(self, tokens: int) -> list[slice]:
         """Return slices of the KV heads, each of at most :meth:`heads_at_once` heads, which must not be 0."""
@@ -122,21 +127,21 @@ class LayerCache:
         """Return the cache as rows; see :meth:`Store.as_rows`."""
         return self._store.as_rows()
 
-    def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor) -> None:
+    def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor | None = None) -> None:
         """Write one token for each row.
 
         Args:
             sequences_R: sequence of each row.
             places_R: place of each row in the cache.
             k_RHK: keys.
-            v_RHK: values.
+            v_RHK: values; None if they are part of the keys.
         """
-        self._store.write(sequences_R, slice(None), places_R, stack_heads(k_RHK, v_RHK))
+        kv = k_RHK[:, None] if v_RHK is None else stack_heads(k_RHK, v_RHK)
+        self._store.write(sequences_R, slice(None), places_R, kv)
 
     def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[B, H, count, K]`` of the first ``count`` places."""
-        k, v = self._store.read(sequences, heads, slice(0, count))
-        return k, v
+        return self._store.pair_of(self._store.read(sequences, heads, slice(0, count)))
 
     def _first(self, start: int, end: int) -> int:
         """Return the first cached position that any of the tokens from ``start`` to ``end`` sees."""

@@ -5,7 +5,7 @@ Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from tpplan.decoder.cache.store import CachePlaces
 from tpplan.decoder.layer.attention import Group
 from tpplan.decoder.math import attend, concat, slice_of, split_rows
 from tpplan.decoder.model.ropes import Angles
-from tpplan.decoder.prompts import PromptSlice
+from tpplan.decoder.prompts import PromptSlice, pieces
 
 if TYPE_CHECKING:
     from tpplan.decoder.cache.heads import Heads
@@ -71,6 +71,14 @@ class Prefill:
             found.append(self._read(each, heads, q_BHSK, kv, scoring))
         return concat(found, dim=0)
 
+    def pieces(self, most: int) -> Iterator[tuple[slice, Prefill]]:
+        """Yield slices of the rows, of at most ``most`` rows each, and passes over them; their angles are the whole's."""
+        if sum(self.sizes) <= most:
+            yield slice(None), self
+            return
+        for each in pieces(self.prompt_slices, most):
+            yield each.rows, Prefill(self.angles, {}, (each,))
+
     @staticmethod
     def _read(each: PromptSlice, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], scoring: Scoring) -> Tensor:
         """Return the attention output of one prompt slice."""
@@ -108,6 +116,10 @@ class Decode:
         places = self.places[device][heads.cache.length]
         steps.append_kv(qkv_RHK, heads, norm_rope, places.sequences, places.places)
         return steps.attend(qkv_RHK, heads, places, scoring)
+
+    def pieces(self, most: int) -> Iterator[tuple[slice, Decode]]:  # noqa: ARG002 (a step has few rows)
+        """Yield all rows; see :meth:`Prefill.pieces`."""
+        yield slice(None), self
 
 
 Pass = Prefill | Decode

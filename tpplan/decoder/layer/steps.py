@@ -17,10 +17,18 @@ from tpplan.decoder.cache.heads import attend_by_runs
 from tpplan.decoder.layer import experts
 from tpplan.decoder.math import argmax_columns, attend, rms_norm, rotate
 from tpplan.decoder.model.gates import gated
-from tpplan.decoder.weights.products import AT_ONCE, ProductOptions, add_linear, by_torch, linear
+from tpplan.decoder.weights.products import (
+    AT_ONCE,
+    ProductOptions,
+    add_linear,
+    by_torch,
+    heads_at_once,
+    linear,
+    per_head,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tpplan.decoder.cache.heads import Heads
     from tpplan.decoder.cache.store import CachePlaces
@@ -74,9 +82,9 @@ class Plain:
         self._eps, self._offset = eps, offset
         self._activation = activation
 
-    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the RMS norm of rows; see :func:`tpplan.decoder.math.rms_norm`."""
-        return rms_norm(x_RD, weight, self._eps, self._offset, out)
+    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, eps: float | None = None) -> Tensor:
+        """Return the RMS norm of rows, with the model's epsilon by default; see :func:`tpplan.decoder.math.rms_norm`."""
+        return rms_norm(x_RD, weight, self._eps if eps is None else eps, self._offset, out)
 
     def add_norm(self, to_RD: Tensor, x_RD: Tensor, weight: Tensor) -> None:
         """Add the RMS norm of rows to others, in place; ``x_RD`` may be overwritten."""
@@ -89,6 +97,14 @@ class Plain:
     def add_linear(self, to: Tensor, x: Tensor, weights: DeviceWeights, name: str) -> None:
         """Add the product of rows and a matrix, with its bias if it has one, to the residual stream in place."""
         add_linear(to, x, weights.matrix(name), weights.bias(name), self._options)
+
+    def heads_at_once(self, matrix: Matrix, heads: int) -> int:
+        """Return the heads that :meth:`per_head` yields at a time, up to all of them."""
+        return heads_at_once(matrix, heads, self._options)
+
+    def per_head(self, matrix: Matrix, heads: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of the heads and their rows of a matrix; see :func:`tpplan.decoder.weights.products.per_head`."""
+        return per_head(matrix, heads, dtype, self._options)
 
     def kernels(self, x: Tensor, matrix: Matrix) -> RowKernels[Any] | None:
         """Return kernels that are faster than torch for a product of rows and a matrix, or None."""

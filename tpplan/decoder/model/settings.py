@@ -18,6 +18,7 @@ from tpplan.decoder.model.gguf import check_gguf, config_with_factors
 from tpplan.decoder.model.ropes import Ropes
 from tpplan.decoder.model.stored import check_formats
 from tpplan.errors import ModelError
+from tpplan.exec.rope.scaling import Yarn
 from tpplan.models.config import read_config
 from tpplan.models.families.wrappers import WRAPPERS, text_part
 from tpplan.models.formats import Scheme, read_scheme
@@ -102,6 +103,7 @@ class Family:
         logit_cap: default of ``final_logit_softcapping``, infinity for no cap; None if the family has no such cap.
         experts: names of the experts' matrices.
         normalised: whether the weights of a token's experts add up to 1; None if ``norm_topk_prob`` decides.
+        latent_eps: epsilon of the norms of the latents of attention (MLA), whatever that of other norms is.
     """
 
     norm_eps: float = 1e-6
@@ -116,6 +118,7 @@ class Family:
     logit_cap: float | None = None
     experts: Experts = Experts()
     normalised: bool | None = None
+    latent_eps: float = 1e-6
 
 
 _MIXTRAL: Final = Experts(
@@ -178,6 +181,10 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen2_vl_text": Family(norm_eps=1e-5),
     "qwen2_5_vl_text": Family(norm_eps=1e-5),
     "qwen3_vl_text": Family(),
+    "deepseek_v2": Family(),
+    "deepseek_v3": Family(),
+    "kimi_k2": Family(),
+    "glm4_moe_lite": Family(norm_eps=1e-5),
 }
 
 
@@ -210,6 +217,7 @@ class Settings:
         logit_scale: factor of the logits.
         logit_cap: soft cap of the logits.
         normalised: whether the weights of a token's experts add up to 1.
+        latent_rank: elements of the latent of a token's keys and values (MLA); 0 without.
         ropes: RoPE of the layers.
         scheme: how the checkpoint stores quantised matrices.
     """
@@ -224,6 +232,7 @@ class Settings:
     logit_scale: float
     logit_cap: float | None
     normalised: bool
+    latent_rank: int
     ropes: Ropes
     scheme: Scheme
 
@@ -255,19 +264,23 @@ class Settings:
         embedding = sqrt(model.hidden_size) if family.scaled_embedding else multiplied("embedding_multiplier") or 1.0
         scalar = _number(config, "query_pre_attn_scalar", family.attention_scalar)
         logit_cap = _number(config, "final_logit_softcapping", family.logit_cap)
+        ropes = Ropes.read(config, model_type, model)
+        has_latents = any(block.attention and block.attention.latent_dim for block in model.blocks)
+        scale = 1 / sqrt(scalar) if scalar else multiplied("attention_multiplier")
         return cls(
             family=family,
             root=WRAPPERS[outer].root if is_part else "",
             norm_eps=(_number(config, "rms_norm_eps", family.norm_eps) or family.norm_eps) / added**2,
             activation=_activation(config, model_type, family),
             embedding_scale=embedding / added,
-            attention_scale=1 / sqrt(scalar) if scalar else multiplied("attention_multiplier"),
+            attention_scale=_latent_scale(model, ropes) if has_latents else scale,
             attention_cap=_number(config, "attn_logit_softcapping", family.attention_cap),
             # The whole model has an output matrix of its own, behind which transformers does nothing.
             logit_scale=1.0 if is_part else 1 / (multiplied("logits_scaling") or 1.0),
             logit_cap=None if is_part or logit_cap == inf else logit_cap,
             normalised=config.flag("norm_topk_prob") if family.normalised is None else family.normalised,
-            ropes=Ropes.read(config, model_type, model),
+            latent_rank=config.count("kv_lora_rank") if has_latents else 0,
+            ropes=ropes,
             scheme=scheme,
         )
 
@@ -326,10 +339,12 @@ def check_model(checkpoint: str | Path | Source, model: ModelSpec, plan: SplitPl
         ModelError: see :func:`settings_of`.
         ExecutionError: the decoder has no cache of the plan's kind.
     """
-    settings_of(checkpoint, model)
-    for split in plan.splits:
-        if split.axis is Axis.KV_HEADS:
-            check_kind(plan.request.cache.kind, split.width)
+    rank, kind = settings_of(checkpoint, model).latent_rank, plan.request.cache.kind
+    for block in model.blocks:
+        if block.attention and block.attention.latent_dim:
+            check_kind(kind, block.attention.latent_dim, rank)
+        elif block.attention:
+            check_kind(kind, plan.split(Axis.KV_HEADS, block.layers[0]).width)
 
 
 def facts_of(settings: Settings) -> dict[str, str]:
@@ -345,6 +360,12 @@ def _flat(data: Mapping[str, object], start: str = "") -> Iterator[tuple[str, st
             yield from _flat(value, f"{start}{name}.")
         else:
             yield f"{start}{name}", str(value)
+
+
+def _latent_scale(model: ModelSpec, ropes: Ropes) -> float:
+    """Return the factor of the scores of latent attention: YaRN's weight of all elements of a head makes it larger."""
+    head_dim, scaling = next(each.attention.head_dim for each in model.blocks if each.attention), ropes.rope.scaling
+    return (scaling.of_scores if isinstance(scaling, Yarn) else 1.0) / sqrt(head_dim)
 
 
 def _check_causal(config: Config) -> None:

@@ -79,6 +79,8 @@ def _outputs_first(whole_EIO: Tensor) -> Tensor:
 
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.qkv_a_proj": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    "self_attn.kv_a_q_proj": ("self_attn.kv_a_proj_with_mqa", "self_attn.q_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
@@ -151,6 +153,8 @@ def fuse_weights(
             whole, stems = f"{start}{fused}", [f"{start}{name}" for name in names]
             one = _fused([f"{stem}.weight" for stem in stems], found, quantised)
             biases = [found[key] for stem in stems if (key := f"{stem}.bias") in found]
+            if biases and len(biases) < len(stems):  # of latents without the queries
+                continue
             if isinstance(one, Tensor):
                 found[f"{whole}.weight"] = one
             elif one is not None:
