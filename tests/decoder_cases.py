@@ -129,7 +129,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
-    "deepseek_v2": {**_MLA, "q_lora_rank": None, "first_k_dense_replace": 3, "attention_bias": True},
+    "deepseek_v2": {  # most prompts cost less with keys and values, of which there are few elements for each latent
+        **_MLA,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 3,
+        "attention_bias": True,
+    },
     "deepseek_v3": {
         **_MLA,
         "q_lora_rank": 12,
@@ -189,6 +197,9 @@ FURTHER: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "alpha": 50.0, "factor": 1.0},
     },
 }
+
+#: Families of either whose attention is to latents.
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 
 #: Those of them for which a decoder issues other steps than for any family above.
 OWN_STEPS = ("ministral3", "glm4", "exaone4", "hunyuan_v1_dense")

@@ -123,6 +123,18 @@ class LayerCache:
                 self._store.write(sequences, heads, each, piece)
         return k, v, self.window if end - first > self.window else 0
 
+    def extend_latents(self, sequence: int, start: int, k_S1K: Tensor) -> Tensor:
+        """Write the next tokens of a sequence, and return all up to the last new one, ``[T, K]``.
+
+        Args:
+            sequence: number of the sequence.
+            start: number of tokens that it already has.
+            k_S1K: keys of the new tokens, whose last elements are their values.
+        """
+        k_11SK, one = k_S1K.transpose(0, 1)[None], slice(0, 1)
+        k_11TK, _ = self._store.extend(slice(sequence, sequence + 1), one, start, k_11SK, k_11SK)
+        return self._store.unmix(k_11TK)[0, 0]
+
     def as_rows(self) -> tuple[Tensor, Tensor, int]:
         """Return the cache as rows; see :meth:`Store.as_rows`."""
         return self._store.as_rows()

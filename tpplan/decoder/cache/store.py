@@ -132,7 +132,11 @@ def check_kind(kind: str, head_dim: int, value_dim: int = 0) -> None:
     odd = head_dim % _GROUP or value_dim % _GROUP
     if kind not in _KINDS or (kind in _GROUPED and (odd or kind not in grouped)):
         kinds = ", ".join(each for each in _KINDS if each in CACHE_KINDS and each not in _GROUPED)
-        what = f"latents of {value_dim} + {head_dim - value_dim} elements" if value_dim else f"heads of {head_dim} elements"
+        what = (
+            f"latents of {value_dim} + {head_dim - value_dim} elements"
+            if value_dim
+            else f"heads of {head_dim} elements"
+        )
         whose = "latents and rotary parts" if value_dim else "heads"
         raise ExecutionError(
             f"the decoder has no cache of kind {kind} for {what}",

@@ -1,12 +1,15 @@
 """Multi-head latent attention on one device (MLA, DeepSeek-V2, arXiv:2405.04434).
 
 The cache has a latent and a rotary part of each token, which all heads share. A head's keys and values are products of
-the latent and its part of ``kv_b_proj``, which are absorbed: queries are multiplied by the former, so that their scores
-are products with the latents themselves, and sums of latents by the latter. So a token of the cache is read once for all
-heads.
+the latent and its part of ``kv_b_proj``. Few rows absorb these: queries are multiplied by the part of keys, so that
+their scores are products with latents, and sums of latents by the part of values. So a token of the cache is read once
+for all heads. Many rows of a text cost less with the keys and values themselves, which are made of few heads at a time.
 
-Shapes: R rows, H heads, K elements of a query or key, N of which are not rotated, L of a latent, C of a latent behind
-the rotary part, V of a value.
+Quantised, ``kv_b_proj`` is dequantised in each pass, as no plan counts room for it in 16 bits; of as many heads at a
+time as the elements of other matrices, once where that is all heads.
+
+Shapes: R rows, S rows of a sequence, T tokens, H heads, K elements of a query or key, N of which are not rotated, L of
+a latent, C of a rotary part with the latent behind it, V of a value.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve, frozen
 
+from tpplan.decoder.math import AT_ONCE, attend, rotate
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -25,7 +30,11 @@ if TYPE_CHECKING:
     from tpplan.decoder.layer.passes import Pass
     from tpplan.decoder.layer.steps import NormAndRope, Plain
     from tpplan.decoder.math import Scoring
+    from tpplan.decoder.prompts import PromptSlice
     from tpplan.decoder.weights.quantised import Matrix
+
+    #: Returns slices of the heads with their parts of the matrix, ``[H, N + V, L]``.
+    Ups = Callable[[], Iterable[tuple[slice, Tensor]]]
 
 
 @frozen(eq=False)
@@ -37,16 +46,26 @@ class Latents:
         up: matrix ``[H × (N + V), L]`` that leads from a latent to each head's key and value.
         norm: weights of the norm of latents.
         eps: epsilon that this norm adds to the mean square.
-        values: V.
-        most: rows that attend at a time, for the memory that absorbed queries and sums of latents take.
+        head_dim: K.
+        value_dim: V.
+        most: rows that absorb at a time, for the memory that their queries and sums of latents take.
     """
 
     heads: Heads
     up: Matrix
     norm: Tensor
     eps: float
-    values: int
+    head_dim: int
+    value_dim: int
     most: int
+
+    @property
+    def _latent(self) -> int:
+        return self.heads.cache.value_dim
+
+    @property
+    def _rope(self) -> int:
+        return self.heads.cache.head_dim - self._latent
 
     def attend(  # noqa: PLR0917 (what a layer has on a device)
         self,
@@ -63,43 +82,91 @@ class Latents:
         Args:
             rows: the pass.
             steps: the computation steps of the device.
-            q_RHK: queries before RoPE, the rotary part last.
+            q_RHK: queries before RoPE, the rotary part last; overwritten.
             kv_RC: latents before their norm, then the rotary part of the key before RoPE.
             norm_rope: the rotation.
             scoring: how scores become weights.
             device: index of the device.
         """
-        y_RHV = q_RHK.new_empty(*q_RHK.shape[:2], self.values)
-        at_once = steps.heads_at_once(self.up, self.heads.queries) >= self.heads.queries
-        held = list(steps.per_head(self.up, self.heads.queries, q_RHK.dtype)) if at_once else None
-        for some, part in rows.pieces(self.most):
-            qk_RHC = self._absorbed(self._ups(steps, q_RHK, held), steps, q_RHK[some], kv_RC[some])
+        count, dtype = self.heads.queries, q_RHK.dtype
+        held = list(steps.per_head(self.up, count, dtype)) if steps.heads_at_once(self.up, count) == count else None
+
+        def ups() -> Iterable[tuple[slice, Tensor]]:
+            return steps.per_head(self.up, count, dtype) if held is None else held
+
+        y_RHV = q_RHK.new_empty(len(q_RHK), count, self.value_dim)
+        for some, part, text in rows.pieces(self.most, self._expands):
             turning = norm_rope if part is rows else evolve(norm_rope, angles=norm_rope.angles[some])
+            qkv = q_RHK[some], kv_RC[some]
+            if text:
+                self._expanded(text, steps, *qkv, turning, scoring, ups, y_RHV[some])
+                continue
+            qk_RHC = self._absorbed(steps, *qkv, ups)
             sums_RL = part.attention(steps, self.heads, qk_RHC, turning, scoring, device)
             del qk_RHC
-            sums_HRL = torch.unflatten(sums_RL, 1, (self.heads.queries, -1)).transpose(0, 1)
-            y_HRV = y_RHV[some].transpose(0, 1)
-            for heads, up_HOL in self._ups(steps, q_RHK, held):
-                torch.bmm(sums_HRL[heads], up_HOL[:, -self.values :].mT, out=y_HRV[heads])
+            sums_HRL, y_HRV = torch.unflatten(sums_RL, 1, (count, -1)).transpose(0, 1), y_RHV[some].transpose(0, 1)
+            for heads, up_HOL in ups():
+                torch.bmm(sums_HRL[heads], up_HOL[:, -self.value_dim :].mT, out=y_HRV[heads])
         return y_RHV.flatten(1)
 
-    def _ups(
-        self, steps: Plain, like: Tensor, held: list[tuple[slice, Tensor]] | None
-    ) -> Iterable[tuple[slice, Tensor]]:
-        """Return slices of the heads with their parts of the matrix, ``[H, N + V, L]``; see :meth:`Plain.per_head`."""
-        return steps.per_head(self.up, self.heads.queries, like.dtype) if held is None else held
-
-    def _absorbed(
-        self, ups: Iterable[tuple[slice, Tensor]], steps: Plain, q_RHK: Tensor, kv_RC: Tensor
-    ) -> Tensor:
-        """Return absorbed queries, then the key that all heads share, rotary part first: ``[R, H + 1, C]``."""
-        latent, count = self.heads.cache.value_dim, self.heads.queries
-        rope = self.heads.cache.head_dim - latent
-        qk_RHC = q_RHK.new_empty(len(q_RHK), count + 1, rope + latent)
+    def _absorbed(self, steps: Plain, q_RHK: Tensor, kv_RC: Tensor, ups: Ups) -> Tensor:
+        """Return absorbed queries, then the key that all heads share, rotary parts first: ``[R, H + 1, C]``."""
+        rope, count = self._rope, self.heads.queries
+        qk_RHC = q_RHK.new_empty(len(q_RHK), count + 1, rope + self._latent)
         q_HRN, q_HRL = q_RHK[..., :-rope].transpose(0, 1), qk_RHC[..., rope:].transpose(0, 1)
-        for heads, up_HOL in ups:
-            torch.bmm(q_HRN[heads], up_HOL[:, : -self.values], out=q_HRL[heads])
+        for heads, up_HOL in ups():
+            torch.bmm(q_HRN[heads], up_HOL[:, : -self.value_dim], out=q_HRL[heads])
         qk_RHC[:, :count, :rope] = q_RHK[..., -rope:]
-        qk_RHC[:, count, :rope] = kv_RC[:, latent:]
-        steps.norm(kv_RC[:, :latent], self.norm, out=qk_RHC[:, count, rope:], eps=self.eps)
+        self._write_key(steps, kv_RC, qk_RHC[:, count])
         return qk_RHC
+
+    def _write_key(self, steps: Plain, kv_RC: Tensor, out_RC: Tensor) -> None:
+        """Write the shared key before RoPE, rotary part first, and its latent normed."""
+        rope, latent = self._rope, self._latent
+        out_RC[:, :rope] = kv_RC[:, latent:]
+        steps.norm(kv_RC[:, :latent], self.norm, out=out_RC[:, rope:], eps=self.eps)
+
+    def _expands(self, text: PromptSlice) -> bool:
+        """Tell whether expanding is less work for a prompt slice, and keys and values of a head are not too large."""
+        latent, pair = self._latent, self.head_dim - self._rope + self.value_dim
+        is_less = text.size * (2 * latent - pair) > latent * pair
+        return is_less and self._heads_at_once(text.start + text.size) > 0
+
+    def _heads_at_once(self, tokens: int) -> int:
+        """Return the heads whose keys and values of so many tokens are made at a time, with an output as large."""
+        return AT_ONCE // (3 * tokens * max(self.head_dim, self.value_dim))
+
+    def _expanded(  # noqa: PLR0917 (what a layer has on a device)
+        self,
+        text: PromptSlice,
+        steps: Plain,
+        q_RHK: Tensor,
+        kv_RC: Tensor,
+        norm_rope: NormAndRope,
+        scoring: Scoring,
+        ups: Ups,
+        out_RHV: Tensor,
+    ) -> None:
+        """Write a prompt slice's latents to the cache, and its attention output, by keys and values of few heads."""
+        rope = self._rope
+        k_R1C = torch.empty_like(kv_RC)[:, None]
+        self._write_key(steps, kv_RC, k_R1C[:, 0])
+        for turned in (q_RHK[..., -rope:], k_R1C):
+            rotate(turned, norm_rope.angles, are_neighbours=norm_rope.are_neighbours)
+        tokens, width = text.start + text.size, max(self.head_dim, self.value_dim)  # as wide as keys, for kernels
+        for i in range(text.count):
+            rows = slice(i * text.size, (i + 1) * text.size)
+            known_TC = self.heads.cache.extend_latents(text.sequence + i, text.start, k_R1C[rows])
+            for whole, up_WOL in ups():
+                for up_HOL in torch.split(up_WOL, self._heads_at_once(tokens)):
+                    heads = slice(whole.start, whole.start + len(up_HOL))
+                    whole = slice(heads.stop, whole.stop)
+                    k_HTK = known_TC.new_empty(len(up_HOL), tokens, self.head_dim)
+                    v_HTV = known_TC.new_empty(len(up_HOL), tokens, width)
+                    latent_HTL = known_TC[:, rope:].expand(len(up_HOL), -1, -1)
+                    torch.bmm(latent_HTL, up_HOL[:, : -self.value_dim].mT, out=k_HTK[..., :-rope])
+                    torch.bmm(latent_HTL, up_HOL[:, -self.value_dim :].mT, out=v_HTV[..., : self.value_dim])
+                    k_HTK[..., -rope:] = known_TC[:, :rope]
+                    q_HSK = q_RHK[rows, heads].transpose(0, 1)
+                    found = attend(q_HSK[None], k_HTK[None], v_HTV[None], scoring=scoring, recurs=text.is_full)
+                    out_RHV[rows, heads] = found[0, ..., : self.value_dim].transpose(0, 1)

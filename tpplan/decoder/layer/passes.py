@@ -5,7 +5,7 @@ Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -71,13 +71,20 @@ class Prefill:
             found.append(self._read(each, heads, q_BHSK, kv, scoring))
         return concat(found, dim=0)
 
-    def pieces(self, most: int) -> Iterator[tuple[slice, Prefill]]:
-        """Yield slices of the rows, of at most ``most`` rows each, and passes over them; their angles are the whole's."""
-        if sum(self.sizes) <= most:
-            yield slice(None), self
+    def pieces(
+        self, most: int, whole: Callable[[PromptSlice], bool]
+    ) -> Iterator[tuple[slice, Prefill, PromptSlice | None]]:
+        """Yield slices of the rows, passes over them, whose angles are the whole pass's, and what is to stay whole.
+
+        Args:
+            most: maximum rows of a slice, unless it is to stay whole.
+            whole: tells whether the rows of a prompt slice are to stay together, whatever they are.
+        """
+        if sum(self.sizes) <= most and not any(map(whole, self.prompt_slices)):
+            yield slice(None), self, None
             return
-        for each in pieces(self.prompt_slices, most):
-            yield each.rows, Prefill(self.angles, {}, (each,))
+        for each in pieces(self.prompt_slices, most, whole):
+            yield each.rows, Prefill(self.angles, {}, (each,)), each if whole(each) else None
 
     @staticmethod
     def _read(each: PromptSlice, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], scoring: Scoring) -> Tensor:
@@ -117,9 +124,13 @@ class Decode:
         steps.append_kv(qkv_RHK, heads, norm_rope, places.sequences, places.places)
         return steps.attend(qkv_RHK, heads, places, scoring)
 
-    def pieces(self, most: int) -> Iterator[tuple[slice, Decode]]:  # noqa: ARG002 (a step has few rows)
+    def pieces(
+        self,
+        most: int,  # noqa: ARG002 (a step has few rows)
+        whole: Callable[[PromptSlice], bool],  # noqa: ARG002
+    ) -> Iterator[tuple[slice, Decode, None]]:
         """Yield all rows; see :meth:`Prefill.pieces`."""
-        yield slice(None), self
+        yield slice(None), self, None
 
 
 Pass = Prefill | Decode

@@ -198,6 +198,7 @@ class Stack:
             y_RO = self.normed(xs, device, norm, f"{start}qkv_a_proj", (f"{start}q_a_proj", kv))
             low_RO = steps.norm(y_RO[:, :-width], weights[f"{start}q_a_layernorm.weight"], eps=eps)
             kv_RC, q_RO = y_RO[:, -width:], steps.linear(low_RO, weights, f"{start}q_b_proj")
+            del low_RO
         q_RHK = torch.unflatten(q_RO, -1, (heads.queries, -1))
         if angles.growth is not None:
             q_RHK.mul_(angles.growth)
@@ -207,6 +208,7 @@ class Stack:
             weights.matrix(f"{start}kv_b_proj"),
             weights[f"{start}kv_a_layernorm.weight"],
             eps,
+            q_RHK.shape[2],
             values,
             # With queries and outputs, this takes no more than keys and values would, which a plan has scratch for.
             max(1, self.context.max_rows * self._head_dims[layer] // (2 * (width + heads.cache.value_dim))),
