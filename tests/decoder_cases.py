@@ -61,6 +61,18 @@ _MLA: dict[str, Any] = {
     "kv_lora_rank": 20,
 }
 
+#: Experts in groups, of which some are eligible, beside shared ones.
+_GROUPED: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+
 #: What is special about a family, and what of that its config may turn on. Windows end within the prompts.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -115,6 +127,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
+    "glm4_moe": {
+        **_GROUPED,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_mtp_layers": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "minimax_m2": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 24,
+        "head_dim": 32,
+        "rotary_dim": 16,
+    },
     "gpt_oss": {
         "num_local_experts": 6,
         "num_experts_per_tok": 3,
@@ -135,13 +161,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 4,
         "kv_lora_rank": 32,
         "q_lora_rank": None,
-        "first_k_dense_replace": 3,
         "attention_bias": True,
+        **_GROUPED,
+        "topk_method": "group_limited_greedy",
     },
     "deepseek_v3": {
         **_MLA,
         "q_lora_rank": 12,
-        "first_k_dense_replace": 3,
+        **_GROUPED,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 1e4,
@@ -174,6 +201,14 @@ FURTHER: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 2,
+        "hidden_size": 64,
+    },
     "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
     "cwm": {"sliding_window": 9, "mlp_bias": True, "bos_token_id": 0},
     "internlm3": {"attention_bias": True, "mlp_bias": True},
@@ -186,11 +221,12 @@ FURTHER: dict[str, dict[str, Any]] = {
         **_MLA,
         "q_lora_rank": 12,
         "v_head_dim": 16,
-        "mlp_layer_types": ["dense"] * 3,
+        **_GROUPED,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
         "rope_interleave": False,
         "attention_bias": True,
     },
-    "kimi_k2": {**_MLA, "q_lora_rank": None, "first_k_dense_replace": 3},
+    "kimi_k2": {**_MLA, **_GROUPED, "q_lora_rank": None, "norm_topk_prob": False, "num_mtp_layers": 0},
     "hunyuan_v1_dense": {
         "attention_bias": True,
         "head_dim": 32,
@@ -250,6 +286,9 @@ def with_random_weights(model: Any) -> Any:
         for parameter in model.float().eval().parameters():
             spread = 0.2 if parameter.dim() > 1 else 0.3
             parameter.normal_(0 if parameter.dim() > 1 else 0.5, spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     return model
 
 

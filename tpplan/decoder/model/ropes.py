@@ -33,7 +33,7 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 
 #: Families in which RoPE may rotate only a part of each head.
-_PARTIAL: Final = frozenset({"phi3", "glm", "glm4", "glm4v_text"})
+_PARTIAL: Final = frozenset({"phi3", "glm", "glm4", "glm4_moe", "glm4v_text", "minimax_m2"})
 #: Families whose config says whether neighbours are rotated together (``rope_interleave``).
 _TOLD: Final = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"})
 

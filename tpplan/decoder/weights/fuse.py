@@ -81,7 +81,10 @@ _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.qkv_a_proj": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
     "self_attn.kv_a_q_proj": ("self_attn.kv_a_proj_with_mqa", "self_attn.q_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    **{
+        f"{mlp}.gate_up_proj": (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp")
+    },
 }
 
 #: Name of the weights of the norm before the output matrix.
