@@ -59,8 +59,13 @@ _LENGTH, _BATCH, _ROWS = 128, 8, 64
 _FEW: dict[str, int] = {"num_hidden_layers": 1}
 _SMALLER = {"hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 160, "sliding_window": 24}
 _LATENTS = {
-    **{"num_key_value_heads": 8, "head_dim": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32},
-    **{"kv_lora_rank": 128, "q_lora_rank": 96},
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 96,
 }
 
 
@@ -156,7 +161,7 @@ def test_windows_do_too_where_much_is_made_at_once(tmp_path: Path) -> None:
 
 
 def test_keys_and_values_of_latents_do_too(tmp_path: Path) -> None:
-    """Made of one head of long prompts at a time, as of a model of 16B parameters: few of all heads' scores are made."""
+    """Made of one or two heads of long prompts at a time, as of a model of 16B parameters."""
     directory, heads = made("deepseek_v2", tmp_path), set[int]()
 
     def attend(q: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
@@ -168,7 +173,7 @@ def test_keys_and_values_of_latents_do_too(tmp_path: Path) -> None:
             plan = planned(directory, layout, shares, Cache("fp16", _BATCH * _LENGTH))
             with patch.object(latent, "attend", attend):
                 found = taken(directory, plan, at_once=3 * _LENGTH * 48)
-            assert heads == {1}
+            assert heads == {1, 2}
             assert all(0.4 < share <= 1 for share in found.values()), (layout, shares, found)
 
 

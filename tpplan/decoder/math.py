@@ -149,10 +149,10 @@ def attend(
     is_plain = scoring.cap is None and scoring.sinks is None and not are_latents
     alike = 1 if is_plain else 4  # tensors of this size: scores, their mask, and temporaries
     block = max(1, AT_ONCE // (alike * q_BHSK.shape[:2].numel() * total))
-    if are_latents and mask is not None:  # of all heads and tokens of few sequences at a time
-        some = max(1, AT_ONCE // (alike * q_BHSK.shape[1:3].numel() * total))
-        parts = zip(*(torch.split(x, some) for x in (q_BHSK, k_BHTK, v_BHTK, mask)), strict=True)
-        return concat([_masked_attention(*each, scoring) for each in parts], dim=0)
+    if are_latents and mask is not None:  # of all heads, but few sequences at a time
+        at_once = max(1, AT_ONCE // (alike * q_BHSK.shape[1:3].numel() * total))
+        by_sequence = zip(*(torch.split(x, at_once) for x in (q_BHSK, k_BHTK, v_BHTK, mask)), strict=True)
+        return concat([_masked_attention(q, k, v, hides, scoring) for q, k, v, hides in by_sequence], dim=0)
     found = []
     for first in range(0, count, block):
         some = q_BHSK[:, :, first : first + block]

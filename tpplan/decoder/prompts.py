@@ -233,7 +233,7 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
 def pieces(
     prompt_slices: Iterable[PromptSlice], most: int, whole: Callable[[PromptSlice], bool]
 ) -> Iterator[PromptSlice]:
-    """Yield parts of prompt slices of at most ``most`` rows each, in order; those that are to stay whole as they are."""
+    """Yield parts of prompt slices of at most ``most`` rows each, in order; some are to stay whole."""
     for each in prompt_slices:
         if whole(each):
             yield each

@@ -148,7 +148,7 @@ class Store:
     """Storage for keys and values ``[2, B, H, L, K]``: B sequences, H KV heads, L places, K elements of a head.
 
     A value may be the last elements of its key, as in multi-head latent attention (MLA, arXiv:2405.04434), where all
-    heads share a rotary part and a latent, which is also the value. Then keys are all that is stored, ``[1, B, H, L, K]``.
+    heads share a rotary part and a latent, which is also the value. Then only keys are stored, ``[1, B, H, L, K]``.
 
     What is read of a kind of 4 bits is what :func:`hadamard` makes of it: :meth:`mix_queries` does so with queries, and
     :meth:`unmix` makes it undone in what attention returns. So it costs nothing for each token in the cache.

@@ -18,20 +18,19 @@ from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, frozen
+from torch import Tensor
 
+from tpplan.decoder.cache.heads import Heads
 from tpplan.decoder.math import AT_ONCE, attend, rotate
+from tpplan.decoder.weights.quantised import Matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch import Tensor
-
-    from tpplan.decoder.cache.heads import Heads
     from tpplan.decoder.layer.passes import Pass
     from tpplan.decoder.layer.steps import NormAndRope, Plain
     from tpplan.decoder.math import Scoring
     from tpplan.decoder.prompts import PromptSlice
-    from tpplan.decoder.weights.quantised import Matrix
 
     #: Returns slices of the heads with their parts of the matrix, ``[H, N + V, L]``.
     Ups = Callable[[], Iterable[tuple[slice, Tensor]]]
@@ -153,20 +152,25 @@ class Latents:
         self._write_key(steps, kv_RC, k_R1C[:, 0])
         for turned in (q_RHK[..., -rope:], k_R1C):
             rotate(turned, norm_rope.angles, are_neighbours=norm_rope.are_neighbours)
-        tokens, width = text.start + text.size, max(self.head_dim, self.value_dim)  # as wide as keys, for kernels
         for i in range(text.count):
             rows = slice(i * text.size, (i + 1) * text.size)
             known_TC = self.heads.cache.extend_latents(text.sequence + i, text.start, k_R1C[rows])
-            for whole, up_WOL in ups():
-                for up_HOL in torch.split(up_WOL, self._heads_at_once(tokens)):
-                    heads = slice(whole.start, whole.start + len(up_HOL))
-                    whole = slice(heads.stop, whole.stop)
-                    k_HTK = known_TC.new_empty(len(up_HOL), tokens, self.head_dim)
-                    v_HTV = known_TC.new_empty(len(up_HOL), tokens, width)
-                    latent_HTL = known_TC[:, rope:].expand(len(up_HOL), -1, -1)
-                    torch.bmm(latent_HTL, up_HOL[:, : -self.value_dim].mT, out=k_HTK[..., :-rope])
-                    torch.bmm(latent_HTL, up_HOL[:, -self.value_dim :].mT, out=v_HTV[..., : self.value_dim])
-                    k_HTK[..., -rope:] = known_TC[:, :rope]
-                    q_HSK = q_RHK[rows, heads].transpose(0, 1)
-                    found = attend(q_HSK[None], k_HTK[None], v_HTV[None], scoring=scoring, recurs=text.is_full)
-                    out_RHV[rows, heads] = found[0, ..., : self.value_dim].transpose(0, 1)
+            parts = (part for _, up_HOL in ups() for part in torch.split(up_HOL, self._heads_at_once(len(known_TC))))
+            first = 0
+            for up_HOL in parts:
+                heads = slice(first, first := first + len(up_HOL))
+                q_HSK = q_RHK[rows, heads].transpose(0, 1)
+                found_HSV = self._of_heads(q_HSK, known_TC, up_HOL, scoring, recurs=text.is_full)
+                out_RHV[rows, heads] = found_HSV.transpose(0, 1)
+                del found_HSV
+
+    def _of_heads(self, q_HSK: Tensor, known_TC: Tensor, up_HOL: Tensor, scoring: Scoring, *, recurs: bool) -> Tensor:
+        """Return the attention output ``[H, S, V]`` of some heads' queries over their keys and values of all tokens."""
+        rope, (heads, tokens) = self._rope, (len(up_HOL), len(known_TC))
+        k_HTK = known_TC.new_empty(heads, tokens, self.head_dim)
+        v_HTV = known_TC.new_empty(heads, tokens, max(self.head_dim, self.value_dim))  # as kernels need it: no narrower
+        latent_HTL = known_TC[:, rope:].expand(heads, -1, -1)
+        torch.bmm(latent_HTL, up_HOL[:, : -self.value_dim].mT, out=k_HTK[..., :-rope])
+        torch.bmm(latent_HTL, up_HOL[:, -self.value_dim :].mT, out=v_HTV[..., : self.value_dim])
+        k_HTK[..., -rope:] = known_TC[:, :rope]
+        return attend(q_HSK[None], k_HTK[None], v_HTV[None], scoring=scoring, recurs=recurs)[0, ..., : self.value_dim]

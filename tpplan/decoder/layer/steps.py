@@ -85,7 +85,14 @@ class Plain:
         self._activation = activation
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, eps: float | None = None) -> Tensor:
-        """Return the RMS norm of rows, with the model's epsilon by default; see :func:`tpplan.decoder.math.rms_norm`."""
+        """Return the RMS norm of rows, by default with the model's epsilon; see :func:`tpplan.decoder.math.rms_norm`.
+
+        Args:
+            x_RD: rows.
+            weight: weights of the norm.
+            out: tensor for the result, may be ``x_RD``; a new one if not given.
+            eps: epsilon added to the mean square.
+        """
         return rms_norm(x_RD, weight, self._eps if eps is None else eps, self._offset, out)
 
     def add_norm(self, to_RD: Tensor, x_RD: Tensor, weight: Tensor) -> None:
@@ -105,7 +112,7 @@ class Plain:
         return heads_at_once(matrix, heads, self._options)
 
     def per_head(self, matrix: Matrix, heads: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the heads and their rows of a matrix; see :func:`tpplan.decoder.weights.products.per_head`."""
+        """Yield slices of heads and their rows of a matrix; see :func:`tpplan.decoder.weights.products.per_head`."""
         return per_head(matrix, heads, dtype, self._options)
 
     def kernels(self, x: Tensor, matrix: Matrix) -> RowKernels[Any] | None:

@@ -122,7 +122,9 @@ class IntMatrix(_Coded):
 
     def in_order(self, rows_RK: Tensor) -> Tensor:
         """Return dequantised rows with their columns in the order of the inputs."""
-        return rows_RK if self.columns is None else torch.empty_like(rows_RK).index_copy_(1, self.columns, rows_RK)
+        return (
+            rows_RK if self.columns is None else torch.empty_like(rows_RK).index_copy_(1, self.columns.long(), rows_RK)
+        )
 
     def _values(self, rows: Tensor) -> Tensor:
         codes = self.codes[rows]
@@ -313,7 +315,7 @@ class Exl2Matrix(_Coded):
 
     def in_order(self, rows_RK: Tensor) -> Tensor:
         """Return dequantised rows with their columns in the order of the inputs."""
-        return torch.empty_like(rows_RK).index_copy_(1, self.columns, rows_RK)
+        return torch.empty_like(rows_RK).index_copy_(1, self.columns.long(), rows_RK)
 
     def _values(self, rows: Tensor) -> Tensor:
         count = len(self.columns)
