@@ -36,7 +36,7 @@ EXPERTS = {"mixtral", "qwen3_moe", "gpt_oss", "minimax_m2"}
 
 #: Settings by which rows have all experts, of families whose roundings would choose others.
 ALL_EXPERTS = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), {"topk_group": 4, "num_experts_per_tok": 8}),
+    **{name: {"topk_group": 4, "num_experts_per_tok": 8} for name in ("deepseek_v2", "deepseek_v3", "glm4_moe")},
     "minimax_m2": {"num_experts_per_tok": 6},
 }
 
