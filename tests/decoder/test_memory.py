@@ -145,6 +145,14 @@ def test_smaller_caches_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
     assert taken(directory, plan)[0] <= 1
 
 
+@pytest.mark.parametrize("kind", ["fp16", "fp8"])
+def test_latents_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
+    """Of which few tokens are in 16 bits at a time, and few sequences have scores."""
+    directory = made("deepseek_v3", tmp_path, **_FEW)
+    plan = planned(directory, "reduce", (1,), Cache(kind, _BATCH * 8 * _LENGTH))
+    assert taken(directory, plan)[0] <= 1
+
+
 def test_long_windows_do_too(tmp_path: Path) -> None:
     """Which are hidden from a few queries of a pass at a time, in passes that a whole window is before."""
     window = 8 * _LENGTH

@@ -6,6 +6,7 @@ heads of keys and values), K elements of a head, P pairs of elements that RoPE r
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Final, Self
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional
 from tpplan.exec.toolchain.torch_shims import flash_attention, takes_cudnn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 #: Maximum elements of a temporary tensor whose size would otherwise be unbounded: 32 MiB in 16 bits.
@@ -142,7 +143,8 @@ def attend(
     if window:
         parts = []
         for some in torch.split(q_BHSK, max(1, AT_ONCE // (4 * total)), dim=2):  # mask and temporaries
-            hides = _causal_mask(some, total - count, total, window)
+            first = total - count
+            hides = causal_mask(slice(first, first + some.shape[2]), slice(0, total), some, window)
             parts.append(attend(some, k_BHTK, v_BHTK, hides, scoring=scoring, recurs=recurs))
             count -= some.shape[2]
         return concat(parts, dim=2)
@@ -156,9 +158,38 @@ def attend(
     found = []
     for first in range(0, count, block):
         some = q_BHSK[:, :, first : first + block]
-        hides = _causal_mask(some, total - count + first, total) if mask is None else mask[:, :, first : first + block]
+        at = total - count + first
+        hides = (
+            mask[:, :, first : first + block]
+            if mask is not None
+            else causal_mask(slice(at, at + some.shape[2]), slice(0, total), some)
+        )
         found.append(_masked_attention(some, k_BHTK, v_BHTK, hides, scoring))
     return concat(found, dim=2)
+
+
+def attend_in_parts(q_BHSK: Tensor, parts: Iterable[tuple[Tensor, Tensor, Tensor]], *, scoring: Scoring) -> Tensor:
+    """Return the attention output ``[B, H, S, K]`` over tokens that are read a part at a time (arXiv:1805.02867).
+
+    Args:
+        q_BHSK: queries; they share one KV head.
+        parts: keys ``[B, 1, T, K]`` and values of successive tokens, with their masks, see :func:`attend`. Every query
+            sees a token of the first part.
+        scoring: how scores become weights, without cap and sinks.
+    """
+    q_BRK = q_BHSK.flatten(1, 2)
+    most_BR1 = q_BRK.new_full((*q_BRK.shape[:2], 1), -inf, dtype=torch.float32)
+    total_BR1, out_BRK = torch.zeros_like(most_BR1), most_BR1.new_zeros(())
+    for k_B1TK, v_B1TK, mask_B1ST in parts:
+        scores_BRT = (q_BRK @ k_B1TK.squeeze(1).mT).float()
+        scores_BHST = torch.unflatten(scores_BRT, 1, q_BHSK.shape[1:3])
+        torch.add(mask_B1ST, scores_BHST, alpha=scoring.scale, out=scores_BHST)
+        before_BR1, most_BR1 = most_BR1, torch.maximum(most_BR1, scores_BRT.amax(-1, keepdim=True))
+        scores_BRT.sub_(most_BR1).exp_()
+        faded_BR1 = before_BR1.sub_(most_BR1).exp_()
+        total_BR1.mul_(faded_BR1).add_(scores_BRT.sum(-1, keepdim=True))
+        out_BRK = out_BRK * faded_BR1 + scores_BRT.to(q_BRK.dtype) @ v_B1TK.squeeze(1)
+    return torch.unflatten(out_BRK.div_(total_BR1).to(q_BRK.dtype), 1, q_BHSK.shape[1:3])
 
 
 def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:
@@ -167,14 +198,21 @@ def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:
     return not q_BHSK.shape[3] % _FLASH_HEADS and can_use_flash_attention(params)
 
 
-def _causal_mask(q_BHSK: Tensor, first: int, total: int, window: int = 0) -> Tensor:
-    """Return the causal mask, with a window if it is not 0, for queries of successive tokens from ``first`` on."""
-    tokens = torch.arange(total, device=q_BHSK.device)
-    query = tokens[first : first + q_BHSK.shape[2], None]
-    seen = tokens <= query
+def causal_mask(queries: slice, tokens: slice, like: Tensor, window: int = 0) -> Tensor:
+    """Return the mask of successive tokens, with a window if it is not 0, for queries of others: ``[1, 1, S, T]``.
+
+    Args:
+        queries: positions of the queries.
+        tokens: positions of the keys.
+        like: a tensor of the mask's dtype, on its device.
+        window: tokens that a query sees, itself included; 0 for all.
+    """
+    token = torch.arange(tokens.start, tokens.stop, device=like.device)
+    query = torch.arange(queries.start, queries.stop, device=like.device)[:, None]
+    seen = token <= query
     if window:
-        seen &= tokens > query - window
-    return additive_mask(seen[None, None], q_BHSK.dtype)
+        seen &= token > query - window
+    return additive_mask(seen[None, None], like.dtype)
 
 
 def concat(parts: list[Tensor], dim: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from tpplan.decoder.math import AT_ONCE, concat, stack_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -87,6 +87,26 @@ class LayerCache:
     def heads_at_once(self, tokens: int) -> int:
         """Return the number of KV heads whose ``tokens`` keys and values may be copied at a time; 0 if not even one."""
         return AT_ONCE // ((1 if self._store.value_dim else 2) * tokens * self._store.head_dim)
+
+    def takes_parts(self, tokens: int) -> bool:
+        """Tell whether even one latent of each of so many tokens would take too much memory to copy."""
+        return bool(self._store.value_dim) and not self._store.is_plain and not self.heads_at_once(tokens)
+
+    def parts(self, sequences: slice, end: int, queries: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield successive places up to ``end``, few enough for memory, and their keys and values ``[B, 1, T, K]``.
+
+        Args:
+            sequences: slice of the sequences.
+            end: number of places.
+            queries: number of queries of a sequence, all heads together, whose scores take memory too.
+        """
+        each = (sequences.stop - sequences.start) * max(self._store.head_dim, 3 * queries)
+        for places in _slices(end, max(1, AT_ONCE // each)):
+            yield places, *self._store.pair_of(self._store.read(sequences, slice(0, 1), places))
+
+    def append(self, sequences: slice, start: int, k_B1SK: Tensor) -> None:
+        """Write the next latents of some sequences, without reading any."""
+        self._store.write(sequences, slice(0, 1), slice(start, start + k_B1SK.shape[2]), k_B1SK[None])
 
     def slices(self, tokens: int) -> list[slice]:
         """Return slices of the KV heads, each of at most :meth:`heads_at_once` heads, which must not be 0."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from tpplan.decoder.cache.heads import attend_by_runs
 from tpplan.decoder.cache.store import CachePlaces
 from tpplan.decoder.layer.attention import Group
-from tpplan.decoder.math import attend, concat, slice_of, split_rows
+from tpplan.decoder.math import attend, attend_in_parts, causal_mask, concat, slice_of, split_rows
 from tpplan.decoder.model.ropes import Angles
 from tpplan.decoder.prompts import PromptSlice, pieces
 
@@ -89,18 +89,25 @@ class Prefill:
     @staticmethod
     def _read(each: PromptSlice, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], scoring: Scoring) -> Tensor:
         """Return the attention output of one prompt slice."""
-        mixed_BHSK = heads.cache.mix_queries(q_BHSK)
+        mixed_BHSK, end = heads.cache.mix_queries(q_BHSK), each.start + each.size
 
         def find(some: slice, keys: slice) -> Tensor:
             sequences = slice(each.sequence + some.start, each.sequence + some.stop)
             k_BHSK, v_BHSK = [slice_of(slice_of(x_BHSK, some, dim=0), keys, dim=1) for x_BHSK in kv]
+            if heads.cache.takes_parts(end):
+                heads.cache.append(sequences, each.start, k_BHSK)
+                read = heads.cache.parts(sequences, end, heads.queries * each.size)
+                new = slice(each.start, end)
+                parts = ((k, v, causal_mask(new, places, q_BHSK)) for places, k, v in read)
+                found_BHSK = attend_in_parts(mixed_BHSK[some], parts, scoring=scoring)
+                return found_BHSK.transpose(1, 2).flatten(2).flatten(0, 1)
             k_BHTK, v_BHTK, window = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
             attending = partial(attend, window=window, recurs=each.is_full)
             return attend_by_runs(
                 heads.runs_of(keys), slice_of(mixed_BHSK, some, dim=0), k_BHTK, v_BHTK, attending, scoring=scoring
             )
 
-        return heads.cache.in_pieces(each.count, each.start, each.start + each.size, find)
+        return heads.cache.in_pieces(each.count, each.start, end, find)
 
 
 @frozen

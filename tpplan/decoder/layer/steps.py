@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tpplan.decoder.cache.heads import attend_by_runs
 from tpplan.decoder.layer import experts
-from tpplan.decoder.math import argmax_columns, attend, rms_norm, rotate
+from tpplan.decoder.math import argmax_columns, attend, attend_in_parts, rms_norm, rotate
 from tpplan.decoder.model.gates import gated
 from tpplan.decoder.weights.products import (
     AT_ONCE,
@@ -348,6 +348,10 @@ class Plain:
 
         def find(some: slice, keys: slice) -> Tensor:
             q_BHSK = q_RHK[some, :, None]
+            if heads.cache.takes_parts(places.span):
+                read = heads.cache.parts(some, places.span, heads.queries)
+                parts = ((k, v, places.mask[some, ..., each]) for each, k, v in read)
+                return attend_in_parts(q_BHSK, parts, scoring=scoring).flatten(1)
             k_BHTK, v_BHTK = heads.cache.read(some, keys, places.span)
             attending = partial(attend, mask=places.mask[some], recurs=True)
             return attend_by_runs(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, attending, scoring=scoring)
