@@ -81,6 +81,8 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
         "q_lora_rank": 128,
         **_FEW_EXPERTS,
     },
+    "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 2},
+    "minimax_m2": {"num_local_experts": 3},
 }
 
 FORMATS: Final[dict[str, Format]] = {

@@ -150,20 +150,12 @@ def fuse_weights(
     quantised = {name.removeprefix(settings.root): matrix for name, matrix in matrices.items()}
     if settings.logit_scale != 1 and _LAST in found:
         found[_LAST] = (found[_LAST].float() * settings.logit_scale).to(dtype)
+    if (bias := found.get("lm_head.bias")) is not None:  # of an embedding that is also the output matrix
+        found["model.embed_tokens.bias"] = bias
     for layer, block in enumerate(blocks):
         start = f"model.layers.{layer}."
         for fused, names in _FUSED.items():
-            whole, stems = f"{start}{fused}", [f"{start}{name}" for name in names]
-            one = _fused([f"{stem}.weight" for stem in stems], found, quantised)
-            biases = [found[key] for stem in stems if (key := f"{stem}.bias") in found]
-            if biases and len(biases) < len(stems):  # of latents without the queries
-                continue
-            if isinstance(one, Tensor):
-                found[f"{whole}.weight"] = one
-            elif one is not None:
-                quantised[f"{whole}.weight"] = one
-            if one is not None and biases:
-                found[f"{whole}.bias"] = torch.cat(biases)
+            _join(f"{start}{fused}", [f"{start}{name}" for name in names], found, quantised)
         if experts.fused and block.experts:
             separate_experts(
                 f"{start}{experts.fused}", (f"{start}{experts.gate}", f"{start}{experts.up}"), found, stacked
@@ -174,6 +166,20 @@ def fuse_weights(
                 _stack(start + name, block.experts, found, quantised, stacked)
             _alternate(start + experts.gate, start + experts.up, stacked)
     return DeviceWeights(found, quantised, stacked)
+
+
+def _join(whole: str, stems: Sequence[str], tensors: dict[str, Tensor], quantised: dict[str, Quantised]) -> None:
+    """Add the matrices of some modules as one; nothing if they cannot be joined, or only some of them have a bias."""
+    one = _fused([f"{stem}.weight" for stem in stems], tensors, quantised)
+    biases = [tensors[key] for stem in stems if (key := f"{stem}.bias") in tensors]
+    if one is None or 0 < len(biases) < len(stems):
+        return
+    if isinstance(one, Tensor):
+        tensors[f"{whole}.weight"] = one
+    else:
+        quantised[f"{whole}.weight"] = one
+    if biases:
+        tensors[f"{whole}.bias"] = torch.cat(biases)
 
 
 def _stack(
