@@ -261,7 +261,7 @@ _GGUF_EXPERTS: Final = {"gpt_oss": Experts(router="mlp.router")}
 
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = (
-    *("gemma3", "glm4v", "glm4v_moe", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("gemma3", "glm4v", "glm4v_moe", "internvl", "kimi_k25", "llava", "llava_next", "llava_onevision", "mistral3"),
     *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "vipllava"),
 )
 
