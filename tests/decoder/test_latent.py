@@ -30,7 +30,8 @@ from tests.decoder_cases import (
     request_of,
 )
 from tests.examples import examples
-from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tests.flash_cases import check_parts, flash_calls
+from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, generate
 from tpplan.decoder import math as layers
@@ -46,6 +47,10 @@ from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.flash_cases import FlashCalls
+
+__all__ = ["fine_units", "flash_calls"]  # fixtures
 
 _KEPT: list[TemporaryDirectory[str]] = []
 
@@ -126,8 +131,8 @@ def test_steps_and_prompts_of_many_tokens_in_pieces(monkeypatch: pytest.MonkeyPa
             expanded: set[bool] = set()
             expands = latent.Latents._expands
 
-            def asked(self: Any, text: Any, expands: Any = expands, expanded: set[bool] = expanded) -> bool:
-                expanded.add(found := expands(self, text))
+            def asked(self: Any, q: Any, text: Any, expands: Any = expands, expanded: set[bool] = expanded) -> bool:
+                expanded.add(found := expands(self, q, text))
                 return bool(found)
 
             with patch.object(latent.Latents, "_expands", asked):
@@ -162,6 +167,46 @@ def test_texts_in_any_pieces(seed: int) -> None:
         for i, text in enumerate(texts):
             expected = context.gather(decoder.prefill(text, i), Axis.VOCAB).tensor[0]
             torch.testing.assert_close(found[i], expected, atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [40, 130, 200])
+@pytest.mark.usefixtures("flash_calls")
+def test_parts_of_tokens(tokens: int) -> None:
+    """What the last tokens find in parts of all is weighed by their scores."""
+    check_parts(tokens, torch.device("cpu"), torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "q8"])
+def test_keys_and_values_of_parts_of_a_text(
+    kind: str, flash_calls: FlashCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a kernel takes parts of a text's tokens, those of few are made at a time, to the same end."""
+    model = coded()
+    plan = plan_of(model.directory, 2, evolve(request_of(kind="q8"), max_rows=7), {}, seed=5)
+    texts = [Prompt([(7 * i + 5 * t) % 200 for t in range(42 - 12 * i)], i) for i in range(2)]
+    found, called = [], list[tuple[int, ...]]()
+
+    def pair_of(self: Any, known: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        called.append((len(known), len(up)))
+        return pairs(self, known, up)
+
+    pairs = latent.Latents._pair_of
+    monkeypatch.setattr(latent.Latents, "_pair_of", pair_of)
+    monkeypatch.setattr(layers, "_FLASH_HEADS", 2)
+    with compile_plan(plan, backend="cpu", scratch=False) as context:
+        weights = load_weights(plan, model.directory, context)
+        for part, at_once in ((2**13, 2**24), (9, 2**24), (5, 3 * 7 * 34)):
+            monkeypatch.setattr(latent, "_PART", part)
+            monkeypatch.setattr(latent, "AT_ONCE", at_once)
+            called.clear()
+            decoder = Decoder(context, model.directory, weights, cache=kind)
+            found.append(context.gather(decoder.read(texts), Axis.VOCAB).tensor.clone())
+            assert max(tokens for tokens, _ in called) == min(42, max(part, 7))
+            assert max(heads for _, heads in called) == (
+                1 if at_once < 2**24 else max(each.queries for each in decoder.stack.heads[0].values())
+            )
+    torch.testing.assert_close(found[1:], found[:1] * 2, atol=1e-3, rtol=1e-3)
+    assert not flash_calls  # of several texts
 
 
 def test_texts_go_on_where_the_cache_has_them() -> None:

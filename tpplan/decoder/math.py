@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from tpplan.exec.toolchain.torch_shims import flash_attention, takes_cudnn
+from tpplan.exec.toolchain.torch_shims import flash_attention, flash_attention_to_part, takes_cudnn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -190,6 +190,24 @@ def attend_in_parts(q_BHSK: Tensor, parts: Iterable[tuple[Tensor, Tensor, Tensor
         total_BR1.mul_(faded_BR1).add_(scores_BRT.sum(-1, keepdim=True))
         out_BRK = out_BRK * faded_BR1 + scores_BRT.to(q_BRK.dtype) @ v_B1TK.squeeze(1)
     return torch.unflatten(out_BRK.div_(total_BR1).to(q_BRK.dtype), 1, q_BHSK.shape[1:3])
+
+
+def attend_over_parts(q_BHSK: Tensor, parts: Iterable[tuple[Tensor, Tensor, bool]], *, scoring: Scoring) -> Tensor:
+    """Return causal attention ``[B, H, S, K]`` over successive tokens by a flash kernel, a part of them at a time.
+
+    Args:
+        q_BHSK: queries of the last S tokens, see :func:`takes_flash`.
+        parts: keys and values of successive tokens, and whether they are the last ones: S or more.
+        scoring: how scores become weights, without cap and sinks.
+    """
+    out_BHSK, total_BHS = q_BHSK.new_zeros(()), q_BHSK.new_full(q_BHSK.shape[:3], -inf, dtype=torch.float32)
+    for k_BHTK, v_BHTK, is_last in parts:
+        some_BHSK, sums_BHS = flash_attention_to_part(q_BHSK, k_BHTK, v_BHTK, scoring.scale, is_causal=is_last)
+        del k_BHTK, v_BHTK  # the next ones are made in their memory
+        both_BHS = torch.logaddexp(total_BHS, sums_BHS)
+        old_BHS1, new_BHS1 = ((each - both_BHS).exp_().unsqueeze(-1) for each in (total_BHS, sums_BHS))
+        out_BHSK, total_BHS = out_BHSK * old_BHS1 + some_BHSK * new_BHS1, both_BHS
+    return out_BHSK.to(q_BHSK.dtype)
 
 
 def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:

@@ -108,6 +108,11 @@ class LayerCache:
         """Write the next latents of some sequences, without reading any."""
         self._store.write(sequences, slice(0, 1), slice(start, start + k_B1SK.shape[2]), k_B1SK[None])
 
+    def latents(self, sequence: int, places: slice) -> Tensor:
+        """Return the latents at some places of a sequence, each behind its rotary part, ``[T, K]``."""
+        one = slice(0, 1)
+        return self._store.unmix(self._store.read(slice(sequence, sequence + 1), one, places))[0, 0, 0]
+
     def slices(self, tokens: int) -> list[slice]:
         """Return slices of the KV heads, each of at most :meth:`heads_at_once` heads, which must not be 0."""
         return _slices(self._store.heads, self.heads_at_once(tokens))
@@ -142,18 +147,6 @@ class LayerCache:
             for each, piece in zip(places, pieces, strict=True):
                 self._store.write(sequences, heads, each, piece)
         return k, v, self.window if end - first > self.window else 0
-
-    def extend_latents(self, sequence: int, start: int, k_S1K: Tensor) -> Tensor:
-        """Write the next tokens of a sequence, and return all up to the last new one, ``[T, K]``.
-
-        Args:
-            sequence: number of the sequence.
-            start: number of tokens that it already has.
-            k_S1K: keys of the new tokens, whose last elements are their values.
-        """
-        k_11SK, one = k_S1K.transpose(0, 1)[None], slice(0, 1)
-        k_11TK, _ = self._store.extend(slice(sequence, sequence + 1), one, start, k_11SK, k_11SK)
-        return self._store.unmix(k_11TK)[0, 0]
 
     def as_rows(self) -> tuple[Tensor, Tensor, int]:
         """Return the cache as rows; see :meth:`Store.as_rows`."""

@@ -14,18 +14,19 @@ a latent, C of a rotary part with the latent behind it, V of a value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
 from tpplan.decoder.cache.heads import Heads
-from tpplan.decoder.math import AT_ONCE, attend, rotate
+from tpplan.decoder.math import AT_ONCE, attend, attend_over_parts, rotate, takes_flash
 from tpplan.decoder.weights.quantised import Matrix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from tpplan.decoder.layer.passes import Pass
     from tpplan.decoder.layer.steps import NormAndRope, Plain
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
     #: Returns slices of the heads with their parts of the matrix, ``[H, N + V, L]``.
     Ups = Callable[[], Iterable[tuple[slice, Tensor]]]
+
+#: Tokens whose keys and values are made at a time where a kernel takes parts of them, so that these are of many heads.
+_PART: Final = 2**13
 
 
 @frozen(eq=False)
@@ -94,7 +98,7 @@ class Latents:
             return steps.per_head(self.up, count, dtype) if held is None else held
 
         y_RHV = q_RHK.new_empty(len(q_RHK), count, self.value_dim)
-        for some, part, text in rows.pieces(self.most, self._expands):
+        for some, part, text in rows.pieces(self.most, partial(self._expands, q_RHK)):
             turning = norm_rope if part is rows else evolve(norm_rope, angles=norm_rope.angles[some])
             qkv = q_RHK[some], kv_RC[some]
             if text:
@@ -125,15 +129,24 @@ class Latents:
         out_RC[:, :rope] = kv_RC[:, latent:]
         steps.norm(kv_RC[:, :latent], self.norm, out=out_RC[:, rope:], eps=self.eps)
 
-    def _expands(self, text: PromptSlice) -> bool:
+    def _expands(self, q_RHK: Tensor, text: PromptSlice) -> bool:
         """Tell whether expanding is less work for a prompt slice, and keys and values of a head are not too large."""
         latent, pair = self._latent, self.head_dim - self._rope + self.value_dim
         is_less = text.size * (2 * latent - pair) > latent * pair
-        return is_less and self._heads_at_once(text.start + text.size) > 0
+        return is_less and self._heads_at_once(self._parts(q_RHK, text)) > 0
 
-    def _heads_at_once(self, tokens: int) -> int:
-        """Return the heads whose keys and values of so many tokens are made at a time, with an output as large."""
-        return AT_ONCE // (3 * tokens * max(self.head_dim, self.value_dim))
+    def _parts(self, q_RHK: Tensor, text: PromptSlice) -> list[slice]:
+        """Return the tokens whose keys and values are made at a time: all, or where a kernel takes them few."""
+        tokens, step = text.start + text.size, max(text.size, _PART)
+        q_1HSK = q_RHK[None, :1].transpose(1, 2)
+        if tokens <= step or self.value_dim > self.head_dim or not takes_flash(q_1HSK, q_1HSK, q_1HSK):
+            return [slice(0, tokens)]
+        return [slice(max(0, end - step), end) for end in range(tokens, 0, -step)][::-1]
+
+    def _heads_at_once(self, parts: list[slice]) -> int:
+        """Return the heads whose keys and values of a part are made at a time, with an output as large."""
+        longest: int = max(part.stop - part.start for part in parts)
+        return AT_ONCE // (3 * longest * max(self.head_dim, self.value_dim))
 
     def _expanded(  # noqa: PLR0917 (what a layer has on a device)
         self,
@@ -152,25 +165,37 @@ class Latents:
         self._write_key(steps, kv_RC, k_R1C[:, 0])
         for turned in (q_RHK[..., -rope:], k_R1C):
             rotate(turned, norm_rope.angles, are_neighbours=norm_rope.are_neighbours)
+        tokens, cache = self._parts(q_RHK, text), self.heads.cache
+        at_once = self._heads_at_once(tokens)
         for i in range(text.count):
-            rows = slice(i * text.size, (i + 1) * text.size)
-            known_TC = self.heads.cache.extend_latents(text.sequence + i, text.start, k_R1C[rows])
-            parts = (part for _, up_HOL in ups() for part in torch.split(up_HOL, self._heads_at_once(len(known_TC))))
+            rows, sequence = slice(i * text.size, (i + 1) * text.size), text.sequence + i
+            cache.append(slice(sequence, sequence + 1), text.start, k_R1C[rows].transpose(0, 1)[None])
             first = 0
-            for up_HOL in parts:
+            for up_HOL in (some_HOL for _, all_HOL in ups() for some_HOL in torch.split(all_HOL, at_once)):
                 heads = slice(first, first := first + len(up_HOL))
-                q_HSK = q_RHK[rows, heads].transpose(0, 1)
-                found_HSV = self._of_heads(q_HSK, known_TC, up_HOL, scoring, recurs=text.is_full)
-                out_RHV[rows, heads] = found_HSV.transpose(0, 1)
-                del found_HSV
+                q_1HSK = q_RHK[rows, heads].transpose(0, 1)[None]
+                if len(tokens) > 1:
+                    parts = self._pairs_of(sequence, tokens, up_HOL)
+                    found_1HSK = attend_over_parts(q_1HSK, parts, scoring=scoring)
+                else:
+                    pair = self._pair_of(cache.latents(sequence, tokens[0]), up_HOL)
+                    found_1HSK = attend(q_1HSK, *pair, scoring=scoring, recurs=text.is_full)
+                    del pair
+                out_RHV[rows, heads] = found_1HSK[0, ..., : self.value_dim].transpose(0, 1)
+                del found_1HSK
 
-    def _of_heads(self, q_HSK: Tensor, known_TC: Tensor, up_HOL: Tensor, scoring: Scoring, *, recurs: bool) -> Tensor:
-        """Return the attention output ``[H, S, V]`` of some heads' queries over their keys and values of all tokens."""
+    def _pairs_of(self, sequence: int, parts: list[slice], up_HOL: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Yield keys and values of some heads for each part of a sequence's tokens, and whether it is the last."""
+        for part in parts:
+            yield *self._pair_of(self.heads.cache.latents(sequence, part), up_HOL), part is parts[-1]
+
+    def _pair_of(self, known_TC: Tensor, up_HOL: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys ``[1, H, T, K]`` and values of some heads, the latter no narrower, as kernels need them."""
         rope, (heads, tokens) = self._rope, (len(up_HOL), len(known_TC))
         k_HTK = known_TC.new_empty(heads, tokens, self.head_dim)
-        v_HTV = known_TC.new_empty(heads, tokens, max(self.head_dim, self.value_dim))  # as kernels need it: no narrower
+        v_HTV = known_TC.new_empty(heads, tokens, max(self.head_dim, self.value_dim))
         latent_HTL = known_TC[:, rope:].expand(heads, -1, -1)
         torch.bmm(latent_HTL, up_HOL[:, : -self.value_dim].mT, out=k_HTK[..., :-rope])
         torch.bmm(latent_HTL, up_HOL[:, -self.value_dim :].mT, out=v_HTV[..., : self.value_dim])
         k_HTK[..., -rope:] = known_TC[:, :rope]
-        return attend(q_HSK[None], k_HTK[None], v_HTV[None], scoring=scoring, recurs=recurs)[0, ..., : self.value_dim]
+        return k_HTK[None], v_HTV[None]
