@@ -105,8 +105,8 @@ class Latents:
         def ups() -> Iterable[tuple[slice, Tensor]]:
             return self.steps.per_head(up, count, dtype) if held is None else held
 
-        # With queries and outputs, absorbed queries and sums of latents of so many rows take less than queries, keys and
-        # values, which a plan has scratch for.
+        # With queries and outputs, absorbed queries and sums of latents of so many rows take less than queries, keys
+        # and values, which a plan has scratch for.
         most = max(1, self.max_rows * self._width // (2 * (self.heads.cache.head_dim + self._latent)))
         y_RHV = q_RHK.new_empty(len(q_RHK), count, self._value_dim)
         for some, part, text in rows.pieces(most, partial(self._expands, q_RHK)):
