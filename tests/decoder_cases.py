@@ -61,8 +61,8 @@ _MLA: dict[str, Any] = {
     "kv_lora_rank": 20,
 }
 
-#: Experts in groups, of which some are eligible, beside shared ones.
-_GROUPED: dict[str, Any] = {
+#: Experts of DeepSeek's models, behind a dense layer.
+_SHARING: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -128,7 +128,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "glm4_moe": {
-        **_GROUPED,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
         "attention_bias": True,
         "use_qk_norm": True,
         "num_mtp_layers": 0,
@@ -161,13 +169,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 32,
         "q_lora_rank": None,
         "attention_bias": True,
-        **_GROUPED,
+        **_SHARING,
         "topk_method": "group_limited_greedy",
     },
     "deepseek_v3": {
         **_MLA,
         "q_lora_rank": 12,
-        **_GROUPED,
+        **_SHARING,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 1e4,
@@ -269,12 +277,12 @@ FURTHER: dict[str, dict[str, Any]] = {
         **_MLA,
         "q_lora_rank": 12,
         "v_head_dim": 16,
-        **_GROUPED,
+        **_SHARING,
         "mlp_layer_types": ["dense", "sparse", "dense"],
         "rope_interleave": False,
         "attention_bias": True,
     },
-    "kimi_k2": {**_MLA, **_GROUPED, "q_lora_rank": None, "norm_topk_prob": False, "num_mtp_layers": 0},
+    "kimi_k2": {**_MLA, **_SHARING, "q_lora_rank": None, "norm_topk_prob": False, "num_mtp_layers": 0},
     "hunyuan_v1_dense": {
         "attention_bias": True,
         "head_dim": 32,
