@@ -11,7 +11,7 @@ import torch
 from tests.decoder.fused_cases import FakeAttention, FakeGemv, FakeSkinny
 from tests.decoder.pointwise_cases import launches
 from tests.decoder.test_memory import made, planned
-from tests.decoder_cases import CONFIGS, OWN_STEPS
+from tests.decoder_cases import CONFIGS, LATENT, OWN_STEPS
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache
@@ -35,7 +35,10 @@ BATCH, LENGTH = 8, 128
 EXPERTS = {"mixtral", "qwen3_moe", "gpt_oss", "minimax_m2"}
 
 #: Settings by which rows have all experts, of families whose roundings would choose others.
-ALL_EXPERTS = {"glm4_moe": {"topk_group": 4, "num_experts_per_tok": 8}, "minimax_m2": {"num_experts_per_tok": 6}}
+ALL_EXPERTS = {
+    **{name: {"topk_group": 4, "num_experts_per_tok": 8} for name in ("deepseek_v2", "deepseek_v3", "glm4_moe")},
+    "minimax_m2": {"num_experts_per_tok": 6},
+}
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def test_steps_say_the_same(model_type: str, layout: str, tmp_path: Path, reques
         FakeAttention.calls.clear()
         for found, right in zip(said(directory, plan), each, strict=True):
             assert (found - right).norm() <= 0.02 * right.norm()
-        assert FakeAttention.calls
+        assert bool(FakeAttention.calls) == (model_type not in LATENT)
 
         wanted = {
             "linear of a norm",
@@ -119,6 +122,20 @@ def test_kernels_of_a_layer(  # noqa: PLR0917
         return FakeGemv.calls + FakeSkinny.calls + attending + Counter(attention=FakeAttention.calls.total())
 
     assert called(2) - called(1) == {name: times * len(shares) for name, times in expected.items()}
+
+
+def test_latents_are_turned_by_a_kernel(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Where RoPE pairs elements of both halves; torch writes them to the cache and attends to them."""
+    more = {"mlp_layer_types": ["dense"] * 2, "rope_interleave": False}
+    directory = made("glm4_moe_lite", tmp_path, **more)
+    plan = planned(directory, "reduce", (3, 1), Cache("fp16", BATCH * LENGTH))
+    expected = list(said(directory, plan))
+    calls: Counter[str] = request.getfixturevalue("attending")
+    FakeAttention.calls.clear()
+    for found, right in zip(said(directory, plan), expected, strict=True):
+        assert (found - right).norm() <= 0.02 * right.norm()
+    assert calls["turn"]
+    assert not FakeAttention.calls
 
 
 @pytest.mark.parametrize("kind", ["q8", "fp8"])

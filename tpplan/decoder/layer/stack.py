@@ -13,6 +13,7 @@ import torch
 
 from tpplan.core.axes import Axis
 from tpplan.decoder.layer.agree import agreed, room_for
+from tpplan.decoder.layer.latent import Latents
 from tpplan.decoder.layer.steps import NormAndRope, Plain
 from tpplan.decoder.math import Scoring
 from tpplan.exec.toolchain.torch_shims import leaving_processors
@@ -154,7 +155,11 @@ class Stack:
 
     def _sublayers(self, block: Block) -> tuple[Callable[[int, tuple[Tensor, ...], Pass], Partial], ...]:
         """Return the functions that compute the two sublayers of a layer: attention, and the MLP or the experts."""
-        return self._attention, self._mixture if block.experts else self._mlp
+        return self._mixer(block), self._mixture if block.experts else self._mlp
+
+    def _mixer(self, block: Block) -> Callable[[int, tuple[Tensor, ...], Pass], Partial]:
+        """Return the function that computes what mixes the tokens of a layer."""
+        return self._latent_attention if block.attention and block.attention.latent_dim else self._attention
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
         qkv: Iterable[Tensor] = (self._qkv(layer, xs, device) for device in self.heads[layer])
@@ -163,6 +168,24 @@ class Stack:
         found = [self._attend(layer, x_RHK, rows, device) for x_RHK, device in zip(qkv, self.heads[layer], strict=True)]
         name = f"model.layers.{layer}.self_attn.o_proj"
         ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=self._head_dims[layer])
+        return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)
+
+    def _latent_attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
+        attention, found = self._blocks[layer].attention, []
+        assert attention is not None  # noqa: S101 - only such layers are computed here
+        for device, heads in self.heads[layer].items():
+            latents = Latents(
+                heads,
+                self.steps[device],
+                self._weights[device],
+                layer,
+                attention,
+                self._settings,
+                self.context.max_rows,
+            )
+            found.append(latents.outputs(xs[self._places[device]], rows, device))
+        name = f"model.layers.{layer}.self_attn.o_proj"
+        ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=attention.v_head_dim)
         return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)
 
     def _qkv(self, layer: int, xs: tuple[Tensor, ...], device: int) -> Tensor:
