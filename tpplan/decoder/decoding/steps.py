@@ -171,6 +171,8 @@ class Steps:
         self._at = [at + 1 for at in self._at]
         self._new += 1
         self._run(next(span for span in self._spans() if span >= max(self._at)))
+        if progress := self._forward.stack.progress:
+            progress.set(self._at)
         if not self._is_greedy:
             self._set(self._tokens, self._choose(self._logits).tolist())
         return self._checked(self._tokens[0][0].tolist())
@@ -191,6 +193,8 @@ class Steps:
         for span in [span for span in spans for _ in range(2)] if self._captures else spans[:1]:
             self._set(self._positions, [0] * len(prompts))
             self._run(span)
+        if progress := self._forward.stack.progress:
+            progress.set([1] * len(prompts))
 
     def _spans(self) -> Iterator[int]:
         """Yield the spans that steps may have, in ascending order."""

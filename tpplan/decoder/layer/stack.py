@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from tpplan.core.model import Block
     from tpplan.decoder.cache.heads import Heads
+    from tpplan.decoder.cache.state import Progress
+    from tpplan.decoder.layer.delta import GatedDelta
     from tpplan.decoder.layer.passes import Pass
     from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.weights.device import DeviceWeights
@@ -51,6 +53,8 @@ class Stack:
     Attributes:
         context: the compiled plan, whose operations combine the devices' results.
         heads: attention heads of each layer, by device.
+        linear: linear attention of each layer, by device.
+        progress: how far the states of linear attention have read; None if no layer has any.
         steps: the computation steps of each device.
         looks_at_spans: whether the work of a step depends on how many places of the cache it may read.
         processors_left: multiprocessors that matrix products leave free while passes are interleaved, so that the
@@ -69,6 +73,8 @@ class Stack:
         heads: Sequence[Mapping[int, Heads]],
         *,
         steps: Mapping[int, Plain],
+        linear: Sequence[Mapping[int, GatedDelta]] = (),
+        progress: Progress | None = None,
     ) -> None:
         """Create the layers.
 
@@ -79,9 +85,13 @@ class Stack:
             weights: weights of each device, see :func:`tpplan.decoder.weights.fuse.fuse_weights`.
             heads: attention heads of each layer, by device.
             steps: the computation steps of each device.
+            linear: linear attention of each layer, by device; may be left out if no layer has any.
+            progress: how far states have read, if there are any.
         """
         self.context = context
         self.heads = heads
+        self.linear = linear
+        self.progress = progress
         attend = all(steps[device].attends(each) for layer in heads for device, each in layer.items())
         self.looks_at_spans = not agreed(context, [attend])[0]
         self._is_alone = len(context.all_devices) == 1
@@ -94,7 +104,10 @@ class Stack:
         self._reduce = context.plan.request.layout == "reduce"
         self._places = {device: place for place, device in enumerate(context.devices)}
         self._joint_elements = self._most_joint(steps.values())
-        self._head_dims = [context.plan.split(Axis.KV_HEADS, layer).width for layer in range(len(blocks))]
+        self._head_dims = [
+            context.plan.split(Axis.KV_HEADS, layer).width if block.attention else 0
+            for layer, block in enumerate(blocks)
+        ]
 
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` after the last layer, equal on all devices in use."""
@@ -150,13 +163,24 @@ class Stack:
 
     def _sublayers(self, block: Block) -> tuple[Callable[[int, tuple[Tensor, ...], Pass], Partial], ...]:
         """Return the functions that compute the two sublayers of a layer: attention, and the MLP or the experts."""
-        return self._attention, self._mixture if block.experts else self._mlp
+        mixer = self._linear_attention if block.linear else self._attention
+        return mixer, self._mixture if block.experts else self._mlp
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
         found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
         name = f"model.layers.{layer}.self_attn.o_proj"
         ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=self._head_dims[layer])
         return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)
+
+    def _linear_attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
+        start, sizes, found = f"model.layers.{layer}.", self._blocks[layer].linear, []
+        assert sizes is not None  # noqa: S101 - only such layers are computed here
+        for device, linear in self.linear[layer].items():
+            norm = self._weights[device][f"{start}{self._norms.before_attention}.weight"]
+            found.append(linear.outputs(xs[self._places[device]], norm, rows, device))
+        dim = sizes.group * sizes.value_head_dim
+        ys = self._project_back(layer, found, f"{start}linear_attn.out_proj", Axis.LINEAR_HEADS, xs=xs, dim=dim)
+        return Partial(ys, Axis.LINEAR_HEADS)
 
     def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
         """Return the attention output of a device's query heads, concatenated to ``[R, ...]``."""
@@ -167,6 +191,10 @@ class Stack:
         norm = f"{start}{of.before_attention}" if of.before_attention else ""
         qkv_RO = self.normed(xs, device, norm, f"{start}self_attn.qkv_proj", names)
         qkv_RHK = torch.unflatten(qkv_RO, -1, (-1, head_dim))
+        gates_RHK = None
+        if self._family.gated_attention:  # a gate behind each query
+            gates_RHK = qkv_RHK[:, 1 : 2 * heads.queries : 2]
+            qkv_RHK = torch.cat((qkv_RHK[:, : 2 * heads.queries : 2], qkv_RHK[:, 2 * heads.queries :]), dim=1)
         if angles.growth is not None:
             qkv_RHK[:, : heads.queries].mul_(angles.growth)
         norms = tuple(weights[name] for each in (of.queries, of.keys) if (name := f"{start}{each}.weight") in weights)
@@ -174,7 +202,8 @@ class Stack:
         norm_rope = NormAndRope(by, norms, are_neighbours=ropes.are_neighbours, norms_last=of.behind_rope)
         sinks = weights[name] if (name := f"{start}self_attn.sinks") in weights else None
         scoring = Scoring(self._settings.attention_scale or 1 / sqrt(head_dim), self._settings.attention_cap, sinks)
-        return rows.attention(steps, heads, qkv_RHK, norm_rope, scoring, device)
+        y_RO = rows.attention(steps, heads, qkv_RHK, norm_rope, scoring, device)
+        return y_RO if gates_RHK is None else y_RO.mul_(gates_RHK.sigmoid().flatten(1))
 
     def _mlp(self, layer: int, xs: tuple[Tensor, ...], _rows: Pass) -> Partial:
         name = f"model.layers.{layer}.mlp.down_proj"

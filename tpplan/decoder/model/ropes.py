@@ -33,7 +33,7 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 
 #: Families in which RoPE may rotate only a part of each head.
-_PARTIAL: Final = frozenset({"phi3", "glm", "glm4", "glm4v_text"})
+_PARTIAL: Final = frozenset({"phi3", "glm", "glm4", "glm4v_text", "qwen3_5_text"})
 
 
 @frozen

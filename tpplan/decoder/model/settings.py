@@ -102,6 +102,8 @@ class Family:
         logit_cap: default of ``final_logit_softcapping``, infinity for no cap; None if the family has no such cap.
         experts: names of the experts' matrices.
         normalised: whether the weights of a token's experts add up to 1; None if ``norm_topk_prob`` decides.
+        gated_attention: whether the outputs of attention are gated, by gates that the projection of the queries gives
+            behind each of them.
     """
 
     norm_eps: float = 1e-6
@@ -116,6 +118,7 @@ class Family:
     logit_cap: float | None = None
     experts: Experts = Experts()
     normalised: bool | None = None
+    gated_attention: bool = False
 
 
 _MIXTRAL: Final = Experts(
@@ -145,6 +148,8 @@ _GLM4: Final = evolve(_GLM, norms=Norms(after_attention="post_self_attn_layernor
 _GEMMA: Final = Family(
     activation_key="hidden_activation", activation="gelu_pytorch_tanh", offset=1.0, scaled_embedding=True
 )
+
+_QWEN_HYBRID: Final = Family(offset=1.0, gated_attention=True)
 
 FAMILIES: Final[dict[str, Family]] = {
     "llama": Family(),
@@ -178,6 +183,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen2_vl_text": Family(norm_eps=1e-5),
     "qwen2_5_vl_text": Family(norm_eps=1e-5),
     "qwen3_vl_text": Family(),
+    "qwen3_5_text": _QWEN_HYBRID,
 }
 
 
@@ -191,7 +197,7 @@ _GGUF_EXPERTS: Final = {"gpt_oss": Experts(router="mlp.router")}
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = (
     *("gemma3", "glm4v", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
-    *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "vipllava"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "vipllava"),
 )
 
 
@@ -249,6 +255,7 @@ class Settings:
             hint = f"it computes {', '.join(FAMILIES)}, and the text part of {', '.join(AROUND)}"
             raise (config if is_part else whole).error(problem, hint)
         _check_causal(config)
+        _check_linear(config, model)
         multiplied = partial(_number, config, default=1.0 if family.multipliers else None)
         # The stream without the factor of what layers add is as much larger; norms divide by its size, but for epsilon.
         added = multiplied("residual_multiplier") or 1.0
@@ -356,6 +363,17 @@ def _check_causal(config: Config) -> None:
     for key, usual in (("use_bidirectional_attention", False), ("is_causal", True)):
         if config.flag(key, default=usual) is not usual:
             raise config.error(f"{key} is {str(not usual).lower()}", "the decoder generates texts token by token")
+
+
+def _check_linear(config: Config, model: ModelSpec) -> None:
+    """Check the activation behind the convolution of linear attention, and in front of its outputs.
+
+    Raises:
+        ModelError: it is not the one that such models have.
+    """
+    name = config.text("hidden_act") or "silu"
+    if any(block.linear for block in model.blocks) and name not in {"silu", "swish"}:
+        raise config.error(f"hidden_act is {name[:60]!r}", "models with linear attention have silu")
 
 
 def _activation(config: Config, model_type: str, family: Family) -> str:

@@ -20,6 +20,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from tpplan.decoder.layer.delta import BY_HEAD, JOINED, by_head
 from tpplan.decoder.model.stored import MXFP4
 from tpplan.decoder.weights.convert import begin_overwriting, convert_once
 from tpplan.decoder.weights.device import DeviceWeights
@@ -32,7 +33,7 @@ from tpplan.weights import iter_slices
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, MutableMapping, Sequence
 
-    from tpplan.core.model import Block, ModelSpec
+    from tpplan.core.model import Block, LinearAttention, ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.weights.quantised import Quantised
@@ -80,6 +81,7 @@ def _outputs_first(whole_EIO: Tensor) -> Tensor:
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    **JOINED,
 }
 
 #: Name of the weights of the norm before the output matrix.
@@ -157,6 +159,8 @@ def fuse_weights(
                 quantised[f"{whole}.weight"] = one
             if one is not None and biases:
                 found[f"{whole}.bias"] = torch.cat(biases)
+        if block.linear:
+            _prepare_linear(f"{start}linear_attn.", block.linear, found, dtype)
         if experts.fused and block.experts:
             separate_experts(
                 f"{start}{experts.fused}", (f"{start}{experts.gate}", f"{start}{experts.up}"), found, stacked
@@ -167,6 +171,35 @@ def fuse_weights(
                 _stack(start + name, block.experts, found, quantised, stacked)
             _alternate(start + experts.gate, start + experts.up, stacked)
     return DeviceWeights(found, quantised, stacked)
+
+
+def _prepare_linear(start: str, sizes: LinearAttention, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Prepare a layer's linear attention: float32 where its decays are made, and weights in the order of its inputs.
+
+    Args:
+        start: start of the names of its tensors.
+        sizes: its sizes.
+        tensors: the device's tensors; nothing is done if it has no heads of the layer.
+        dtype: dtype of the activations.
+    """
+    rates = tensors.get(f"{start}A_log")
+    if rates is None:
+        return
+    tensors[f"{start}A_log"] = rates.float().exp_().neg_() if rates.dtype != torch.float32 else -rates.exp()
+    tensors[f"{start}dt_bias"] = tensors[f"{start}dt_bias"].float()
+    tensors[f"{start}norm.weight"] = tensors[f"{start}norm.weight"].to(dtype)
+    name = f"{start}conv1d.weight"
+    if not any(f"{start.removesuffix('linear_attn.')}{each}.weight" in tensors for each in JOINED[BY_HEAD]):
+        return
+    whole, keys = tensors[name], len(rates) // sizes.group
+
+    def reorder() -> bool:
+        ordered = by_head(whole, (keys, sizes.group, sizes.key_head_dim, sizes.value_head_dim))
+        begin_overwriting(whole)
+        whole.copy_(ordered)
+        return True
+
+    convert_once(whole, name, reorder)
 
 
 def _stack(
