@@ -195,6 +195,7 @@ class Decoder:
                     f"model.layers.{layer}.",
                     eps=self._settings.norm_eps,
                     room=room[device].scratch_bytes,
+                    rows=context.max_rows,
                 )
                 for device, state in states_of(context, layer, block.linear).items()
             }

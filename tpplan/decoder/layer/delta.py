@@ -45,8 +45,8 @@ ONE_BEHIND_THE_OTHER, BY_HEAD = JOINED
 _EPS: Final = 1e-6
 #: Rows of a chunk.
 _CHUNK: Final = 64
-#: Temporaries take one part in this many of the plan's scratch.
-_SHARE: Final = 8
+#: Temporaries take one part in this many of what other activations leave of the plan's scratch.
+_SHARE: Final = 2
 
 
 class Rows(NamedTuple):
@@ -82,7 +82,9 @@ def by_head(weight_C1T: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
 class GatedDelta:
     """The linear attention of a layer on one device: its weights, and the states of the sequences."""
 
-    def __init__(self, state: State, steps: Plain, weights: DeviceWeights, start: str, *, eps: float, room: int) -> None:
+    def __init__(
+        self, state: State, steps: Plain, weights: DeviceWeights, start: str, *, eps: float, room: int, rows: int
+    ) -> None:
         """Combine the parts.
 
         Args:
@@ -92,6 +94,7 @@ class GatedDelta:
             start: start of the names of the layer's tensors.
             eps: epsilon of the norm of the outputs.
             room: bytes of scratch that the plan has on the device.
+            rows: maximum rows of a pass.
         """
         self.state = state
         self._steps, self._weights, self._start, self._eps = steps, weights, start, eps
@@ -102,9 +105,11 @@ class GatedDelta:
         self._rates_HG, self._dt_bias_HG = (x.view(state.keys, state.group) for x in (rates, dt_bias))
         scales = [[1 / state.key_dim], [1 / sqrt(state.key_dim)]]  # of queries and keys, behind RMS norms
         self._scales_21 = torch.tensor(scales, device=state.recurrent.device)
-        self._elements, self._floats = (
-            max(1, room // _SHARE // x.itemsize) for x in (state.inputs, state.recurrent)
-        )
+        # Beside temporaries there are the residual stream, its norm, and all products of the projections.
+        hidden, channels = len(weights[f"{start}input_layernorm.weight"]), len(self._conv_C1T)
+        held = rows * (2 * hidden + channels + len(rates) * (state.value_dim + 2)) * state.inputs.itemsize
+        free = (room - held) // _SHARE
+        self._elements, self._floats = (max(1, free // x.itemsize) for x in (state.inputs, state.recurrent))
 
     def outputs(self, x_RD: Tensor, norm: Tensor, of: Pass, device: int) -> Tensor:
         """Return the gated outputs of rows, ``[R, H × G × V]``.
@@ -250,8 +255,8 @@ def read_chunks(
 
     def needed() -> int:
         """Return the elements that temporaries of a chunk of one key head take."""
-        width = q_NSHK.shape[-1] + value_dim
-        return length * (4 * length + 6 * width + group * (4 * length + 5 * width))
+        key_dim = q_NSHK.shape[-1]
+        return length * (2 * length + 4 * key_dim + group * (3 * length + 4 * (key_dim + value_dim)))
 
     while length > 1 and needed() > most:
         length //= 2
