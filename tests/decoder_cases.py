@@ -49,6 +49,26 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 
+_PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+#: Three layers of linear attention and one of attention, and experts beside one that all tokens share.
+_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
 #: What is special about a family, and what of that its config may turn on. Windows end within the prompts.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -103,6 +123,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_mtp_layers": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "minimax_m2": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 24,
+        "head_dim": 32,
+        "rotary_dim": 16,
+    },
     "gpt_oss": {
         "num_local_experts": 6,
         "num_experts_per_tok": 3,
@@ -117,21 +159,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
-    "qwen3_5_text": {
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        "linear_conv_kernel_dim": 4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    "qwen3_5_text": {**_DELTA_NET, "rope_parameters": {**_PARTLY, "mrope_section": [2, 1, 1]}},
+    "qwen3_next": {**_DELTA_NET, **_SHARED_EXPERT, "norm_topk_prob": True, "mlp_only_layers": [2]},
+    "qwen3_5_moe_text": {
+        **_DELTA_NET,
+        **_SHARED_EXPERT,
+        "linear_num_key_heads": 6,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 3,
+        "rope_parameters": {**_PARTLY, "mrope_section": [2, 1, 1]},
     },
 }
 
-
-_PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 #: Families that differ from those above in few things, or in none but their names and defaults.
 FURTHER: dict[str, dict[str, Any]] = {
@@ -148,6 +189,14 @@ FURTHER: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.4,
             "original_max_position_embeddings": 32,
         },
+    },
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 2,
+        "hidden_size": 64,
     },
     "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
     "cwm": {"sliding_window": 9, "mlp_bias": True, "bos_token_id": 0},
@@ -210,6 +259,9 @@ def with_random_weights(model: Any) -> Any:
         for parameter in model.float().eval().parameters():
             spread = 0.2 if parameter.dim() > 1 else 0.3
             parameter.normal_(0 if parameter.dim() > 1 else 0.5, spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     return model
 
 

@@ -17,6 +17,7 @@ from tpplan.decoder.fast.launches.gemv import MOST_ROWS
 from tpplan.decoder.layer import experts
 from tpplan.decoder.math import rms_norm
 from tpplan.decoder.model.gates import ACTIVATIONS, gated
+from tpplan.decoder.model.router import Router
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -173,7 +174,7 @@ class FakeExperts:
         """Choose."""
         assert scores.dtype == self._dtype
         self.calls["choose"] += 1
-        return torch.cat(experts.choose(scores, count, normalised=normalised), dim=1)
+        return torch.cat(experts.choose(scores, count, Router(normalised=normalised)), dim=1)
 
     def up(self, x: Tensor, gate: Projection, up: Projection, choice: Tensor) -> Tensor | None:
         """Multiply by matrices of what is chosen."""

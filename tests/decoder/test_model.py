@@ -103,17 +103,40 @@ CUTS: dict[str, tuple[str, dict[Axis, tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("layout", ["reduce", "gather"])
 @pytest.mark.parametrize("name", CUTS)
-def test_cuts_that_leave_something_out(name: str, layout: str) -> None:
-    """Devices without heads, MLP, vocabulary or residual stream, and with half of a repeated head's queries."""
-    model = model_of("qwen3")
+@pytest.mark.parametrize("model_type", ["qwen3", "minimax_m2"])
+def test_cuts_that_leave_something_out(model_type: str, name: str, layout: str) -> None:
+    """Devices without heads, MLP, vocabulary or residual stream, and with half of a repeated head's queries.
+
+    Of MiniMax-M2, all heads are normed together.
+    """
+    model = model_of(model_type)
     kv, cut = CUTS[name]
     plan = plan_of(model.directory, len(cut[Axis.KV_HEADS]) - 1, request_of(layout, kv), cut, seed=1)
     check(model, plan, "events", new=8)
 
 
+#: Cuts of routed experts, 24 wide, and of shared ones, 48 wide, over three devices.
+SHARED_CUTS: dict[str, dict[Axis, tuple[int, ...]]] = {
+    "the same devices": {Axis.EXPERT_INTERMEDIATE: (0, 8, 8, 24), Axis.SHARED_INTERMEDIATE: (0, 40, 40, 48)},
+    "routed experts on more": {Axis.EXPERT_INTERMEDIATE: (0, 8, 16, 24), Axis.SHARED_INTERMEDIATE: (0, 0, 0, 48)},
+    "shared experts on more": {Axis.EXPERT_INTERMEDIATE: (0, 0, 24, 24), Axis.SHARED_INTERMEDIATE: (0, 8, 40, 48)},
+    "on some devices each": {Axis.EXPERT_INTERMEDIATE: (0, 16, 24, 24), Axis.SHARED_INTERMEDIATE: (0, 0, 24, 48)},
+    "on no common device": {Axis.EXPERT_INTERMEDIATE: (0, 24, 24, 24), Axis.SHARED_INTERMEDIATE: (0, 0, 48, 48)},
+}
+
+
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+@pytest.mark.parametrize("name", SHARED_CUTS)
+def test_cuts_of_shared_experts(name: str, layout: str) -> None:
+    """Devices without routed or shared experts, or without either."""
+    model = model_of("glm4_moe")
+    plan = plan_of(model.directory, 3, request_of(layout), SHARED_CUTS[name], seed=1)
+    check(model, plan, "events", new=8)
+
+
 def test_weights_stay_where_they_were_loaded() -> None:
     """Matrices that become one, and experts that become one tensor, are views of what was loaded, for all decoders."""
-    for model_type in ("mistral", "qwen3_moe", "gpt_oss"):
+    for model_type in ("mistral", "qwen3_moe", "gpt_oss", "glm4_moe"):
         directory = model_of(model_type).directory
         plan = plan_of(directory, 3, request_of(), {}, seed=2)
         with compile_plan(plan, backend="cpu") as ctx:

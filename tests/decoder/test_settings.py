@@ -7,10 +7,12 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+from attrs import evolve
 from safetensors.torch import save_file
 
 from tests.checkpoints import saved_values
 from tests.decoder_cases import model_of
+from tpplan.decoder.model.router import Router
 from tpplan.decoder.model.settings import Settings, settings_of
 from tpplan.errors import ModelError
 from tpplan.models.config import read_config
@@ -81,3 +83,40 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ModelError, match=problem):
             Settings.read(read_config(tmp_path), model)
+
+
+def test_routers_that_are_refused(tmp_path: Path) -> None:
+    """Groups that do not divide the experts, too few eligible experts, and weights that would be of no use."""
+    directory = model_of("glm4_moe").directory
+    config, model = json.loads((directory / "config.json").read_text()), read_model(directory)
+    for change, problem in (
+        ({"n_group": 3}, r"8 experts in 3 groups \(n_group\) of which 2 are eligible"),
+        ({"n_group": 8}, r"8 experts in 8 groups"),
+        ({"topk_group": 5}, r"of which 5 are eligible \(topk_group\)"),
+        ({"topk_group": 1}, r"a token has 3 experts \(num_experts_per_tok\), only 2 are eligible"),
+        ({"n_group": 0}, "n_group is 0"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0, expected a number from 1e-06 to 1e[+]06"),
+        ({"routed_scaling_factor": "1"}, "routed_scaling_factor is 1, expected a number"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1, expected true or false"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ModelError, match=problem):
+            Settings.read(read_config(tmp_path), model)
+
+
+def test_what_routers_depend_on(tmp_path: Path) -> None:
+    """Keys that a family's models have count, with the defaults of transformers; other keys are ignored."""
+    directory = model_of("glm4_moe").directory
+    config, model = json.loads((directory / "config.json").read_text()), read_model(directory)
+    grouped = Router(sigmoid=True, groups=4, eligible=2, best=2, normalised=True, factor=1.7, wide=True)
+    no_groups = {"n_group": None, "topk_group": None, "routed_scaling_factor": None, "norm_topk_prob": None}
+    others = {"model_type": "qwen3_moe", "norm_topk_prob": None, "rope_parameters": None, "partial_rotary_factor": 1.0}
+    for change, router in (
+        ({}, grouped),
+        ({"norm_topk_prob": False}, evolve(grouped, normalised=False)),
+        (no_groups, Router(sigmoid=True, best=2, normalised=True, wide=True)),
+        (others, Router()),
+        (others | {"norm_topk_prob": True}, Router(normalised=True)),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        assert Settings.read(read_config(tmp_path), model).router == router

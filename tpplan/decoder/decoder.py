@@ -156,7 +156,7 @@ class Decoder:
         for device in context.devices:  # before there is a cache: rearranging codes takes memory
             tensors, matrices = self._read(weights[device], slices[device], context.dtype)
             self.weights[device] = fuse_weights(tensors, matrices, layers, self._settings, context.dtype)
-            rearranged = matrices or self._settings.family.experts.fused
+            rearranged = matrices or self._settings.family.experts.fused or self._settings.family.experts.stacked
             if rearranged and context.devices[device].device.type == "cuda":
                 torch.cuda.empty_cache()  # frees the memory that rearranging took
         windows = [block.attention.window if block.attention else 0 for block in layers]

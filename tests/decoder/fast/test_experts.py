@@ -25,6 +25,7 @@ from tpplan.decoder.fast.launches.experts import ExpertGemv
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.layer import experts
 from tpplan.decoder.model.gates import ACTIVATIONS, SWIGLU_OAI, gated
+from tpplan.decoder.model.router import Router
 from tpplan.decoder.weights.row_kernels import GATES
 from tpplan.decoder.weights.stacked import Projection
 from tpplan.exec import compile as compile_plan
@@ -85,7 +86,7 @@ def test_lanes_agree(case: tuple[str, int, int, int, int, int, str, int, int, in
         of_scores = scores_RE.data_ptr(), 2 * scores_RE.stride(0), count
         words = (*of_scores, choice_RC.data_ptr(), 8 * chosen, chosen, normalised)
         lanes.run(choose, rows, 32, words, (scores_RE, choice_RC))
-        weights_RC, _ = experts.choose(scores_RE, chosen, normalised=normalised)
+        weights_RC, _ = experts.choose(scores_RE, chosen, Router(normalised=normalised))
         torch.testing.assert_close(choice_RC[:, :chosen], weights_RC)
     ordered_RE = scores_RE.sort(stable=True, dim=-1, descending=True).indices
     assert torch.equal(choice_RC[:, chosen:], ordered_RE[:, :chosen].float())
@@ -225,7 +226,7 @@ def test_choices(kernels: ExpertGemv, count: int, chosen: int, *, normalised: bo
     scores_RE = some(kernels, 3, count + 1)[:, :count]
     found = kernels.choose(scores_RE, chosen, normalised=normalised)
     assert found is not None
-    weights_RC, _ = experts.choose(scores_RE, chosen, normalised=normalised)
+    weights_RC, _ = experts.choose(scores_RE, chosen, Router(normalised=normalised))
     torch.testing.assert_close(found[:, :chosen], weights_RC)
     assert torch.equal(scores_RE.gather(1, found[:, chosen:].long()), scores_RE.topk(chosen).values)
 

@@ -9,6 +9,7 @@ from tests.decoder.fast.experts_cases import check_gates, check_products, chosen
 from tpplan.decoder.fast.launches.experts import ExpertGemv
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.layer import experts
+from tpplan.decoder.model.router import Router
 from tpplan.decoder.weights.row_kernels import GATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
@@ -30,7 +31,7 @@ def test_choices(count: int, chosen: int, dtype: torch.dtype, *, normalised: boo
     scores_RE[0], scores_RE[1] = scores_RE[0].round(), 0  # equal ones
     found = kernels(dtype).choose(scores_RE, chosen, normalised=normalised)
     assert found is not None
-    weights_RC, _ = experts.choose(scores_RE, chosen, normalised=normalised)
+    weights_RC, _ = experts.choose(scores_RE, chosen, Router(normalised=normalised))
     torch.testing.assert_close(found[:, :chosen], weights_RC, atol=1e-7, rtol=1e-5)
     assert torch.equal(
         found[:, chosen:], scores_RE.sort(stable=True, dim=-1, descending=True).indices[:, :chosen].float()

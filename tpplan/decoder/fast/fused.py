@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.cache.store import CachePlaces
     from tpplan.decoder.layer.steps import NormAndRope
     from tpplan.decoder.math import Scoring
+    from tpplan.decoder.model.router import Router
     from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.decoder.weights.quantised import Matrix, Quantised
@@ -201,10 +202,13 @@ class Fused(Plain):
         """Return the activation of ``gate``, multiplied by ``up``; ``gate`` is overwritten with it and returned."""
         return gate if self._pointwise.gate(gate, up) else super().gate(gate, up)
 
-    def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
+    def choose(self, logits_RE: Tensor, count: int, router: Router, correction_E: Tensor | None = None) -> Tensor:
         """Return the experts that rows are routed to, ``[R, 2 × C]``: their weights, then their numbers."""
-        found = self._experts.choose(scores_RE, count, normalised=normalised) if self._experts else None
-        return super().choose(scores_RE, count, normalised=normalised) if found is None else found
+        if self._experts and router.is_softmax and correction_E is None:
+            found = self._experts.choose(logits_RE, count, normalised=router.normalised)
+            if found is not None:
+                return found
+        return super().choose(logits_RE, count, router, correction_E)
 
     def takes_experts_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
         """Tell whether :meth:`experts_up` has kernels that are no slower than torch for this number of rows."""

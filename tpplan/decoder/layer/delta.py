@@ -185,7 +185,9 @@ class GatedDelta:
             beta_RHG, decay_RHG = (torch.unflatten(x, 1, (keys, group)) for x in others)
             return Rows(mixed_RC[:, None], gates_RC, beta_RHG, decay_RHG)
         of_heads, others_RO = parts
-        mixed_RHC, gates_RHC = torch.unflatten(of_heads, 1, (keys, -1)).split_with_sizes([mixed // keys, values // keys], 2)
+        mixed_RHC, gates_RHC = torch.unflatten(of_heads, 1, (keys, -1)).split_with_sizes(
+            [mixed // keys, values // keys], 2
+        )
         beta_RHG, decay_RHG = torch.unflatten(others_RO, 1, (keys, 2, group)).unbind(2)
         return Rows(mixed_RHC, gates_RHC, beta_RHG, decay_RHG)
 
@@ -215,7 +217,9 @@ class GatedDelta:
         most = max(1, self._elements // (3 * count * (size + span)))  # channels, with what comes of them and a copy
         dim = 1 if parts > 1 else 2
         step = max(1, most // (mixed_NPCS.shape[2] if dim == 1 else 1))
-        some = zip(mixed_NPCS.split(step, dim), inputs_NPCT.split(step, dim), conv_PC1T.split(step, dim - 1), strict=True)
+        some = zip(
+            mixed_NPCS.split(step, dim), inputs_NPCT.split(step, dim), conv_PC1T.split(step, dim - 1), strict=True
+        )
         for new, kept, weight in some:
             window_NCS = torch.cat((kept[..., 1:], new), dim=-1).flatten(1, 2)
             kept.copy_(torch.unflatten(window_NCS[..., -span:], 1, kept.shape[1:3]))

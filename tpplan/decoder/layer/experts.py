@@ -3,8 +3,8 @@
 Where no shape may depend on the choice, few rows are multiplied by copies of the chosen matrices, and many rows by all
 experts. The kernels in :mod:`tpplan.decoder.fast.launches.experts` need no copies.
 
-Shapes: R rows, D hidden, E experts, C experts of a row, I intermediate (the device's part), N choices of all rows, P
-some of them.
+Shapes: R rows, D hidden, E experts, C experts of a row, G groups of experts, K eligible ones, I intermediate (the
+device's part), N choices of all rows, P some of them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tpplan.decoder.weights.stacked import Stacked
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tpplan.decoder.model.router import Router
     from tpplan.decoder.weights.stacked import Projection
 
 
@@ -32,12 +33,33 @@ _PARTS: Final = 4
 _BY_TORCH: Final = ProductOptions()
 
 
-def choose(scores_RE: Tensor, count: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Return the weights, in float32, and the numbers of the experts that rows are routed to, ``[R, C]`` each."""
-    weights_RC, experts_RC = scores_RE.softmax(-1, dtype=torch.float32).topk(count, dim=-1)
-    if normalised:
-        weights_RC = weights_RC / weights_RC.sum(-1, keepdim=True)
-    return weights_RC, experts_RC
+def choose(logits_RE: Tensor, count: int, router: Router, correction_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the weights, in float32, and the numbers of the experts that rows are routed to, ``[R, C]`` each.
+
+    Args:
+        logits_RE: router logits of all experts.
+        count: number of experts of a row.
+        router: how rows are routed.
+        correction_E: selection bias, added to the scores by which experts are chosen, but not to their weights.
+    """
+    scores_RE = logits_RE.float().sigmoid() if router.sigmoid else logits_RE.softmax(-1, dtype=torch.float32)
+    ranks_RE = scores_RE if correction_E is None else scores_RE + correction_E.float().flatten()
+    if router.is_grouped:
+        ranks_RE = _eligible(ranks_RE, router)
+    ranks_RC, experts_RC = ranks_RE.topk(count, dim=-1)
+    weights_RC = ranks_RC if ranks_RE is scores_RE else scores_RE.gather(1, experts_RC)
+    if router.normalised:
+        weights_RC = weights_RC / weights_RC.sum(-1, keepdim=True).clamp_(min=router.least)
+    return weights_RC if router.factor == 1 else weights_RC * router.factor, experts_RC
+
+
+def _eligible(ranks_RE: Tensor, router: Router) -> Tensor:
+    """Return scores that are minus infinity for the experts of groups that rows do not choose from."""
+    ranks_RGE = torch.unflatten(ranks_RE, -1, (router.groups, -1))
+    groups_RG = ranks_RGE.topk(router.best, dim=-1).values.sum(-1)
+    chosen_RK = groups_RG.topk(router.eligible, dim=-1).indices
+    is_out_RG = torch.ones_like(groups_RG, dtype=torch.bool).scatter_(1, chosen_RK, value=False)
+    return ranks_RGE.masked_fill(is_out_RG[..., None], -torch.inf).flatten(1)
 
 
 def up(  # noqa: PLR0917 (the inputs of an expert)

@@ -38,12 +38,12 @@ class Partial(NamedTuple):
 
     Attributes:
         ys: one tensor for each device; the stream itself if the output is already added to it.
-        axis: the axis whose devices have an output.
+        axis: the axis whose devices have an output; None if all devices in use have.
         post: name of the norm applied before the addition, empty if there is none.
     """
 
     ys: Sequence[Tensor]
-    axis: Axis
+    axis: Axis | None
     post: str = ""
 
 
@@ -161,13 +161,20 @@ class Stack:
         weights, x_RD = self._weights[device], xs[self._places[device]]
         return self.steps[device].normed(x_RD, weights[f"{norm}.weight"] if norm else None, weights, fused, names)
 
+    def _normed(self, x_RD: Tensor, device: int, norm: str) -> Tensor:
+        """Return the norm of rows on a device, given its name; the rows themselves if it is empty."""
+        return self.steps[device].norm(x_RD, self._weights[device][f"{norm}.weight"]) if norm else x_RD
+
     def _sublayers(self, block: Block) -> tuple[Callable[[int, tuple[Tensor, ...], Pass], Partial], ...]:
         """Return the functions that compute the two sublayers of a layer: attention, and the MLP or the experts."""
         mixer = self._linear_attention if block.linear else self._attention
         return mixer, self._mixture if block.experts else self._mlp
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
-        found = [self._attend(layer, xs, rows, device) for device in self.heads[layer]]
+        qkv: Iterable[Tensor] = (self._qkv(layer, xs, device) for device in self.heads[layer])
+        if self._norms.of_all_heads:
+            qkv = self._norm_all_heads(layer, [*qkv], len(xs[0]))
+        found = [self._attend(layer, x_RHK, rows, device) for x_RHK, device in zip(qkv, self.heads[layer], strict=True)]
         name = f"model.layers.{layer}.self_attn.o_proj"
         ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=self._head_dims[layer])
         return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)
@@ -182,22 +189,51 @@ class Stack:
         ys = self._project_back(layer, found, f"{start}linear_attn.out_proj", Axis.LINEAR_HEADS, xs=xs, dim=dim)
         return Partial(ys, Axis.LINEAR_HEADS)
 
-    def _attend(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
+    def _qkv(self, layer: int, xs: tuple[Tensor, ...], device: int) -> Tensor:
+        """Return the queries, keys and values of a device's heads, ``[R, H, K]``."""
+        start, before = f"model.layers.{layer}.", self._norms.before_attention
+        names = [f"{start}self_attn.{which}_proj" for which in "qkv"]
+        norm = f"{start}{before}" if before else ""
+        qkv_RO = self.normed(xs, device, norm, f"{start}self_attn.qkv_proj", names)
+        return torch.unflatten(qkv_RO, -1, (-1, self._head_dims[layer]))
+
+    def _head_norms(self, layer: int, device: int) -> tuple[Tensor, ...]:
+        """Return the weights of the norms of queries and keys; empty if a layer has none."""
+        weights, names = self._weights[device], (self._norms.queries, self._norms.keys)
+        found = (f"model.layers.{layer}.{name}.weight" for name in names)
+        return tuple(weights[name] for name in found if name in weights)
+
+    def _norm_all_heads(self, layer: int, qkv: list[Tensor], rows: int) -> list[Tensor]:
+        """Normalise the queries of all devices' heads together, and the keys, in place."""
+        plan, devices, head_dim = self.context.plan, self.heads[layer], self._head_dims[layer]
+        queries, keys = plan.split(Axis.Q_HEADS, layer).size, plan.split(Axis.KV_HEADS, layer)
+        count = keys.size // keys.replicas
+        squares = [
+            self.steps[device].squares(x_RHK, heads, queries // count)
+            for x_RHK, (device, heads) in zip(qkv, devices.items(), strict=True)
+        ]
+        if not self._is_alone:
+            out = None if squares else room_for(self.context, rows, 2, torch.float32)
+            sums = self.context.all_reduce(squares, axis=Axis.KV_HEADS, layer=layer, out=out)
+            at = dict(zip(self.context.devices, sums, strict=True))
+            squares = [at[device] for device in devices]
+        sizes = queries * head_dim, count * head_dim
+        for x_RHK, square_R2, (device, heads) in zip(qkv, squares, devices.items(), strict=True):
+            self.steps[device].norm_all_heads(x_RHK, heads, square_R2, sizes, self._head_norms(layer, device))
+        return qkv
+
+    def _attend(self, layer: int, qkv_RHK: Tensor, rows: Pass, device: int) -> Tensor:
         """Return the attention output of a device's query heads, concatenated to ``[R, ...]``."""
         start, head_dim, of = f"model.layers.{layer}.", self._head_dims[layer], self._norms
         weights, ropes, angles = self._weights[device], self._settings.ropes, rows.angles[device]
         steps, heads = self.steps[device], self.heads[layer][device]
-        names = [f"{start}self_attn.{which}_proj" for which in "qkv"]
-        norm = f"{start}{of.before_attention}" if of.before_attention else ""
-        qkv_RO = self.normed(xs, device, norm, f"{start}self_attn.qkv_proj", names)
-        qkv_RHK = torch.unflatten(qkv_RO, -1, (-1, head_dim))
         gates_RHK = None
         if self._family.gated_attention:  # a gate behind each query
             gates_RHK = qkv_RHK[:, 1 : 2 * heads.queries : 2]
             qkv_RHK = torch.cat((qkv_RHK[:, : 2 * heads.queries : 2], qkv_RHK[:, 2 * heads.queries :]), dim=1)
         if angles.growth is not None:
             qkv_RHK[:, : heads.queries].mul_(angles.growth)
-        norms = tuple(weights[name] for each in (of.queries, of.keys) if (name := f"{start}{each}.weight") in weights)
+        norms = () if of.of_all_heads else self._head_norms(layer, device)
         by = angles.by_kind[ropes.kinds[layer]]
         norm_rope = NormAndRope(by, norms, are_neighbours=ropes.are_neighbours, norms_last=of.behind_rope)
         sinks = weights[name] if (name := f"{start}self_attn.sinks") in weights else None
@@ -224,38 +260,124 @@ class Stack:
         return found
 
     def _mixture(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
+        routed = self.context.devices_of(Axis.EXPERT_INTERMEDIATE, layer)
+        shared = self._devices_of_shared(layer)
+        before, inputs = self._before_mlp(layer), {}
+        for device in sorted({*routed, *shared}):
+            x_RD = xs[self._places[device]]
+            inputs[device] = self._normed(x_RD, device, before)
+        choices = self._choose(layer, inputs, xs)
+        hidden = self._experts_up(layer, inputs, choices, rows)
+        of_shared = [self._shared_up(layer, device, inputs[device]) for device in shared]
+        del inputs
+        # A single device adds directly to the residual stream.
+        to_RD = xs[0] if self._is_alone and not self._norms.of_outputs else None
+        ys = self._experts_down(layer, hidden, choices, xs, to_RD, rows)
+        axis = self._add_shared(layer, of_shared, ys, xs)
+        out = [ys[device] for device in self.context.devices_of(axis, layer)] if self._reduce else [*ys.values()]
+        return Partial(out if to_RD is None else xs, axis, self._norms.after_mlp)
+
+    def _choose(self, layer: int, inputs: Mapping[int, Tensor], xs: tuple[Tensor, ...]) -> dict[int, Tensor]:
+        """Return the experts of rows by device; see :meth:`tpplan.decoder.layer.steps.Plain.choose`.
+
+        One device chooses for all: others may round differently and choose other experts.
+        """
         start, names, count = f"model.layers.{layer}.", self._family.experts, self._blocks[layer].experts_per_token
-        devices = self.context.devices_of(Axis.EXPERT_INTERMEDIATE, layer)
-        norm = f"{self._before_mlp(layer)}.weight"
-        inputs = {
-            device: self.steps[device].norm(xs[self._places[device]], self._weights[device][norm]) for device in devices
-        }
-        # One device chooses for all: others may round differently and choose other experts.
         first = self.context.plan.slices(Axis.EXPERT_INTERMEDIATE, layer)[0].device
         if first in inputs:
-            scores_RE = self.steps[first].linear(inputs[first], self._weights[first], start + names.router)
-            choice_RC = self.steps[first].choose(scores_RE, count, normalised=self._settings.normalised)
+            steps, weights, router = self.steps[first], self._weights[first], self._settings.router
+            logits_RE = steps.route(inputs[first], weights, start + names.router, wide=router.wide)
+            correction_E = weights[start + names.correction] if names.correction else None
+            choice_RC = steps.choose(logits_RE, count, router, correction_E)
         else:
             choice_RC = torch.empty(len(xs[0]), 2 * count, dtype=torch.float32, device="meta")
-        choices = dict(zip(self.context.devices, self.context.broadcast(choice_RC, source=first), strict=True))
-        gate, up, down = (start + name for name in (names.gate, names.up, names.down))
-        hidden = []
-        for device in devices:
-            gates, ups = (self._weights[device].experts(name) for name in (gate, up))
+        return dict(zip(self.context.devices, self.context.broadcast(choice_RC, source=first), strict=True))
+
+    def _experts_up(
+        self, layer: int, inputs: Mapping[int, Tensor], choices: Mapping[int, Tensor], rows: Pass
+    ) -> list[Tensor]:
+        """Return each device's intermediate activations of the rows' experts, ``[R, C, I]``."""
+        start, names, hidden = f"model.layers.{layer}.", self._family.experts, []
+        for device in self.context.devices_of(Axis.EXPERT_INTERMEDIATE, layer):
+            gates, ups = (self._weights[device].experts(start + name) for name in (names.gate, names.up))
             hidden.append(self.steps[device].experts_up(inputs[device], gates, ups, choices[device], fixed=rows.fixed))
-        del inputs
+        return hidden
+
+    def _experts_down(  # noqa: PLR0917 (what a layer has)
+        self,
+        layer: int,
+        hidden: list[Tensor],
+        choices: Mapping[int, Tensor],
+        xs: tuple[Tensor, ...],
+        to_RD: Tensor | None,
+        rows: Pass,
+    ) -> dict[int, Tensor]:
+        """Return the weighted sums of the outputs of the rows' experts by device, ``[R, D]``, added to ``to_RD``."""
+        name, count = f"model.layers.{layer}.{self._family.experts.down}", self._blocks[layer].experts_per_token
+        devices = self.context.devices_of(Axis.EXPERT_INTERMEDIATE, layer)
         if not self._reduce:  # columns are elements × experts of a row here, so that the elements can be joined
             hidden = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
             wholes = self._gathered(hidden, Axis.EXPERT_INTERMEDIATE, layer, xs, dim=count)
             hidden = [torch.unflatten(whole, 1, (-1, count)).transpose(1, 2) for whole in wholes]
             devices = self.context.devices_of(Axis.RESIDUAL)
-        to_RD = xs[0] if self._is_alone else None  # a single device adds directly to the residual stream
-        downs = [self._weights[d].experts(down, bias=not self._reduce or d == first) for d in devices]
-        ys = [
-            self.steps[device].experts_down(h_RCI, projections, choices[device], to_RD, fixed=rows.fixed)
-            for device, h_RCI, projections in zip(devices, hidden, downs, strict=True)
-        ]
-        return Partial(xs if self._is_alone else ys, Axis.EXPERT_INTERMEDIATE)
+        first = self.context.plan.slices(Axis.EXPERT_INTERMEDIATE, layer)[0].device
+        found = {}
+        for device, h_RCI in zip(devices, hidden, strict=True):
+            downs = self._weights[device].experts(name, bias=not self._reduce or device == first)
+            steps = self.steps[device]
+            found[device] = steps.experts_down(h_RCI, downs, choices[device], to_RD, fixed=rows.fixed)
+        return found
+
+    def _devices_of_shared(self, layer: int) -> tuple[int, ...]:
+        """Return the devices that have a part of a layer's shared experts."""
+        has_any = self._blocks[layer].shared_intermediate
+        return self.context.devices_of(Axis.SHARED_INTERMEDIATE, layer) if has_any else ()
+
+    def _shared_up(self, layer: int, device: int, x_RD: Tensor) -> Tensor:
+        """Return a device's intermediate activations of the shared experts, times their weight, ``[R, I]``."""
+        start, names = f"model.layers.{layer}.", self._family.experts
+        steps, weights, mlp = self.steps[device], self._weights[device], start + names.shared
+        h_RI = steps.gated(x_RD, None, weights, f"{mlp}.gate_up_proj", [f"{mlp}.gate_proj", f"{mlp}.up_proj"])
+        if names.shared_gate:
+            h_RI.mul_(steps.linear(x_RD, weights, start + names.shared_gate).sigmoid_())
+        return h_RI
+
+    def _add_shared(
+        self, layer: int, hidden: Sequence[Tensor], ys: dict[int, Tensor], xs: tuple[Tensor, ...]
+    ) -> Axis | None:
+        """Add the outputs of the shared experts to those of the routed ones, in place.
+
+        Args:
+            layer: number of the layer.
+            hidden: intermediate activations of the shared experts, of each device that has a part of them.
+            ys: outputs of the routed experts by device; gets an output of each device of the axis that is returned.
+            xs: the residual stream.
+
+        Returns:
+            An axis of which all devices with experts of either kind have a part; None for all devices in use.
+        """
+        if not self._blocks[layer].shared_intermediate:
+            return Axis.EXPERT_INTERMEDIATE
+        name = f"model.layers.{layer}.{self._family.experts.shared}.down_proj"
+        devices = self._devices_of_shared(layer)
+        if not self._reduce:
+            hidden = self._gathered(hidden, Axis.SHARED_INTERMEDIATE, layer, xs)
+            devices = self.context.devices_of(Axis.RESIDUAL)
+        first = self.context.plan.slices(Axis.SHARED_INTERMEDIATE, layer)[0].device
+        for device, h_RI in zip(devices, hidden, strict=True):
+            steps, weights, bias = self.steps[device], self._weights[device], not self._reduce or device == first
+            if device in ys:
+                steps.add_linear(ys[device], h_RI, weights, name, bias=bias)
+            else:
+                ys[device] = steps.linear(h_RI, weights, name, bias=bias)
+        both = (Axis.EXPERT_INTERMEDIATE, Axis.SHARED_INTERMEDIATE)
+        routed, shared = ({part.device for part in self.context.plan.slices(axis, layer)} for axis in both)
+        if shared <= routed or routed <= shared:
+            return both[routed < shared]
+        if self._reduce:
+            for device, x_RD in zip(self.context.devices, xs, strict=True):
+                ys.setdefault(device, torch.zeros_like(x_RD))
+        return None
 
     def _project_back(
         self, layer: int, parts: Sequence[Tensor], name: str, axis: Axis, *, xs: tuple[Tensor, ...], dim: int = 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.nn import functional
 
 from tpplan.decoder.cache.heads import attend_by_runs
 from tpplan.decoder.layer import experts
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.cache.heads import Heads
     from tpplan.decoder.cache.store import CachePlaces
     from tpplan.decoder.math import Scoring
+    from tpplan.decoder.model.router import Router
     from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.decoder.weights.quantised import Matrix, Quantised
     from tpplan.decoder.weights.row_kernels import RowKernels
@@ -86,9 +88,9 @@ class Plain:
         """Multiply by a matrix, given by name, and add its bias if it has one and ``bias`` is true."""
         return linear(x, weights.matrix(name), weights.bias(name) if bias else None, self._options)
 
-    def add_linear(self, to: Tensor, x: Tensor, weights: DeviceWeights, name: str) -> None:
-        """Add the product of rows and a matrix, with its bias if it has one, to the residual stream in place."""
-        add_linear(to, x, weights.matrix(name), weights.bias(name), self._options)
+    def add_linear(self, to: Tensor, x: Tensor, weights: DeviceWeights, name: str, *, bias: bool = True) -> None:
+        """Add the product of rows and a matrix, as of :meth:`linear`, to other rows in place."""
+        add_linear(to, x, weights.matrix(name), weights.bias(name) if bias else None, self._options)
 
     def kernels(self, x: Tensor, matrix: Matrix) -> RowKernels[Any] | None:
         """Return kernels that are faster than torch for a product of rows and a matrix, or None."""
@@ -146,15 +148,31 @@ class Plain:
         """Return the output of a gate; see :func:`tpplan.decoder.model.gates.gated`. ``gate`` is overwritten."""
         return gated(self._activation, gate, up)
 
-    def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor:
+    def route(self, x_RD: Tensor, weights: DeviceWeights, name: str, *, wide: bool) -> Tensor:
+        """Return the router logits of rows, ``[R, E]``.
+
+        Args:
+            x_RD: rows.
+            weights: weights of the device.
+            name: name of the router matrix.
+            wide: whether to compute in float32; a matrix that is stored in it is always computed with in it.
+        """
+        matrix, dtype = weights.matrix(name), torch.promote_types(x_RD.dtype, torch.float32)
+        if dtype == x_RD.dtype or not isinstance(matrix, Tensor) or not (wide or matrix.dtype == dtype):
+            return self.linear(x_RD, weights, name)
+        bias = weights.bias(name)
+        return functional.linear(x_RD.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype))
+
+    def choose(self, logits_RE: Tensor, count: int, router: Router, correction_E: Tensor | None = None) -> Tensor:
         """Return the experts that rows are routed to, ``[R, 2 × C]`` in float32: their weights, then their numbers.
 
         Args:
-            scores_RE: router scores of all experts.
+            logits_RE: router logits of all experts.
             count: number of experts of a row.
-            normalised: whether the weights of a row's experts add up to 1.
+            router: how rows are routed.
+            correction_E: selection bias, see :func:`tpplan.decoder.layer.experts.choose`.
         """
-        return torch.cat(experts.choose(scores_RE, count, normalised=normalised), dim=1)
+        return torch.cat(experts.choose(logits_RE, count, router, correction_E), dim=1)
 
     def takes_experts_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:  # noqa: ARG002
         """Tell whether neither the host nor a shape depends on the choice in :meth:`experts_up`, even if not fixed.
@@ -223,6 +241,45 @@ class Plain:
         if norm_rope.norms:
             for x_RHK, weight in zip(heads.split_qkv(qkv_RHK), norm_rope.norms, strict=False):
                 x_RHK.copy_(self.norm(x_RHK, weight))
+
+    def squares(self, qkv_RHK: Tensor, heads: Heads, group: int) -> Tensor:
+        """Return the sums of the squares of a device's queries, and of its keys, ``[R, 2]`` in float32.
+
+        Of a KV head that several devices have, each counts as large a part as it has of the query heads that read it.
+
+        Args:
+            qkv_RHK: queries, then keys, then values.
+            heads: the attention heads of the layer on the device.
+            group: query heads that read a KV head, on all devices.
+        """
+        q_RHK, k_RHK, _ = heads.split_qkv(qkv_RHK)
+        q_RH, k_RH = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square_() for x in (q_RHK, k_RHK))
+        for run in heads.runs:
+            if run.group != group:
+                k_RH[:, run.keys].mul_(run.group / group)
+        return torch.stack((q_RH.sum(-1), k_RH.sum(-1)), dim=1)
+
+    def norm_all_heads(
+        self,
+        qkv_RHK: Tensor,
+        heads: Heads,
+        squares_R2: Tensor,
+        counts: tuple[int, int],
+        norms: tuple[Tensor, ...],
+    ) -> None:
+        """Apply the RMS norm of all query heads together, and that of all key heads, in place.
+
+        Args:
+            qkv_RHK: queries, then keys, then values.
+            heads: the attention heads of the layer on the device.
+            squares_R2: sums of the squares over all devices, see :meth:`squares`.
+            counts: elements of all queries and of all keys of a row.
+            norms: the device's weights of both norms.
+        """
+        sums = squares_R2.unbind(1)
+        for x_RHK, sum_R, count, weight in zip(heads.split_qkv(qkv_RHK), sums, counts, norms, strict=False):
+            x_RHK.mul_(sum_R.div(count).add_(self._eps).rsqrt_()[:, None, None])
+            x_RHK.mul_(weight.view(x_RHK.shape[1:]))
 
     def append_kv(
         self,

@@ -33,7 +33,9 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 
 #: Families in which RoPE may rotate only a part of each head.
-_PARTIAL: Final = frozenset({"phi3", "glm", "glm4", "glm4v_text", "qwen3_5_text"})
+_PARTIAL: Final = frozenset(
+    {*("phi3", "glm", "glm4", "glm4_moe", "glm4v_text", "minimax_m2"), "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
+)
 
 
 @frozen

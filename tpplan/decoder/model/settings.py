@@ -9,13 +9,14 @@ from functools import partial
 from math import inf, sqrt
 from typing import TYPE_CHECKING, Final, Self
 
-from attrs import asdict, evolve, frozen
+from attrs import asdict, evolve, field, frozen
 
 from tpplan.core.axes import Axis
 from tpplan.decoder.cache.store import check_kind
 from tpplan.decoder.model.gates import ACTIVATIONS, ALPHA, LIMIT, SWIGLU_OAI
 from tpplan.decoder.model.gguf import check_gguf, config_with_factors
 from tpplan.decoder.model.ropes import Ropes
+from tpplan.decoder.model.router import Key, Router
 from tpplan.decoder.model.stored import check_formats
 from tpplan.errors import ModelError
 from tpplan.models.config import read_config
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from tpplan.core.model import ModelSpec
+    from tpplan.core.model import Block, ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.models.config import Config
     from tpplan.weights.source import Source
@@ -47,6 +48,11 @@ class Experts:
         down: down matrix.
         fused: tensor in which gate and up matrices are interleaved, see :mod:`tpplan.decoder.weights.fuse`;
             empty if they are separate.
+        stacked: tensors that some checkpoints have instead: one of all gate matrices, each with its up matrix behind
+            it, and one of all down matrices; empty if no checkpoint does.
+        correction: selection bias, see :func:`tpplan.decoder.layer.experts.choose`; empty if there is none.
+        shared: gated MLP of the experts that all tokens share; empty if there is none. A model may lack it.
+        shared_gate: matrix of one row that gives the logit of the shared experts' weight; empty if that is 1.
     """
 
     router: str = "mlp.gate"
@@ -54,6 +60,19 @@ class Experts:
     up: str = "mlp.experts.{expert}.up_proj"
     down: str = "mlp.experts.{expert}.down_proj"
     fused: str = ""
+    stacked: tuple[str, ...] = ()
+    correction: str = ""
+    shared: str = ""
+    shared_gate: str = ""
+
+    def names(self, block: Block) -> tuple[str, ...]:
+        """Return the names of all matrices and of the selection bias that a layer has."""
+        projections = (self.fused, self.down) if self.fused else (self.gate, self.up, self.down)
+        if self.stacked and any(each.name.endswith(self.stacked) for each in block.parameters):
+            projections = self.stacked
+        shared = [f"{self.shared}.{each}_proj" for each in ("gate", "up", "down")] if block.shared_intermediate else ()
+        further = (self.correction, *shared, self.shared_gate if shared else "")
+        return (self.router, *projections, *filter(None, further))
 
 
 @frozen(kw_only=True)
@@ -68,6 +87,7 @@ class Norms:
         queries: norm of each query head; a checkpoint may lack it, and that of keys.
         keys: norm of each key head.
         behind_rope: whether the norms of heads come behind RoPE.
+        of_all_heads: whether all query heads are normed together, and all key heads, before RoPE.
     """
 
     before_attention: str = "input_layernorm"
@@ -77,6 +97,7 @@ class Norms:
     queries: str = "self_attn.q_norm"
     keys: str = "self_attn.k_norm"
     behind_rope: bool = False
+    of_all_heads: bool = False
 
     @property
     def of_outputs(self) -> bool:
@@ -101,7 +122,8 @@ class Family:
         attention_cap: default of ``attn_logit_softcapping``; None if the family has no such cap.
         logit_cap: default of ``final_logit_softcapping``, infinity for no cap; None if the family has no such cap.
         experts: names of the experts' matrices.
-        normalised: whether the weights of a token's experts add up to 1; None if ``norm_topk_prob`` decides.
+        router: how tokens are routed to experts, with the defaults of the keys below.
+        router_keys: keys by which a config.json may change the router.
         gated_attention: whether the outputs of attention are gated, by gates that the projection of the queries gives
             behind each of them.
     """
@@ -117,7 +139,8 @@ class Family:
     attention_cap: float | None = None
     logit_cap: float | None = None
     experts: Experts = Experts()
-    normalised: bool | None = None
+    router: Router = field(factory=Router)
+    router_keys: tuple[Key, ...] = ()
     gated_attention: bool = False
 
 
@@ -128,6 +151,13 @@ _MIXTRAL: Final = Experts(
     down="block_sparse_moe.experts.{expert}.w2",
 )
 
+_QWEN2_MOE: Final = Experts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+
+#: Experts, routers and their keys as in DeepSeek-V3.
+_CORRECTED: Final = Experts(correction="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts")
+_SIGMOID: Final = Router(sigmoid=True, best=2, normalised=True, wide=True)
+_GROUPED: Final[tuple[Key, ...]] = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
+
 _GPT_OSS: Final = Experts(
     router="mlp.router",
     gate="mlp.experts.gate_proj",
@@ -135,6 +165,8 @@ _GPT_OSS: Final = Experts(
     down="mlp.experts.down_proj",
     fused="mlp.experts.gate_up_proj",
 )
+
+_MINIMAX_M2: Final = evolve(_MIXTRAL, correction="block_sparse_moe.e_score_correction_bias")
 
 _SANDWICH: Final = Norms(
     after_attention="post_attention_layernorm",
@@ -149,6 +181,7 @@ _GEMMA: Final = Family(
     activation_key="hidden_activation", activation="gelu_pytorch_tanh", offset=1.0, scaled_embedding=True
 )
 
+_QWEN3_5_MOE: Final = evolve(_QWEN2_MOE, stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 _QWEN_HYBRID: Final = Family(offset=1.0, gated_attention=True)
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -162,9 +195,14 @@ FAMILIES: Final[dict[str, Family]] = {
     "phi3": Family(norm_eps=1e-5),
     "granite": Family(multipliers=True),
     "smollm3": Family(),
-    "mixtral": Family(norm_eps=1e-5, experts=_MIXTRAL, normalised=True),
-    "qwen3_moe": Family(),
-    "gpt_oss": Family(norm_eps=1e-5, experts=_GPT_OSS, normalised=True),
+    "mixtral": Family(norm_eps=1e-5, experts=_MIXTRAL, router=Router(normalised=True)),
+    "qwen3_moe": Family(router_keys=("norm_topk_prob",)),
+    "qwen2_moe": Family(experts=_QWEN2_MOE, router_keys=("norm_topk_prob",)),
+    "glm4_moe": Family(norm_eps=1e-5, experts=_CORRECTED, router=_SIGMOID, router_keys=_GROUPED),
+    "minimax_m2": Family(
+        experts=_MINIMAX_M2, router=Router(sigmoid=True, normalised=True), norms=Norms(of_all_heads=True)
+    ),
+    "gpt_oss": Family(norm_eps=1e-5, experts=_GPT_OSS, router=Router(normalised=True)),
     "ministral": Family(),
     "ministral3": Family(norm_eps=1e-5),
     "seed_oss": Family(),
@@ -184,6 +222,10 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen2_5_vl_text": Family(norm_eps=1e-5),
     "qwen3_vl_text": Family(),
     "qwen3_5_text": _QWEN_HYBRID,
+    "qwen3_next": evolve(
+        _QWEN_HYBRID, experts=_QWEN2_MOE, router=Router(normalised=True), router_keys=("norm_topk_prob",)
+    ),
+    "qwen3_5_moe_text": evolve(_QWEN_HYBRID, experts=_QWEN3_5_MOE, router=Router(normalised=True)),
 }
 
 
@@ -197,7 +239,7 @@ _GGUF_EXPERTS: Final = {"gpt_oss": Experts(router="mlp.router")}
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = (
     *("gemma3", "glm4v", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
-    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "vipllava"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "vipllava"),
 )
 
 
@@ -215,7 +257,7 @@ class Settings:
         attention_cap: soft cap: scores ``s`` become ``cap · tanh(s / cap)``; None if there is none.
         logit_scale: factor of the logits.
         logit_cap: soft cap of the logits.
-        normalised: whether the weights of a token's experts add up to 1.
+        router: how tokens are routed to experts.
         ropes: RoPE of the layers.
         scheme: how the checkpoint stores quantised matrices.
     """
@@ -229,7 +271,7 @@ class Settings:
     attention_cap: float | None
     logit_scale: float
     logit_cap: float | None
-    normalised: bool
+    router: Router
     ropes: Ropes
     scheme: Scheme
 
@@ -273,7 +315,7 @@ class Settings:
             # The whole model has an output matrix of its own, behind which transformers does nothing.
             logit_scale=1.0 if is_part else 1 / (multiplied("logits_scaling") or 1.0),
             logit_cap=None if is_part or logit_cap == inf else logit_cap,
-            normalised=config.flag("norm_topk_prob") if family.normalised is None else family.normalised,
+            router=family.router.read(config, family.router_keys, model.blocks),
             ropes=Ropes.read(config, model_type, model),
             scheme=scheme,
         )
@@ -299,8 +341,11 @@ def settings_of(checkpoint: str | Path | Source, model: ModelSpec) -> Settings:
     directory = directory_of(checkpoint)
     config = read_config(directory)
     settings = Settings.read(config, model, directory)
-    check_formats(model, settings.scheme, str(directory), fused=settings.family.experts.fused)
-    _check_experts(model, settings.family.experts, str(directory))
+    experts = settings.family.experts
+    check_formats(
+        model, settings.scheme, str(directory), fused=experts.fused, wide=(experts.router, experts.correction)
+    )
+    _check_experts(model, experts, str(directory))
     return settings
 
 
@@ -310,10 +355,9 @@ def _check_experts(model: ModelSpec, experts: Experts, source: str) -> None:
     Raises:
         ModelError: some have others.
     """
-    names = (experts.router, *((experts.fused,) if experts.fused else (experts.gate, experts.up)), experts.down)
     for block in model.blocks:
         stems = [split_name(parameter.name)[0] for parameter in block.parameters]
-        for name in names if block.experts else ():
+        for name in experts.names(block) if block.experts else ():
             if not any(stem.endswith(f".{name}") for stem in stems):
                 found = next((stem for stem in stems if "expert" in stem or "switch" in stem), "other tensors")
                 what = f"{source}: the decoder looks for {name}, the checkpoint has {found} in the layers"

@@ -162,7 +162,9 @@ def size_of(length: int, count: int, from_config: Collection[int]) -> int:
     return 0 if length % count else length // count
 
 
-def check_formats(model: ModelSpec, scheme: Scheme, source: str, *, fused: str = "") -> None:
+def check_formats(
+    model: ModelSpec, scheme: Scheme, source: str, *, fused: str = "", wide: Collection[str] = ()
+) -> None:
     """Check that the decoder supports the formats of all tensors of a model.
 
     Args:
@@ -171,6 +173,7 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str, *, fused: str =
         source: name of the model for the error.
         fused: name of the tensor of gate and up matrices of all experts, see
             :class:`tpplan.decoder.model.settings.Experts`; only such experts may be MXFP4.
+        wide: names, relative to a layer, of tensors that are computed with in float32, whatever they are stored as.
 
     Raises:
         ModelError: a tensor has another format.
@@ -180,6 +183,8 @@ def check_formats(model: ModelSpec, scheme: Scheme, source: str, *, fused: str =
     for stem, tensors in _modules(model):
         suffix = _odd(stem, tensors, DTYPES[model.dtype])
         if suffix is None or _is_coded(stem, tensors, scheme, fused):
+            continue
+        if suffix in _PLAIN and tensors[suffix].dtype in FLOATS and stem.endswith(tuple(f".{name}" for name in wide)):
             continue
         name, dtype = stem + suffix, tensors[suffix].dtype
         if suffix in _PLAIN and dtype in FLOATS:

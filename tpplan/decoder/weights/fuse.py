@@ -5,7 +5,8 @@ stored minus 1. If matrices are placed otherwise, projections stay separate and 
 
 Experts of gpt_oss, of which all are in one tensor, become views of it. A checkpoint stores ``[E, in, out]`` in 16 or 32
 bits, or MXFP4 as codes ``[E, out, in / 32, 16]`` and scales ``[E, out, in / 32]``. Outputs of gate and up projections
-alternate, also in their biases.
+alternate, also in their biases. Experts of Qwen3.5 may be stored in one tensor ``[E, out, in]``, too, in which the
+outputs of an expert's up projection come behind those of its gate projection.
 
 Shapes: E experts, O outputs, I inputs of an expert's matrix.
 """
@@ -78,9 +79,23 @@ def _outputs_first(whole_EIO: Tensor) -> Tensor:
     return to_EOI
 
 
+def _mix_rows(whole_EOI: Tensor) -> bool:
+    """Let the rows of gate and up matrices alternate, in their own memory, so that rows of either are equally far apart.
+
+    Where they lie one behind the other for each expert, those of all experts could not be seen as one matrix.
+    """
+    begin_overwriting(whole_EOI)
+    for one_OI in whole_EOI:
+        one_OI.copy_(torch.stack(one_OI.chunk(2), dim=1).flatten(0, 1))
+    return True
+
+
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    **{
+        f"{mlp}.gate_up_proj": (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp")
+    },
     **JOINED,
 }
 
@@ -166,6 +181,12 @@ def fuse_weights(
                 f"{start}{experts.fused}", (f"{start}{experts.gate}", f"{start}{experts.up}"), found, stacked
             )
             separate_experts(f"{start}{experts.down}", (f"{start}{experts.down}",), found, stacked)
+        elif experts.stacked and f"{start}{experts.stacked[0]}" in found:
+            whole, down = (found.pop(f"{start}{name}") for name in experts.stacked)
+            convert_once(whole, f"{start}{experts.stacked[0]}", partial(_mix_rows, whole))
+            for i, name in enumerate((experts.gate, experts.up)):
+                found[start + name] = whole[:, i::2]
+            found[start + experts.down] = down
         else:
             for name in (experts.gate, experts.up, experts.down):
                 _stack(start + name, block.experts, found, quantised, stacked)
