@@ -141,7 +141,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         "num_local_experts": 6,
         "num_experts_per_tok": 3,
-        "intermediate_size": 24,
         "head_dim": 32,
         "rotary_dim": 16,
     },
@@ -174,6 +173,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Those of them with linear attention.
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+
+#: Experts in groups, of which some are eligible.
+_GROUPED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
 #: Families that differ from those above in few things, or in none but their names and defaults.
 FURTHER: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -198,6 +210,45 @@ FURTHER: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "hidden_size": 64,
     },
+    "dots1": {
+        **_GROUPED,
+        "first_k_dense_replace": 2,
+        "attention_bias": True,
+        "norm_topk_prob": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+        "use_sliding_window": True,
+    },
+    "hy_v3": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "num_shared_experts": 2,
+        "mlp_bias": True,
+        "router_scaling_factor": 1.6,
+    },
+    "solar_open": {**_GROUPED, "attention_bias": True, "norm_topk_prob": False, "routed_scaling_factor": 0.6},
+    "exaone_moe": {
+        **_GROUPED,
+        "num_experts": 8,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "sliding_window": 7,
+        "sliding_window_pattern": 2,
+    },
+    "ernie4_5_moe": {
+        "use_bias": True,
+        "moe_num_experts": 6,
+        "moe_k": 3,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "hidden_size": 64,
+    },
+    "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": 3, "attention_bias": True},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "hidden_size": 64},
+    "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "olmo2": {"attention_bias": True, "hidden_size": 64},
     "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
     "cwm": {"sliding_window": 9, "mlp_bias": True, "bos_token_id": 0},
     "internlm3": {"attention_bias": True, "mlp_bias": True},
@@ -214,7 +265,7 @@ FURTHER: dict[str, dict[str, Any]] = {
 }
 
 #: Those of them for which a decoder issues other steps than for any family above.
-OWN_STEPS = ("ministral3", "glm4", "exaone4", "hunyuan_v1_dense")
+OWN_STEPS = ("ministral3", "glm4", "exaone4", "hunyuan_v1_dense", "qwen2_moe", "ernie4_5_moe", "flex_olmo")
 
 
 @frozen

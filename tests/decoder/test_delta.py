@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import tpplan
 from tests.checkpoints import saved_values
 from tests.decoder_cases import (
+    HYBRIDS,
     LENGTH,
     check,
     check_sixteen_bits,
@@ -41,8 +42,6 @@ from tpplan.weights import load_weights
 if TYPE_CHECKING:
     from pathlib import Path
 
-HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
-
 
 @settings(max_examples=examples(40), deadline=None)
 @given(
@@ -55,7 +54,7 @@ HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
     forgets=st.sampled_from([0.01, 1.0, 30.0]),
     seed=st.integers(0, 2**16),
 )
-def test_chunks_as_in_transformers(  # noqa: PLR0913
+def test_chunks_as_in_transformers(
     *,
     sequences: int,
     size: int,
@@ -162,7 +161,7 @@ def _in_bfloat16(source: Path, directory: Path) -> None:
 def test_states_take_what_the_plan_counts(tmp_path: Path) -> None:
     """In bfloat16 the inputs of the convolution take 2 bytes, states 4, and devices without key heads have none."""
     _in_bfloat16(model_of("qwen3_5_text").directory, tmp_path)
-    cut = {Axis.LINEAR_HEADS: (0, 1, 1, 4), Axis.KV_HEADS: (0, 0, 4, 4)}
+    cut: dict[Axis, tuple[int, ...]] = {Axis.LINEAR_HEADS: (0, 1, 1, 4), Axis.KV_HEADS: (0, 0, 4, 4)}
     plan = plan_of(tmp_path, 3, request_of(batch=3), cut, seed=3)
     with compile_plan(plan, backend="cpu", scratch=False) as context:
         decoder = Decoder(context, tmp_path, load_weights(plan, tmp_path, context))
@@ -212,10 +211,12 @@ def test_states_cannot_go_back() -> None:
     with decoding(plan_of(model.directory, 2, request_of(), {}, seed=7), "qwen3_5_text", "fp32") as decoder:
         decoder.prefill(text[:9])
         for start in (4, 10):
-            with pytest.raises(RequestError, match=f"sequence 0 is to go on behind {start} tokens, .* are behind 9") as e:
+            with pytest.raises(
+                RequestError, match=f"sequence 0 is to go on behind {start} tokens, .* are behind 9"
+            ) as e:
                 decoder.prefill([1, 2], 0, start)
             assert "start 0" in e.value.hint
-        with pytest.raises(RequestError, match="sequence 1 is to go on behind 2 tokens, .* are behind 0"):
+        with pytest.raises(RequestError, match=r"sequence 1 is to go on behind 2 tokens, .* are behind 0"):
             decoder.prefill([1, 2], 1, 2)
         torch.testing.assert_close(
             _logits(decoder, decoder.prefill(text[9:], 0, 9))[0], model.logits[1], atol=3e-4, rtol=1e-4
@@ -227,7 +228,7 @@ def test_states_cannot_go_back() -> None:
         steps = decoder.steps(1)
         steps.start([text], Sampling())
         steps.step()
-        with pytest.raises(RequestError, match=f"behind {len(text)} tokens, .* are behind {len(text) + 1}"):
+        with pytest.raises(RequestError, match=rf"behind {len(text)} tokens, .* are behind {len(text) + 1}"):
             decoder.prefill([1], 0, len(text))
         decoder.prefill([1], 0, len(text) + 1)
 

@@ -52,6 +52,19 @@ def test_tokens(checkpoint: Path) -> None:
     assert again.out == ",".join(tokens[4:]) + "\n"
 
 
+@pytest.mark.parametrize("model_type", ["glm4_moe", "minimax_m2"])
+def test_the_decoder_is_taken_where_it_knows_the_model(model_type: str, tmp_path: Path) -> None:
+    """Without being asked for, also for mixtures; the tokens are those of transformers."""
+    model = model_of(model_type)
+    plan_of(model.directory, 3, request_of(batch=1), {}, seed=4).save(tmp_path / "plan.json")
+    tokens = ",".join(map(str, model.prompts[1]))
+    arguments = ("--model", model.directory, "--backend", "cpu", "--token-ids", tokens, "--max-new-tokens", 8)
+    done = command("generate", tmp_path / "plan.json", *arguments)
+    assert done.code == 0, done.err
+    assert [*map(int, done.out.split(","))] == model.tokens[1][:8]
+    assert "transformers" not in done.err
+
+
 def test_scratch_is_left_to_the_decoder(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's scratch is allocated by nobody but the decoder, whose activations take it as they come."""
     contexts: list[TPContext] = []

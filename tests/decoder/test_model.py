@@ -9,7 +9,9 @@ from weakref import ref
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from tests.checkpoints import saved_values
 from tests.decoder.quantised_checkpoints import mxfp4
 from tests.decoder_cases import (
     CONFIGS,
@@ -19,6 +21,7 @@ from tests.decoder_cases import (
     OWN_STEPS,
     VOCAB,
     check,
+    check_losses,
     check_sixteen_bits,
     decoding,
     model_of,
@@ -26,6 +29,7 @@ from tests.decoder_cases import (
     request_of,
 )
 from tests.graph_cases import WAITING, Calls, FakeGraph
+from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Sampling, generate
@@ -69,12 +73,38 @@ def test_further_families_as_transformers(number: int, model_type: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("model_type", "layout"), [("llama", "reduce"), ("phi3", "gather"), ("qwen3_moe", "reduce")])
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [
+        ("llama", "reduce"),
+        ("phi3", "gather"),
+        ("qwen3_moe", "reduce"),
+        ("glm4_moe", "reduce"),
+        ("minimax_m2", "gather"),
+        ("ernie4_5_moe", "reduce"),
+    ],
+)
 def test_sixteen_bits_lose_what_they_lose_in_transformers(
     model_type: str, layout: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """A model stored in 16 bits is computed in them, about as near to 32 bits as transformers gets, and not equal."""
     check_sixteen_bits(model_of(model_type), layout, dtype, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2"])
+def test_routers_in_32_bits_beside_16(model_type: str, tmp_path: Path) -> None:
+    """Checkpoints in bfloat16 may have routers and selection biases in float32, which are computed with as they are."""
+    model = model_of(model_type)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model.directory, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    loaded.to(torch.bfloat16).save_pretrained(tmp_path)
+    exact = saved_values(model.directory)
+    ends = ("e_score_correction_bias", ".gate.weight", ".gate.wg.weight")
+    tensors = {name: exact[name] if name.endswith(ends) else tensor for name, tensor in saved_values(tmp_path).items()}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16, torch.float32}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check_losses(model, loaded, plan_of(tmp_path, 3, request_of(), {}, seed=3), tmp_path, "cpu")
 
 
 #: KV heads, and cuts of a model with 4 KV heads, 72 of the intermediate axis, 203 tokens and a residual stream of 48.

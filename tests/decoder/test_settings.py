@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,10 @@ from attrs import evolve
 from safetensors.torch import save_file
 
 from tests.checkpoints import saved_values
+from tests.cli_cases import ROOT
 from tests.decoder_cases import model_of
 from tpplan.decoder.model.router import Router
-from tpplan.decoder.model.settings import Settings, settings_of
+from tpplan.decoder.model.settings import AROUND, FAMILIES, Settings, settings_of
 from tpplan.errors import ModelError
 from tpplan.models.config import read_config
 from tpplan.models.reader import read_model
@@ -73,8 +75,9 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act is 'silu'"),
         ({"model_type": "gpt_oss", "swiglu_limit": 6.0}, "swiglu_limit is '6.0'"),
         ({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "silu"}, "hidden_activation is 'silu'"),
-        ({"model_type": "llava", "text_config": config | {"model_type": "olmo2"}}, "models of type 'olmo2'"),
+        ({"model_type": "llava", "text_config": config | {"model_type": "cohere"}}, "models of type 'cohere'"),
         ({"is_causal": False}, "is_causal is false"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ({"partial_rotary_factor": 0.5}, "RoPE turns 4 of 8 elements of a head"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is small"),
@@ -120,3 +123,11 @@ def test_what_routers_depend_on(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         assert Settings.read(read_config(tmp_path), model).router == router
+
+
+def test_the_page_lists_what_is_computed() -> None:
+    """Every family, and every kind of model of text and images."""
+    page = (ROOT / "docs" / "run-a-model.md").read_text(encoding="utf-8")
+    section = page.partition("### What the decoder computes")[2].partition("\n- ")[0]
+    listed = set(re.findall(r"\w+", section))
+    assert not {name.removesuffix("_text") for name in (*FAMILIES, *AROUND)} - listed

@@ -24,6 +24,7 @@ INNER = {
     "llava_next": "mistral",
     "llava_onevision": "qwen2",
     "glm4v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
     "mistral3": "ministral3",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen2_vl": "qwen2_vl_text",
@@ -37,6 +38,12 @@ INNER = {
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 PARTS: dict[str, dict[str, Any]] = {
     "glm4v_text": {
+        "hidden_size": 128,
+        "head_dim": 16,
+        "rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5},
+    },
+    "glm4v_moe_text": {
+        **CONFIGS["glm4_moe"],
         "hidden_size": 128,
         "head_dim": 16,
         "rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5},

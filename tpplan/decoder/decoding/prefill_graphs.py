@@ -54,10 +54,11 @@ def is_fixed(stack: Stack, cap: float | None, pass_shape: PassShape) -> bool:
     """Tell whether passes of the same size differ only in values in device memory, whatever their prompts are.
 
     They do if in every layer all rows of a pass attend in one kernel call, and kernels group the rows by their experts
-    if it has any; layers with linear attention read prompt by prompt. The former takes the flash kernel: 16-bit activations, scores without a cap, and a 16-bit cache.
+    if it has any. The former takes the flash kernel: 16-bit activations, scores without a cap, and a 16-bit cache.
     Where the cache only holds a sliding window, it takes memory for a copy of all sequences' windows, see
     :meth:`tpplan.decoder.cache.heads.Heads.attend_at_once`. The latter takes
-    :mod:`tpplan.decoder.fast.launches.grouped`, which leaves large passes with large 16-bit experts to torch.
+    :mod:`tpplan.decoder.fast.launches.grouped`, which leaves large passes with large 16-bit experts to torch. Linear
+    attention reads prompt by prompt.
 
     Args:
         stack: the model's layers.

@@ -1,9 +1,9 @@
 """Linear attention by the gated delta rule (Gated DeltaNet, arXiv:2412.06464) on one device in plain torch.
 
-A head has a state: a matrix S that maps keys to values. Each token decays it by a factor, replaces the fraction β of
+A head has a state: a matrix S that maps keys to values. Each token decays it by a factor d, replaces the fraction β of
 what it says of the token's key k by the token's value v, and reads it by its query q:
 
-    S ← α S,  S ← S + β k (v - kᵀ S),  o = qᵀ S
+    S ← d S,  S ← S + β k (v - kᵀ S),  o = qᵀ S
 
 Queries, keys and values come out of a short causal convolution over the tokens. A step updates the states in place,
 with the same work for any tokens. Prompts are read in chunks: within one, the tokens' updates are the solution of a
@@ -24,22 +24,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tpplan.decoder.weights.linear import BY_HEAD, JOINED, ONE_BEHIND_THE_OTHER
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tpplan.decoder.cache.state import State
-    from tpplan.decoder.layer.passes import Pass
     from tpplan.decoder.layer.steps import Plain
     from tpplan.decoder.prompts import PromptSlice
     from tpplan.decoder.weights.device import DeviceWeights
-
-#: Projections of the input, which become one matrix if they are adjacent: where all queries, keys and values lie one
-#: behind the other, and where they lie key head by key head (Qwen3-Next).
-JOINED: Final = {
-    "linear_attn.in_proj": tuple(f"linear_attn.in_proj_{each}" for each in ("qkv", "z", "b", "a")),
-    "linear_attn.in_proj_by_head": tuple(f"linear_attn.in_proj_{each}" for each in ("qkvz", "ba")),
-}
-ONE_BEHIND_THE_OTHER, BY_HEAD = JOINED
 
 #: Epsilon of the L2 norms of queries and keys.
 _EPS: Final = 1e-6
@@ -53,30 +46,17 @@ class Rows(NamedTuple):
     """What the projections give of the rows of a pass; all are views of their products.
 
     Attributes:
-        mixed_RPC: inputs of the convolution, which prompts overwrite with what comes of it: the queries, keys and
-            values of all key heads (one part), or of each (a part for each).
-        gates_RC: gates of the output, ``[R, H × G × V]``, or head by head ``[R, H, G × V]``.
-        beta_RHG: logits of β.
-        decay_RHG: what the decay is made of.
+        mixed: inputs of the convolution, ``[R, P, C]``, which prompts overwrite with what comes of it: the queries,
+            keys and values of all key heads (one part), or of each (a part for each).
+        gates: gates of the output, ``[R, H × G × V]``, or head by head ``[R, H, G × V]``.
+        betas: logits of β, ``[R, H, G]``.
+        decays: what the decays are made of, ``[R, H, G]``.
     """
 
-    mixed_RPC: Tensor
-    gates_RC: Tensor
-    beta_RHG: Tensor
-    decay_RHG: Tensor
-
-
-def by_head(weight_C1T: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
-    """Return the convolution's weights of all queries, keys and values in the order of key heads.
-
-    Args:
-        weight_C1T: weights of the device.
-        sizes: H, G, K and V.
-    """
-    keys, group, key_dim, value_dim = sizes
-    widths = (key_dim, key_dim, group * value_dim)
-    parts = torch.split_with_sizes(weight_C1T, [keys * width for width in widths])
-    return torch.cat([torch.unflatten(part, 0, (keys, -1)) for part in parts], dim=1).flatten(0, 1)
+    mixed: Tensor
+    gates: Tensor
+    betas: Tensor
+    decays: Tensor
 
 
 class GatedDelta:
@@ -111,24 +91,23 @@ class GatedDelta:
         free = (room - held) // _SHARE
         self._elements, self._floats = (max(1, free // x.itemsize) for x in (state.inputs, state.recurrent))
 
-    def outputs(self, x_RD: Tensor, norm: Tensor, of: Pass, device: int) -> Tensor:
+    def outputs(self, x_RD: Tensor, norm: Tensor, recur: Callable[[Rows], Tensor]) -> Tensor:
         """Return the gated outputs of rows, ``[R, H × G × V]``.
 
         Args:
             x_RD: rows before the norm.
             norm: weights of the norm of the rows.
-            of: the pass that the rows are of, which calls :meth:`read` or :meth:`step`.
-            device: index of the device.
+            recur: calls :meth:`read` or :meth:`step`.
         """
         rows = self._project(x_RD, norm)
-        y_RHGV = of.recur(self, rows, device)
+        y_RHGV = recur(rows)
         y_RO = functional.rms_norm(y_RHGV, self._norm_V.shape, self._norm_V, self._eps).flatten(1)
-        return self._steps.gate(rows.gates_RC.flatten(1), y_RO)
+        return self._steps.gate(rows.gates.flatten(1), y_RO)
 
     def read(self, rows: Rows, prompt_slices: Sequence[PromptSlice]) -> Tensor:
         """Return the outputs of the next tokens of some sequences, ``[R, H, G, V]``, in the memory of the values."""
         state = self.state
-        beta_RHG, logs_RHG = rows.beta_RHG.sigmoid(), self._log_decays(rows)
+        beta_RHG, logs_RHG = rows.betas.sigmoid(), self._log_decays(rows)
         for each in prompt_slices:
             sequences = slice(each.sequence, each.sequence + each.count)
             inputs_NCT, recurrent_NHGKV = state.inputs[sequences], state.recurrent[sequences]
@@ -136,11 +115,11 @@ class GatedDelta:
                 inputs_NCT.zero_()
                 recurrent_NHGKV.zero_()
             mixed, beta, logs = (
-                torch.unflatten(x[each.rows], 0, (each.count, each.size)) for x in (rows.mixed_RPC, beta_RHG, logs_RHG)
+                torch.unflatten(x[each.rows], 0, (each.count, each.size)) for x in (rows.mixed, beta_RHG, logs_RHG)
             )
             self._convolve(mixed, inputs_NCT)
             read_chunks(*self._heads(mixed), beta, logs, recurrent_NHGKV, self._floats)
-        return self._heads(rows.mixed_RPC)[2]
+        return self._heads(rows.mixed)[2]
 
     def step(self, rows: Rows, goes_on_B: Tensor) -> Tensor:
         """Return the outputs of one token of each of the first sequences, ``[B, H, G, V]``; no shape depends on values.
@@ -150,18 +129,18 @@ class GatedDelta:
             goes_on_B: whether tokens come before; if not, the sequence begins with a cleared state.
         """
         state, count = self.state, len(goes_on_B)
-        goes_on_B11, new_BC = goes_on_B[:, None, None], rows.mixed_RPC.flatten(1)
+        goes_on_B11, new_BC = goes_on_B[:, None, None], rows.mixed.flatten(1)
         inputs_BCT, s_BHGKV = state.inputs[:count], state.recurrent[:count]
         window_BCT = torch.cat((inputs_BCT[:, :, 1:] * goes_on_B11, new_BC[:, :, None]), dim=2)
         inputs_BCT.copy_(window_BCT)
         mixed_BC = functional.conv1d(window_BCT, self._conv_C1T, groups=len(self._conv_C1T)).squeeze(2)
-        mixed_BPC = torch.unflatten(functional.silu(mixed_BC, inplace=True), 1, rows.mixed_RPC.shape[1:])
+        mixed_BPC = torch.unflatten(functional.silu(mixed_BC, inplace=True), 1, rows.mixed.shape[1:])
         q_BHK, k_BHK, v_BHGV = self._heads(mixed_BPC)
         qk_BH2K = _normed(torch.stack((q_BHK, k_BHK), dim=2).float()).mul_(self._scales_21)
         decay_BHG11 = self._log_decays(rows).exp_().mul_(goes_on_B11)[..., None, None]
         # Reads of the old state serve the output, too: only its own update is missing there.
         reads_BHG2V = (qk_BH2K[:, :, None] @ s_BHGKV).mul_(decay_BHG11)
-        new_BHGV = (v_BHGV - reads_BHG2V[..., 1, :]).mul_(rows.beta_RHG.sigmoid()[..., None])
+        new_BHGV = (v_BHGV - reads_BHG2V[..., 1, :]).mul_(rows.betas.sigmoid()[..., None])
         s_BHGKV.mul_(decay_BHG11).addcmul_(qk_BH2K[:, :, None, 1, :, None], new_BHGV[..., None, :])
         seen_BH = qk_BH2K.prod(dim=2).sum(-1)
         out_BHGV = torch.addcmul(reads_BHG2V[..., 0, :], seen_BH[..., None, None], new_BHGV)
@@ -193,7 +172,7 @@ class GatedDelta:
 
     def _log_decays(self, rows: Rows) -> Tensor:
         """Return the logarithms of the factors by which states decay, ``[R, H, G]`` in float32."""
-        return functional.softplus(rows.decay_RHG + self._dt_bias_HG).mul_(self._rates_HG)
+        return functional.softplus(rows.decays + self._dt_bias_HG).mul_(self._rates_HG)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of queries and keys, ``[..., H, K]``, and values, ``[..., H, G, V]``, of ``[..., P, C]``."""
@@ -217,10 +196,8 @@ class GatedDelta:
         most = max(1, self._elements // (3 * count * (size + span)))  # channels, with what comes of them and a copy
         dim = 1 if parts > 1 else 2
         step = max(1, most // (mixed_NPCS.shape[2] if dim == 1 else 1))
-        some = zip(
-            mixed_NPCS.split(step, dim), inputs_NPCT.split(step, dim), conv_PC1T.split(step, dim - 1), strict=True
-        )
-        for new, kept, weight in some:
+        some = [torch.split(x, step, d) for x, d in ((mixed_NPCS, dim), (inputs_NPCT, dim), (conv_PC1T, dim - 1))]
+        for new, kept, weight in zip(*some, strict=True):
             window_NCS = torch.cat((kept[..., 1:], new), dim=-1).flatten(1, 2)
             kept.copy_(torch.unflatten(window_NCS[..., -span:], 1, kept.shape[1:3]))
             weight_C1T = weight.flatten(0, 1)
@@ -234,7 +211,7 @@ def _normed(x: Tensor) -> Tensor:
     return functional.rms_norm(x, x.shape[-1:], eps=_EPS / x.shape[-1])
 
 
-def read_chunks(
+def read_chunks(  # noqa: PLR0917 (what the rule takes)
     q_NSHK: Tensor,
     k_NSHK: Tensor,
     v_NSHGV: Tensor,
@@ -277,13 +254,18 @@ def read_chunks(
             parts = [x[chosen] for x in (q_NSHK, k_NSHK, v_NSHGV, beta_NSHG, logs_NSHG)]
             for start, end in pairwise(bounds):
                 if start < end:
-                    _read_some(*(x[:, start:end] for x in parts), state, min(length, end - start))
+                    _read_some([x[:, start:end] for x in parts], state, min(length, end - start))
 
 
-def _read_some(  # noqa: PLR0917 (see above)
-    q_NSHK: Tensor, k_NSHK: Tensor, v_NSHGV: Tensor, beta_NSHG: Tensor, logs_NSHG: Tensor, state: Tensor, length: int
-) -> None:
-    """Read whole chunks of a length, see :func:`read_chunks`: first all that does not depend on the state, at once."""
+def _read_some(parts: Sequence[Tensor], state_NHGKV: Tensor, length: int) -> None:
+    """Read whole chunks of a length: first all that does not depend on the state, at once.
+
+    Args:
+        parts: queries, keys, values, β and logarithms of decays, see :func:`read_chunks`.
+        state_NHGKV: states of all these heads of a sequence or more.
+        length: rows of a chunk.
+    """
+    q_NSHK, k_NSHK, v_NSHGV, beta_NSHG, logs_NSHG = parts
     q_NHMLK, k_NHMLK = (
         _normed(torch.unflatten(x, 1, (-1, length)).permute(0, 3, 1, 2, 4).float()) for x in (q_NSHK, k_NSHK)
     )
@@ -308,7 +290,7 @@ def _read_some(  # noqa: PLR0917 (see above)
     q_NHGMLK = q_NHGMLK * decay_NHGML1
     k_NHGMLK = k_NHGMLK * (logs_NHGML[..., -1:] - logs_NHGML).exp_()[..., None]
     ends_NHGM11 = decay_NHGML1[..., -1:, :]
-    state_XKV = state.view(-1, key_dim, value_dim)
+    state_XKV = state_NHGKV.view(-1, key_dim, value_dim)
     for chunk in range(v_NHGMLV.shape[3]):
         q_XLK, k_XLK, v_and_k, within, end = (
             x[:, :, :, chunk].flatten(0, 2) for x in (q_NHGMLK, k_NHGMLK, solved, within_NHGMLL, ends_NHGM11)

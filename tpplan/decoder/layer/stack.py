@@ -6,6 +6,7 @@ one tensor for each device, in device order.
 
 from __future__ import annotations
 
+from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -184,7 +185,7 @@ class Stack:
         assert sizes is not None  # noqa: S101 - only such layers are computed here
         for device, linear in self.linear[layer].items():
             norm = self._weights[device][f"{start}{self._norms.before_attention}.weight"]
-            found.append(linear.outputs(xs[self._places[device]], norm, rows, device))
+            found.append(linear.outputs(xs[self._places[device]], norm, partial(rows.recur, linear, device=device)))
         dim = sizes.group * sizes.value_head_dim
         ys = self._project_back(layer, found, f"{start}linear_attn.out_proj", Axis.LINEAR_HEADS, xs=xs, dim=dim)
         return Partial(ys, Axis.LINEAR_HEADS)

@@ -33,9 +33,10 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 
 #: Families in which RoPE may rotate only a part of each head.
-_PARTIAL: Final = frozenset(
-    {*("phi3", "glm", "glm4", "glm4_moe", "glm4v_text", "minimax_m2"), "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
-)
+_PARTIAL: Final = frozenset({
+    *("phi3", "glm", "glm4", "glm4_moe", "glm4v_moe_text", "glm4v_text", "minimax_m2"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+})  # fmt: skip
 
 
 @frozen
@@ -142,6 +143,6 @@ def _kinds(config: Config, model_type: str, layers: int) -> tuple[int, ...]:
         return tuple(SECOND if is_sliding else FIRST for is_sliding in slides(config, model_type, layers))
     if model_type == "smollm3":
         return tuple(NONE if is_without else FIRST for is_without in without_rope(config, layers))
-    if model_type == "exaone4" and config.optional_count("sliding_window", default=1) is not None:
+    if model_type in {"exaone4", "exaone_moe"} and config.optional_count("sliding_window", default=1) is not None:
         return tuple(FIRST if is_sliding else NONE for is_sliding in slides(config, model_type, layers))
     return (FIRST,) * layers

@@ -25,7 +25,15 @@ _SUMS: Final = (1e-30, 1.0)
 _METHODS: Final = {"greedy": False, "group_limited_greedy": True}
 
 #: Keys of a config.json that a router may depend on.
-Key = Literal["norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "topk_method", "moe_norm_min"]
+Key = Literal[
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "router_scaling_factor",
+    "n_group",
+    "topk_group",
+    "topk_method",
+    "moe_norm_min",
+]
 
 
 @frozen(kw_only=True)
@@ -76,8 +84,9 @@ class Router:
         found = self
         if "norm_topk_prob" in keys:
             found = evolve(found, normalised=config.flag("norm_topk_prob", default=self.normalised))
-        if "routed_scaling_factor" in keys:
-            found = evolve(found, factor=_number(config, "routed_scaling_factor", self.factor, _FACTORS))
+        for key in ("routed_scaling_factor", "router_scaling_factor"):
+            if key in keys:
+                found = evolve(found, factor=_number(config, key, self.factor, _FACTORS))
         if "moe_norm_min" in keys:
             found = evolve(found, least=_number(config, "moe_norm_min", self.least, _SUMS))
         if "n_group" in keys and ("topk_method" not in keys or _has_groups(config)):

@@ -67,7 +67,8 @@ class Experts:
 
     def names(self, block: Block) -> tuple[str, ...]:
         """Return the names of all matrices and of the selection bias that a layer has."""
-        projections = (self.fused, self.down) if self.fused else (self.gate, self.up, self.down)
+        projections: tuple[str, ...] = (self.fused,) if self.fused else (self.gate, self.up)
+        projections = (*projections, self.down)
         if self.stacked and any(each.name.endswith(self.stacked) for each in block.parameters):
             projections = self.stacked
         shared = [f"{self.shared}.{each}_proj" for each in ("gate", "up", "down")] if block.shared_intermediate else ()
@@ -158,6 +159,8 @@ _CORRECTED: Final = Experts(correction="mlp.gate.e_score_correction_bias", share
 _SIGMOID: Final = Router(sigmoid=True, best=2, normalised=True, wide=True)
 _GROUPED: Final[tuple[Key, ...]] = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
 
+_GLM4_MOE: Final = Family(norm_eps=1e-5, experts=_CORRECTED, router=_SIGMOID, router_keys=_GROUPED)
+
 _GPT_OSS: Final = Experts(
     router="mlp.router",
     gate="mlp.experts.gate_proj",
@@ -166,6 +169,10 @@ _GPT_OSS: Final = Experts(
     fused="mlp.experts.gate_up_proj",
 )
 
+_ERNIE: Final = Experts(correction="mlp.moe_statics.e_score_correction_bias", shared="mlp.shared_experts")
+_EXAONE_MOE: Final = evolve(_CORRECTED, correction="mlp.e_score_correction_bias")
+_HUNYUAN: Final = Experts(router="mlp.gate.wg", shared="mlp.shared_mlp")
+_HY_V3: Final = Experts(router="mlp.router.gate", correction="mlp.expert_bias", shared="mlp.shared_mlp")
 _MINIMAX_M2: Final = evolve(_MIXTRAL, correction="block_sparse_moe.e_score_correction_bias")
 
 _SANDWICH: Final = Norms(
@@ -173,6 +180,10 @@ _SANDWICH: Final = Norms(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
+
+_POST: Final = evolve(_SANDWICH, before_attention="", before_mlp="")
+_HUNYUAN_NORMS: Final = Norms(queries="self_attn.query_layernorm", keys="self_attn.key_layernorm", behind_rope=True)
+_OF_ALL_HEADS: Final = Norms(of_all_heads=True)
 
 _GLM: Final = Family(norm_eps=1.5625e-7)
 _GLM4: Final = evolve(_GLM, norms=Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"))
@@ -198,10 +209,26 @@ FAMILIES: Final[dict[str, Family]] = {
     "mixtral": Family(norm_eps=1e-5, experts=_MIXTRAL, router=Router(normalised=True)),
     "qwen3_moe": Family(router_keys=("norm_topk_prob",)),
     "qwen2_moe": Family(experts=_QWEN2_MOE, router_keys=("norm_topk_prob",)),
-    "glm4_moe": Family(norm_eps=1e-5, experts=_CORRECTED, router=_SIGMOID, router_keys=_GROUPED),
-    "minimax_m2": Family(
-        experts=_MINIMAX_M2, router=Router(sigmoid=True, normalised=True), norms=Norms(of_all_heads=True)
+    "glm4_moe": _GLM4_MOE,
+    "dots1": Family(experts=_CORRECTED, router=evolve(_SIGMOID, normalised=False), router_keys=_GROUPED),
+    "hy_v3": Family(
+        norm_eps=1e-5, experts=_HY_V3, router=evolve(_SIGMOID, factor=2.826), router_keys=("router_scaling_factor",)
     ),
+    "solar_open": _GLM4_MOE,
+    "exaone_moe": Family(norm_eps=1e-5, experts=_EXAONE_MOE, router=evolve(_SIGMOID, factor=2.5), router_keys=_GROUPED),
+    "ernie4_5_moe": Family(
+        norm_eps=1e-5,
+        experts=_ERNIE,
+        router=Router(normalised=True, least=1e-12, wide=True),
+        router_keys=("moe_norm_min",),
+    ),
+    "hunyuan_v1_moe": Family(
+        norm_eps=1e-5, norms=_HUNYUAN_NORMS, experts=_HUNYUAN, router=Router(normalised=True, wide=True)
+    ),
+    "minimax_m2": Family(norms=_OF_ALL_HEADS, experts=_MINIMAX_M2, router=Router(sigmoid=True, normalised=True)),
+    "olmoe": Family(norm_eps=1e-5, norms=_OF_ALL_HEADS, router_keys=("norm_topk_prob",)),
+    "flex_olmo": Family(norms=evolve(_POST, of_all_heads=True), router_keys=("norm_topk_prob",)),
+    "olmo2": Family(norm_eps=1e-5, norms=evolve(_POST, of_all_heads=True)),
     "gpt_oss": Family(norm_eps=1e-5, experts=_GPT_OSS, router=Router(normalised=True)),
     "ministral": Family(),
     "ministral3": Family(norm_eps=1e-5),
@@ -213,14 +240,12 @@ FAMILIES: Final[dict[str, Family]] = {
     "glm": _GLM,
     "glm4": _GLM4,
     "glm4v_text": evolve(_GLM4, norm_eps=1e-5),
-    "exaone4": Family(norm_eps=1e-5, norms=evolve(_SANDWICH, before_attention="", before_mlp="")),
-    "hunyuan_v1_dense": Family(
-        norm_eps=1e-5,
-        norms=Norms(queries="self_attn.query_layernorm", keys="self_attn.key_layernorm", behind_rope=True),
-    ),
+    "exaone4": Family(norm_eps=1e-5, norms=_POST),
+    "hunyuan_v1_dense": Family(norm_eps=1e-5, norms=_HUNYUAN_NORMS),
     "qwen2_vl_text": Family(norm_eps=1e-5),
     "qwen2_5_vl_text": Family(norm_eps=1e-5),
     "qwen3_vl_text": Family(),
+    "glm4v_moe_text": _GLM4_MOE,
     "qwen3_5_text": _QWEN_HYBRID,
     "qwen3_next": evolve(
         _QWEN_HYBRID, experts=_QWEN2_MOE, router=Router(normalised=True), router_keys=("norm_topk_prob",)
@@ -238,7 +263,7 @@ _GGUF_EXPERTS: Final = {"gpt_oss": Experts(router="mlp.router")}
 
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = (
-    *("gemma3", "glm4v", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("gemma3", "glm4v", "glm4v_moe", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
     *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "vipllava"),
 )
 
@@ -297,6 +322,7 @@ class Settings:
             hint = f"it computes {', '.join(FAMILIES)}, and the text part of {', '.join(AROUND)}"
             raise (config if is_part else whole).error(problem, hint)
         _check_causal(config)
+        _check_unclipped(config)
         _check_linear(config, model)
         multiplied = partial(_number, config, default=1.0 if family.multipliers else None)
         # The stream without the factor of what layers add is as much larger; norms divide by its size, but for epsilon.
@@ -407,6 +433,17 @@ def _check_causal(config: Config) -> None:
     for key, usual in (("use_bidirectional_attention", False), ("is_causal", True)):
         if config.flag(key, default=usual) is not usual:
             raise config.error(f"{key} is {str(not usual).lower()}", "the decoder generates texts token by token")
+
+
+def _check_unclipped(config: Config) -> None:
+    """Check that queries, keys and values have no limit (OLMoE).
+
+    Raises:
+        ModelError: they have.
+    """
+    if config.raw("clip_qkv") is not None:
+        what = f"clip_qkv is {str(config.raw('clip_qkv'))[:60]}"
+        raise config.error(what, "the decoder computes attention without limits; --engine transformers has them")
 
 
 def _check_linear(config: Config, model: ModelSpec) -> None:

@@ -21,10 +21,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from tpplan.decoder.layer.delta import BY_HEAD, JOINED, by_head
 from tpplan.decoder.model.stored import MXFP4
 from tpplan.decoder.weights.convert import begin_overwriting, convert_once
 from tpplan.decoder.weights.device import DeviceWeights
+from tpplan.decoder.weights.linear import JOINED, prepare_linear
 from tpplan.decoder.weights.quantised import Float4Matrix
 from tpplan.decoder.weights.stacked import Stacked, stack_rows
 from tpplan.errors import RequestError
@@ -34,9 +34,9 @@ from tpplan.weights import iter_slices
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, MutableMapping, Sequence
 
-    from tpplan.core.model import Block, LinearAttention, ModelSpec
+    from tpplan.core.model import Block, ModelSpec
     from tpplan.core.plan import SplitPlan
-    from tpplan.decoder.model.settings import Settings
+    from tpplan.decoder.model.settings import Experts, Settings
     from tpplan.decoder.weights.quantised import Quantised
     from tpplan.weights import TensorSlice, Weights
 
@@ -80,9 +80,9 @@ def _outputs_first(whole_EIO: Tensor) -> Tensor:
 
 
 def _mix_rows(whole_EOI: Tensor) -> bool:
-    """Let the rows of gate and up matrices alternate, in their own memory, so that rows of either are equally far apart.
+    """Let the rows of gate and up matrices alternate, in their own memory.
 
-    Where they lie one behind the other for each expert, those of all experts could not be seen as one matrix.
+    Then rows of either are equally far apart, so that those of all experts can be seen as one matrix.
     """
     begin_overwriting(whole_EOI)
     for one_OI in whole_EOI:
@@ -162,6 +162,8 @@ def fuse_weights(
     quantised = {name.removeprefix(settings.root): matrix for name, matrix in matrices.items()}
     if settings.logit_scale != 1 and _LAST in found:
         found[_LAST] = (found[_LAST].float() * settings.logit_scale).to(dtype)
+    if (bias := found.get("lm_head.bias")) is not None:  # of an embedding that is also the output matrix
+        found["model.embed_tokens.bias"] = bias
     for layer, block in enumerate(blocks):
         start = f"model.layers.{layer}."
         for fused, names in _FUSED.items():
@@ -175,52 +177,41 @@ def fuse_weights(
             if one is not None and biases:
                 found[f"{whole}.bias"] = torch.cat(biases)
         if block.linear:
-            _prepare_linear(f"{start}linear_attn.", block.linear, found, dtype)
-        if experts.fused and block.experts:
-            separate_experts(
-                f"{start}{experts.fused}", (f"{start}{experts.gate}", f"{start}{experts.up}"), found, stacked
-            )
-            separate_experts(f"{start}{experts.down}", (f"{start}{experts.down}",), found, stacked)
-        elif experts.stacked and f"{start}{experts.stacked[0]}" in found:
-            whole, down = (found.pop(f"{start}{name}") for name in experts.stacked)
-            convert_once(whole, f"{start}{experts.stacked[0]}", partial(_mix_rows, whole))
-            for i, name in enumerate((experts.gate, experts.up)):
-                found[start + name] = whole[:, i::2]
-            found[start + experts.down] = down
-        else:
-            for name in (experts.gate, experts.up, experts.down):
-                _stack(start + name, block.experts, found, quantised, stacked)
-            _alternate(start + experts.gate, start + experts.up, stacked)
+            prepare_linear(f"{start}linear_attn.", block, block.linear, found, dtype)
+        _prepare_experts(start, experts, block.experts, found, quantised, stacked)
     return DeviceWeights(found, quantised, stacked)
 
 
-def _prepare_linear(start: str, sizes: LinearAttention, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Prepare a layer's linear attention: float32 where its decays are made, and weights in the order of its inputs.
+def _prepare_experts(  # noqa: PLR0917 (see below)
+    start: str,
+    names: Experts,
+    count: int,
+    tensors: dict[str, Tensor],
+    quantised: dict[str, Quantised],
+    stacked: dict[str, Stacked],
+) -> None:
+    """Let the experts of a layer become one tensor or stack for each projection.
 
     Args:
-        start: start of the names of its tensors.
-        sizes: its sizes.
-        tensors: the device's tensors; nothing is done if it has no heads of the layer.
-        dtype: dtype of the activations.
+        start: start of the names of the layer's tensors.
+        names: names of the experts' matrices.
+        count: number of experts; 0 if the layer has none.
+        tensors: the device's tensors.
+        quantised: the device's quantised matrices.
+        stacked: gets the quantised ones.
     """
-    rates = tensors.get(f"{start}A_log")
-    if rates is None:
-        return
-    tensors[f"{start}A_log"] = rates.float().exp_().neg_() if rates.dtype != torch.float32 else -rates.exp()
-    tensors[f"{start}dt_bias"] = tensors[f"{start}dt_bias"].float()
-    tensors[f"{start}norm.weight"] = tensors[f"{start}norm.weight"].to(dtype)
-    name = f"{start}conv1d.weight"
-    if not any(f"{start.removesuffix('linear_attn.')}{each}.weight" in tensors for each in JOINED[BY_HEAD]):
-        return
-    whole, keys = tensors[name], len(rates) // sizes.group
-
-    def reorder() -> bool:
-        ordered = by_head(whole, (keys, sizes.group, sizes.key_head_dim, sizes.value_head_dim))
-        begin_overwriting(whole)
-        whole.copy_(ordered)
-        return True
-
-    convert_once(whole, name, reorder)
+    gate, up, last = (start + name for name in (names.gate, names.up, names.down))
+    if names.fused and count:
+        separate_experts(start + names.fused, (gate, up), tensors, stacked)
+        separate_experts(last, (last,), tensors, stacked)
+    elif names.stacked and start + names.stacked[0] in tensors:
+        whole, down = (tensors.pop(start + name) for name in names.stacked)
+        convert_once(whole, start + names.stacked[0], partial(_mix_rows, whole))
+        tensors[gate], tensors[up], tensors[last] = whole[:, ::2], whole[:, 1::2], down
+    else:
+        for name in (gate, up, last):
+            _stack(name, count, tensors, quantised, stacked)
+        _alternate(gate, up, stacked)
 
 
 def _stack(

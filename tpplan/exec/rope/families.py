@@ -22,7 +22,9 @@ LOCAL: Final = frozenset({"gemma3_text", "olmo3"})
 ALPHA: Final = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
 
 #: Families whose old configs call RoPE of places in images mrope; the three positions of a place in a text are equal.
-MROPE: Final = frozenset({"glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"})
+MROPE: Final = frozenset(
+    {"glm4v_moe_text", "glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"}
+)
 
 #: What families with Llama 3's scaling have in common.
 _LLAMA3: Final = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}
@@ -39,6 +41,7 @@ DEFAULTS: Final[dict[str, dict[str, object]]] = {
     "glm": {"partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": {"partial_rotary_factor": 0.5},
+    "glm4v_moe_text": {"partial_rotary_factor": 0.5},
     "gpt_neox": {"rotary_pct": 0.25},
     "gpt_oss": {
         "rope_theta": 1.5e5,
