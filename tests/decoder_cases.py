@@ -54,7 +54,7 @@ _PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0
 #: Three layers of linear attention and one of attention, and experts beside one that all tokens share.
 _DELTA_NET: dict[str, Any] = {
     "num_hidden_layers": 4,
-    "head_dim": 16,
+    "head_dim": 32,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
@@ -158,7 +158,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
-    "qwen3_5_text": {**_DELTA_NET, "rope_parameters": {**_PARTLY, "mrope_section": [2, 1, 1]}},
+    "qwen3_5_text": {**_DELTA_NET, "rope_parameters": {**_PARTLY, "mrope_section": [4, 2, 2]}},
     "qwen3_next": {**_DELTA_NET, **_SHARED_EXPERT, "norm_topk_prob": True, "mlp_only_layers": [2]},
     "qwen3_5_moe_text": {
         **_DELTA_NET,
@@ -168,7 +168,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 12,
         "linear_value_head_dim": 8,
         "linear_conv_kernel_dim": 3,
-        "rope_parameters": {**_PARTLY, "mrope_section": [2, 1, 1]},
+        "rope_parameters": {**_PARTLY, "mrope_section": [4, 2, 2]},
     },
 }
 

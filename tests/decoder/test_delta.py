@@ -168,7 +168,7 @@ def test_states_take_what_the_plan_counts(tmp_path: Path) -> None:
         decoder.prefill([3, 4, 5])
         found = [decoder.cache_bytes(device) for device in range(3)]
     key_head = 3 * (4 * 2 * (2 * 8 + 2 * 12) + 4 * 2 * 8 * 12)  # of 3 layers: 4 inputs, states of 2 values
-    keys_and_values = LENGTH * 4 * 2 * 16 * 2  # of one layer: 4 heads, K and V
+    keys_and_values = LENGTH * 4 * 2 * 32 * 2  # of one layer: 4 heads, K and V
     assert found == [3 * key_head, 3 * keys_and_values, 3 * 3 * key_head]
     assert found == [each.cache_bytes for each in plan.memory]
 
