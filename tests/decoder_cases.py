@@ -168,6 +168,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 12,
         "linear_value_head_dim": 8,
         "linear_conv_kernel_dim": 3,
+        "attention_bias": True,
         "rope_parameters": {**_PARTLY, "mrope_section": [4, 2, 2]},
     },
 }

@@ -32,7 +32,7 @@ from tests.later import transformers
 from tests.watching import Watching
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
-from tpplan.decoder import Decoder, Prompt, Sampling
+from tpplan.decoder import Decoder, Prompt, Sampling, generate
 from tpplan.decoder.layer.delta import read_chunks
 from tpplan.decoder.model.settings import settings_of
 from tpplan.errors import ModelError, RequestError
@@ -85,7 +85,7 @@ def test_chunks_as_in_transformers(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    read_chunks(q, k, v, beta, logs, state, most)
+    read_chunks(torch.stack((q, k), dim=3), v, beta, logs, state, most)
     torch.testing.assert_close(v.flatten(2, 3), wanted, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(state.flatten(1, 2), end, atol=2e-5, rtol=1e-4)
 
@@ -122,12 +122,12 @@ def test_chunks_take_no_more_than_there_is(sizes: tuple[int, ...]) -> None:
     """However little that is, temporaries fit; and where it is more, it is used."""
     sequences, size, keys, group, key_dim, value_dim = sizes
     for most in (2**12, 2**15, 2**17):
-        q, k = torch.randn(2, sequences, size, keys, key_dim).bfloat16()
+        qk = torch.randn(sequences, size, keys, 2, key_dim).bfloat16()
         v = torch.randn(sequences, size, keys, group, value_dim).bfloat16()
         beta, logs = torch.rand(sequences, size, keys, group), -torch.rand(sequences, size, keys, group)
         state = torch.zeros(sequences, keys, group, key_dim, value_dim)
         with torch.inference_mode(), Peak() as peak:
-            read_chunks(q, k, v, beta, logs, state, most)
+            read_chunks(qk, v, beta, logs, state, most)
         assert 0.2 * most < peak.most / 4 <= most
 
 
@@ -223,7 +223,7 @@ def test_states_cannot_go_back() -> None:
         )
         with patch.object(decoder, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             decoder.prefill(text, 1)
-        with pytest.raises(RequestError, match="its states are of a prompt that was not read to its end"):
+        with pytest.raises(RequestError, match="its states are those of a prompt or step that did not end"):
             decoder.prefill(text[9:], 1, 9)
         steps = decoder.steps(1)
         steps.start([text], Sampling())
@@ -231,6 +231,19 @@ def test_states_cannot_go_back() -> None:
         with pytest.raises(RequestError, match=rf"behind {len(text)} tokens, .* are behind {len(text) + 1}"):
             decoder.prefill([1], 0, len(text))
         decoder.prefill([1], 0, len(text) + 1)
+
+
+def test_a_text_goes_on_behind_a_step_that_did_not_end() -> None:
+    """It is read again: nobody knows which layers have seen the token."""
+    model = model_of("qwen3_5_text")
+    prompt, expected = model.prompts[0], model.tokens[0]
+    with decoding(plan_of(model.directory, 2, request_of(), {}, seed=7), "qwen3_5_text", "fp32") as decoder:
+        tokens = generate(decoder, [prompt], 20)
+        found = [next(tokens)[0] for _ in range(4)]
+        with patch.object(decoder.stack, "_add", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            next(tokens)
+        rest = [token for (token,) in generate(decoder, [prompt + expected[:4]], 8, resume=True)]
+    assert found + rest == expected[:12]
 
 
 @pytest.mark.parametrize("layout", ["reduce", "gather"])

@@ -80,8 +80,8 @@ def states_of(context: TPContext, layer: int, sizes: LinearAttention) -> dict[in
     return found
 
 
-#: Tokens of states that are neither known nor any that a prompt may continue.
-_BROKEN: Final = -1
+#: Number of tokens of states that were left half updated: no prompt may continue them.
+BROKEN: Final = -1
 
 
 @frozen
@@ -105,14 +105,14 @@ class Progress:
             if not prompt.start or has is None or has == prompt.start:
                 continue
             what = f"sequence {prompt.sequence} is to go on behind {prompt.start} tokens, but its states are"
-            where = f"behind {has}" if has != _BROKEN else "of a prompt that was not read to its end"
+            where = f"behind {has}" if has != BROKEN else "those of a prompt or step that did not end"
             hint = "layers with linear attention cannot go back: read the text from its first token on, with start 0"
             raise RequestError(f"{what} {where}", hint)
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
         """Note that prompts are about to be read."""
         for prompt in prompts:
-            self.tokens[prompt.sequence] = _BROKEN
+            self.tokens[prompt.sequence] = BROKEN
 
     def end(self, prompts: Sequence[Prompt]) -> None:
         """Note that prompts have been read."""

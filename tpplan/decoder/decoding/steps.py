@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from tpplan.core.axes import Axis
+from tpplan.decoder.cache.state import BROKEN
 from tpplan.decoder.decoding.finite import not_finite
 from tpplan.decoder.decoding.sampling import NO_TOKEN, Sampling
 from tpplan.decoder.layer.agree import room_for
@@ -170,8 +171,11 @@ class Steps:
             raise RequestError(what, "plan with a larger --context")
         self._at = [at + 1 for at in self._at]
         self._new += 1
+        progress = self._forward.stack.progress
+        if progress:
+            progress.set([BROKEN] * len(self._at))
         self._run(next(span for span in self._spans() if span >= max(self._at)))
-        if progress := self._forward.stack.progress:
+        if progress:
             progress.set(self._at)
         if not self._is_greedy:
             self._set(self._tokens, self._choose(self._logits).tolist())

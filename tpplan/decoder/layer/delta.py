@@ -118,8 +118,9 @@ class GatedDelta:
                 torch.unflatten(x[each.rows], 0, (each.count, each.size)) for x in (rows.mixed, beta_RHG, logs_RHG)
             )
             self._convolve(mixed, inputs_NCT)
-            read_chunks(*self._heads(mixed), beta, logs, recurrent_NHGKV, self._floats)
-        return self._heads(rows.mixed)[2]
+            qk_NSH2K, v_NSHGV = self._heads(mixed)
+            read_chunks(qk_NSH2K, v_NSHGV, beta, logs, recurrent_NHGKV, self._floats)
+        return self._heads(rows.mixed)[1]
 
     def step(self, rows: Rows, goes_on_B: Tensor) -> Tensor:
         """Return the outputs of one token of each of the first sequences, ``[B, H, G, V]``; no shape depends on values.
@@ -135,8 +136,8 @@ class GatedDelta:
         inputs_BCT.copy_(window_BCT)
         mixed_BC = functional.conv1d(window_BCT, self._conv_C1T, groups=len(self._conv_C1T)).squeeze(2)
         mixed_BPC = torch.unflatten(functional.silu(mixed_BC, inplace=True), 1, rows.mixed.shape[1:])
-        q_BHK, k_BHK, v_BHGV = self._heads(mixed_BPC)
-        qk_BH2K = _normed(torch.stack((q_BHK, k_BHK), dim=2).float()).mul_(self._scales_21)
+        qk_BH2K, v_BHGV = self._heads(mixed_BPC)
+        qk_BH2K = _normed(qk_BH2K.float()).mul_(self._scales_21)
         decay_BHG11 = self._log_decays(rows).exp_().mul_(goes_on_B11)[..., None, None]
         # Reads of the old state serve the output, too: only its own update is missing there.
         reads_BHG2V = (qk_BH2K[:, :, None] @ s_BHGKV).mul_(decay_BHG11)
@@ -174,17 +175,17 @@ class GatedDelta:
         """Return the logarithms of the factors by which states decay, ``[R, H, G]`` in float32."""
         return functional.softplus(rows.decays + self._dt_bias_HG).mul_(self._rates_HG)
 
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of queries and keys, ``[..., H, K]``, and values, ``[..., H, G, V]``, of ``[..., P, C]``."""
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of queries and keys, ``[..., H, 2, K]``, and values, ``[..., H, G, V]``, of ``[..., P, C]``."""
         state = self.state
         keys, group, key_dim, value_dim = state.keys, state.group, state.key_dim, state.value_dim
         if self._joined == BY_HEAD:
-            q, k, v = torch.split_with_sizes(mixed, [key_dim, key_dim, group * value_dim], dim=-1)
-            return q, k, torch.unflatten(v, -1, (group, value_dim))
-        sizes = [keys * key_dim, keys * key_dim, keys * group * value_dim]
-        q, k, v = torch.split_with_sizes(mixed.squeeze(-2), sizes, dim=-1)
-        q, k = (torch.unflatten(x, -1, (keys, key_dim)) for x in (q, k))
-        return q, k, torch.unflatten(v, -1, (keys, group, value_dim))
+            qk, v = torch.split_with_sizes(mixed, [2 * key_dim, group * value_dim], dim=-1)
+            return torch.unflatten(qk, -1, (2, key_dim)), torch.unflatten(v, -1, (group, value_dim))
+        sizes = [2 * keys * key_dim, keys * group * value_dim]
+        qk, v = torch.split_with_sizes(mixed.squeeze(-2), sizes, dim=-1)
+        qk = torch.unflatten(qk, -1, (2, keys, key_dim)).transpose(-3, -2)
+        return qk, torch.unflatten(v, -1, (keys, group, value_dim))
 
     def _convolve(self, mixed_NSPC: Tensor, inputs_NCT: Tensor) -> None:
         """Convolve the next inputs of sequences in place, some channels at a time, and keep the latest for later."""
@@ -212,8 +213,7 @@ def _normed(x: Tensor) -> Tensor:
 
 
 def read_chunks(  # noqa: PLR0917 (what the rule takes)
-    q_NSHK: Tensor,
-    k_NSHK: Tensor,
+    qk_NSH2K: Tensor,
     v_NSHGV: Tensor,
     beta_NSHG: Tensor,
     logs_NSHG: Tensor,
@@ -223,8 +223,7 @@ def read_chunks(  # noqa: PLR0917 (what the rule takes)
     """Apply the gated delta rule to the next tokens of sequences, chunk by chunk.
 
     Args:
-        q_NSHK: queries, before their L2 norm.
-        k_NSHK: keys, before their L2 norm.
+        qk_NSH2K: queries and keys, before their L2 norms.
         v_NSHGV: values; replaced by the outputs.
         beta_NSHG: β of the tokens.
         logs_NSHG: logarithms of the decays, in float32.
@@ -236,7 +235,7 @@ def read_chunks(  # noqa: PLR0917 (what the rule takes)
 
     def needed() -> int:
         """Return the elements that temporaries of a chunk of one key head take."""
-        key_dim = q_NSHK.shape[-1]
+        key_dim = qk_NSH2K.shape[-1]
         return length * (2 * length + 4 * key_dim + group * (3 * length + 4 * (key_dim + value_dim)))
 
     while length > 1 and needed() > most:
@@ -251,7 +250,7 @@ def read_chunks(  # noqa: PLR0917 (what the rule takes)
         for key in range(0, keys, some_keys):
             chosen = slice(first, first + some_sequences), slice(None), slice(key, key + some_keys)
             state = state_NHGKV[chosen[0], chosen[2]]
-            parts = [x[chosen] for x in (q_NSHK, k_NSHK, v_NSHGV, beta_NSHG, logs_NSHG)]
+            parts = [x[chosen] for x in (qk_NSH2K, v_NSHGV, beta_NSHG, logs_NSHG)]
             for start, end in pairwise(bounds):
                 if start < end:
                     _read_some([x[:, start:end] for x in parts], state, min(length, end - start))
@@ -261,17 +260,16 @@ def _read_some(parts: Sequence[Tensor], state_NHGKV: Tensor, length: int) -> Non
     """Read whole chunks of a length: first all that does not depend on the state, at once.
 
     Args:
-        parts: queries, keys, values, β and logarithms of decays, see :func:`read_chunks`.
+        parts: queries and keys, values, β and logarithms of decays, see :func:`read_chunks`.
         state_NHGKV: states of all these heads of a sequence or more.
         length: rows of a chunk.
     """
-    q_NSHK, k_NSHK, v_NSHGV, beta_NSHG, logs_NSHG = parts
-    q_NHMLK, k_NHMLK = (
-        _normed(torch.unflatten(x, 1, (-1, length)).permute(0, 3, 1, 2, 4).float()) for x in (q_NSHK, k_NSHK)
-    )
-    key_dim, value_dim = k_NHMLK.shape[-1], v_NSHGV.shape[-1]
-    q_NHGMLK = q_NHMLK.mul_(1 / key_dim)[:, :, None]
-    k_NHGMLK = k_NHMLK.mul_(1 / sqrt(key_dim))[:, :, None]
+    qk_NSH2K, v_NSHGV, beta_NSHG, logs_NSHG = parts
+    key_dim, value_dim = qk_NSH2K.shape[-1], v_NSHGV.shape[-1]
+    qk_NH2MLK = _normed(torch.unflatten(qk_NSH2K, 1, (-1, length)).permute(0, 3, 4, 1, 2, 5).float())
+    q_NHGMLK, k_NHGMLK = torch.split(qk_NH2MLK, 1, dim=2)
+    q_NHGMLK.mul_(1 / key_dim)
+    k_NHGMLK.mul_(1 / sqrt(key_dim))
     v_NHGMLV = torch.unflatten(v_NSHGV, 1, (-1, length)).permute(0, 3, 4, 1, 2, 5)
     beta_NHGML, logs_NHGML = (
         torch.unflatten(x, 1, (-1, length)).permute(0, 3, 4, 1, 2) for x in (beta_NSHG, logs_NSHG)
