@@ -159,7 +159,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3_5_text": {**_DELTA_NET, "rope_parameters": {**_PARTLY, "mrope_section": [4, 2, 2]}},
-    "qwen3_next": {**_DELTA_NET, **_SHARED_EXPERT, "norm_topk_prob": True, "mlp_only_layers": [2]},
+    "qwen3_next": {**_DELTA_NET, **_SHARED_EXPERT, "mlp_only_layers": [2], "rope_parameters": _PARTLY},
     "qwen3_5_moe_text": {
         **_DELTA_NET,
         **_SHARED_EXPERT,

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from tests.checkpoints import saved_values
 from tests.cli_cases import ROOT
 from tests.decoder_cases import model_of
-from tpplan.decoder.model.router import Router
+from tpplan.decoder.model.router import Key, Router
 from tpplan.decoder.model.settings import AROUND, FAMILIES, Settings, settings_of
 from tpplan.errors import ModelError
-from tpplan.models.config import read_config
+from tpplan.models.config import Config, read_config
 from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
@@ -123,6 +123,22 @@ def test_what_routers_depend_on(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         assert Settings.read(read_config(tmp_path), model).router == router
+
+
+def test_methods_of_grouping() -> None:
+    """DeepSeek-V2's ``topk_method`` says whether experts are in groups; without it they are in none."""
+    blocks = read_model(model_of("glm4_moe").directory).blocks
+    keys: tuple[Key, ...] = ("topk_method", "n_group", "topk_group")
+    groups = {"n_group": 4, "topk_group": 2}
+    for method, expected in (
+        ({"topk_method": "group_limited_greedy"}, Router(groups=4, eligible=2)),
+        ({"topk_method": "greedy"}, Router()),
+        ({}, Router()),
+    ):
+        assert Router().read(Config({**groups, **method}, "config.json"), keys, blocks) == expected
+    with pytest.raises(ModelError, match="topk_method is 'noaux'") as error:
+        Router().read(Config({**groups, "topk_method": "noaux"}, "config.json"), keys, blocks)
+    assert error.value.hint == "known are greedy, group_limited_greedy"
 
 
 def test_the_page_lists_what_is_computed() -> None:

@@ -19,7 +19,6 @@ from tpplan.decoder import Decoder, Prompt
 from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
 from tpplan.decoder.math import angles, rms_norm, rotate
-from tpplan.decoder.model.settings import FAMILIES
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.toolchain import kernel_cache
 from tpplan.weights import load_weights
@@ -67,8 +66,7 @@ def test_decoders_say_the_same(
             assert torch.equal(found, right)
     gates = {"gemma": "gelu_tanh", "gpt": "swiglu_oai"}
     gate = next((gate for start, gate in gates.items() if model_type.startswith(start)), "silu")
-    # Where heads are normed and turned in part, torch does both.
-    assert set(calls) == {"norm", gate, *(() if FAMILIES[model_type].gated_attention else ("turn",))}
+    assert set(calls) == {"norm", gate, "turn"}
 
 
 def test_a_decoder_does_without_kernels(tmp_path: Path, launches: Counter[str]) -> None:

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from tpplan.decoder.fast.launches import attention, dense, gemv, packed, pointwise, skinny, wide
@@ -236,6 +237,7 @@ class Fused(Plain):
 
     def norm_and_rope(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> None:
         """Apply the norms and rotation to the query and key heads of rows, in place."""
+        norm_rope = self._norm_first(qkv_RHK, heads, norm_rope)
         if not self._norm_and_rope(qkv_RHK, heads, norm_rope):
             super().norm_and_rope(qkv_RHK, heads, norm_rope)
 
@@ -251,8 +253,16 @@ class Fused(Plain):
     ) -> None:
         """Apply :meth:`norm_and_rope`, and write the keys and values to the cache."""
         to = Places(*heads.cache.as_rows(), sequences, places, heads.cache.scales)
+        norm_rope = self._norm_first(qkv_RHK, heads, norm_rope)
         if not self._norm_and_rope(qkv_RHK, heads, norm_rope, to):
             super().append_kv(qkv_RHK, heads, norm_rope, sequences, places, rows_to_write=rows_to_write)
+
+    def _norm_first(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> NormAndRope:
+        """Apply norms in front of a rotation of a part of each head, for which no kernel has norms; return the rest."""
+        if not norm_rope.norms or norm_rope.norms_last or 2 * norm_rope.angles.shape[-1] == qkv_RHK.shape[-1]:
+            return norm_rope
+        self._norm_heads(qkv_RHK, heads, norm_rope)
+        return evolve(norm_rope, norms=())
 
     def _norm_and_rope(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope, to: Places | None = None) -> bool:
         """Apply norms and RoPE by a kernel, and write keys and values to ``to`` if given; return False if none can."""
