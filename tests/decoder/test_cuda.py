@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: Families whose roundings choose other experts.
-CHOOSING = {"glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe"}
+CHOOSING = {"glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"}
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

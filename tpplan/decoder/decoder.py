@@ -367,6 +367,9 @@ class Decoder:
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:
         """Process one token of each sequence; it can be captured, as nothing waits and no shape depends on a value.
 
+        With linear attention, a token is taken to follow those that the states of its sequence have read. At position 0
+        a sequence begins.
+
         Args:
             tokens: tokens of the first B sequences, ``[B]`` on each device in use.
             positions: positions of these tokens, ``[B]`` on each device in use.
