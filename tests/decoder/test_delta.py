@@ -149,6 +149,21 @@ def test_long_prompts(model_type: str, rows: int) -> None:
     torch.testing.assert_close(logits, expected, atol=3e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
+def test_cuts_that_leave_something_out(model_type: str, layout: str) -> None:
+    """Devices without key heads, some of which have heads of attention, and one that has key heads alone."""
+    cut: dict[Axis, tuple[int, ...]] = {
+        Axis.LINEAR_HEADS: (0, 0, 3, 3, 4),
+        Axis.KV_HEADS: (0, 2, 2, 4, 4),
+        Axis.INTERMEDIATE: (0, 32, 32, 72, 72),
+        Axis.VOCAB: (0, 100, 100, 203, 203),
+        Axis.RESIDUAL: (0, 24, 24, 24, 48),
+    }
+    model = model_of(model_type)
+    check(model, plan_of(model.directory, 4, request_of(layout), cut, seed=2), "events", new=8)
+
+
 def _in_bfloat16(source: Path, directory: Path) -> None:
     """Save a model in bfloat16 as Qwen3.5's checkpoints are: decays and norms of linear attention stay in float32."""
     kept = ("linear_attn.A_log", "linear_attn.norm.weight")

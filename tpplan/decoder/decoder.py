@@ -196,6 +196,7 @@ class Decoder:
                     eps=self._settings.norm_eps,
                     room=room[device].scratch_bytes,
                     rows=context.max_rows,
+                    hidden=model.hidden_size,
                 )
                 for device, state in states_of(context, layer, block.linear).items()
             }

@@ -63,7 +63,16 @@ class GatedDelta:
     """The linear attention of a layer on one device: its weights, and the states of the sequences."""
 
     def __init__(
-        self, state: State, steps: Plain, weights: DeviceWeights, start: str, *, eps: float, room: int, rows: int
+        self,
+        state: State,
+        steps: Plain,
+        weights: DeviceWeights,
+        start: str,
+        *,
+        eps: float,
+        room: int,
+        rows: int,
+        hidden: int,
     ) -> None:
         """Combine the parts.
 
@@ -75,6 +84,7 @@ class GatedDelta:
             eps: epsilon of the norm of the outputs.
             room: bytes of scratch that the plan has on the device.
             rows: maximum rows of a pass.
+            hidden: width of the residual stream.
         """
         self.state = state
         self._steps, self._weights, self._start, self._eps = steps, weights, start, eps
@@ -86,8 +96,8 @@ class GatedDelta:
         scales = [[1 / state.key_dim], [1 / sqrt(state.key_dim)]]  # of queries and keys, behind RMS norms
         self._scales_21 = torch.tensor(scales, device=state.recurrent.device)
         # Beside temporaries there are the residual stream, its norm, and all products of the projections.
-        hidden, channels = len(weights[f"{start}input_layernorm.weight"]), len(self._conv_C1T)
-        held = rows * (2 * hidden + channels + len(rates) * (state.value_dim + 2)) * state.inputs.itemsize
+        columns = 2 * hidden + len(self._conv_C1T) + len(rates) * (state.value_dim + 2)
+        held = rows * columns * state.inputs.itemsize
         free = (room - held) // _SHARE
         self._elements, self._floats = (max(1, free // x.itemsize) for x in (state.inputs, state.recurrent))
 
