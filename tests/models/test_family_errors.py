@@ -37,7 +37,7 @@ from tpplan.models.config import Config
         ({"architectures": ["MistralForSequenceClassification"]}, ("MistralForSequenceClassification",)),
         ({"architectures": [7]}, ("architectures[0] is 7",)),
         ({"is_encoder_decoder": True}, ("is_encoder_decoder is true",)),
-        ({"model_type": "idefics2", "text_config": {"model_type": "mistral"}}, ("'idefics2'", "type mistral, which")),
+        ({"model_type": "idefics9", "text_config": {"model_type": "mistral"}}, ("'idefics9'", "type mistral, which")),
         ({"model_type": "emu3", "text_config": {"model_type": "emu3_text_model"}}, ("'emu3'", "supported name")),
         ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, ("text_config: the arch", "'mamba'")),
         (

@@ -19,7 +19,7 @@ def test_options_are_those_of_the_command() -> None:
     """A manifest takes the options of ``plan`` by their names; neither has defaults of its own."""
     given = inspect.signature(commands.plan).parameters
     options = {name.replace("_", "-"): each.default for name, each in given.items()}
-    others = {"model", "gpus", "all-", "manifest", "output", "json"}
+    others = {"model", "gpus", "all-", "manifest", "output", "draft", "draft-output", "json"}
     assert {name for name in options if name not in others} == USUAL.keys()
     assert not any(value for name, value in options.items() if name not in others)
 

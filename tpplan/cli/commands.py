@@ -133,6 +133,9 @@ def plan(
     full_window: bool = False,
     beyond: bool = False,
     reserve: tuple[str, ...] = (),
+    draft: _Model = "",
+    draft_output: File = "",
+    mtp: bool = False,
     json: bool = False,
 ) -> int:
     """Split a model over GPUs, and show the plan or write it; exit 1 if it does not fit.
@@ -154,38 +157,53 @@ def plan(
         full_window: cache all tokens in layers with a sliding window, too, for servers that do.
         beyond: accept a context longer than the model was made for, at your own risk.
         reserve: memory to leave to something else on every device, such as 2GiB, or on one, as 2GiB@0; repeatable.
+        draft: a draft model, by path or name: leave room for all of it and its cache on every device.
+        draft_output: split the draft model over the devices instead, and write that plan to this file.
+        mtp: leave room for the model's own prediction layers, split like the model.
         json: print the plan as JSON.
     """
     from tpplan.files.codec import dumps  # noqa: PLC0415
     from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
     from tpplan.planner.options import Options  # noqa: PLC0415
     from tpplan.planner.plan import plan_request as make  # noqa: PLC0415
+    from tpplan.reports.manifest import Inputs  # noqa: PLC0415
 
     choices = {"cache": cache, "layout": layout, "strategy": strategy, "kv": kv}
     numbers = {"context": context, "batch": batch, "max_rows": max_rows, "tokens": tokens}
-    flags = {"full_window": full_window or None, "beyond": beyond or None, "reserve": reserve or None}
+    flags = {
+        "full_window": full_window or None,
+        "beyond": beyond or None,
+        "reserve": reserve or None,
+        "mtp": mtp or None,
+    }
     asked: dict[str, Any] = {
         name: value for name, value in {**choices, **numbers, **flags}.items() if value is not None
     }
     if all_ or manifest:
         from tpplan.cli import manifest as on_manifest  # noqa: PLC0415
 
-        given = {"MODEL": model, "--gpus": gpus, "-o": output}
+        given = {"MODEL": model, "--gpus": gpus, "-o": output, "--draft": draft, "--draft-output": draft_output}
         given |= {f"--{name.replace('_', '-')}": "given" for name in asked}
         report = on_manifest.plan(manifest, given, json=json)
         return OK if report.ok else NO if report.only_infeasible else FAILED
     for name, value in (("MODEL", model), ("--gpus", gpus)):
         if not value:
             raise lacking("plan", name)
-    on_plans.apart(output, reading=(model, gpus))
+    on_plans.apart(output, draft_output, reading=(model, gpus, draft))
     options = Options(**asked)
     spec, gpu_list, links = on_plans.read_model(model), parse_devices(gpus, on_plans.note), links_of(gpus)
+    inputs = Inputs(
+        spec, gpu_list, links, on_plans.read_draft(model, draft, draft_output, mtp=mtp), mtp or bool(draft_output)
+    )
+    request, beside = inputs.asked(options)
+    on_plans.note_draft(inputs, options.request(spec), request)
     with console.busy("planning"):
-        found = make(spec, gpu_list, options.request(spec), links)
+        found = make(spec, gpu_list, request, links)
     on_plans.note_all(found, spec, options, links)
-    if output:
-        console.save(dumps(found), output)
-        on_plans.tell(found)
+    for each, path in ((beside, draft_output), (found, output)):
+        if each and path:
+            console.save(dumps(each), path)
+            on_plans.tell(each)
     on_plans.note_uncounted(found, on_screen=not json and not output)
     if json and output != console.STREAM:
         console.emit(dumps(found))

@@ -16,6 +16,7 @@ from tpplan.files.codec import dumps
 from tpplan.files.places import SUFFIX, is_other
 from tpplan.files.text import save_text
 from tpplan.hardware.spec import links_of, parse_devices
+from tpplan.models.reader import read_prediction_layers
 from tpplan.planner.manifest import MANIFEST, load, loads
 from tpplan.render import github, verdicts
 from tpplan.reports.check import check_manifest
@@ -43,7 +44,7 @@ def plan(path: str, given: Mapping[str, object], *, json: bool) -> ManifestRepor
     """
     _refuse(path, given)
     manifest = load(path or MANIFEST)
-    read = dict.fromkeys(name for entry in manifest.plans for name in (entry.model, entry.gpus))
+    read = dict.fromkeys(name for entry in manifest.plans for name in (entry.model, entry.gpus, entry.draft) if name)
     on_plans.apart(*(entry.file for entry in manifest.plans), reading=(manifest.path, *read))
     entries, inputs = {entry.file: entry for entry in manifest.plans}, _inputs()
     made: dict[str, SplitPlan] = {}
@@ -119,20 +120,24 @@ def _refuse(path: str, given: Mapping[str, object]) -> None:
     if wrong := [name for name, value in given.items() if value]:
         option = "--manifest" if path else "--all"
         hint = f"leave out {option}, or write it into the manifest: {path or MANIFEST}"
+        if wrong[0] == "--draft-output":
+            hint = f"leave out {option}; a manifest keeps room for all of a draft model on every device"
         raise UsageError(f"{wrong[0]} does not go with {option}", hint)
 
 
 def _inputs() -> Callable[[Entry], Inputs]:
     """Return a function that reads what an entry is planned with, each model and each list of devices once."""
-    model, devices, links = (
+    model, predicting, devices, links = (
         cache(on_plans.read_model),
+        cache(read_prediction_layers),
         cache(partial(parse_devices, tell=on_plans.note)),
         cache(links_of),
     )
 
     def read(entry: Entry) -> Inputs:
         with console.busy(f"planning {entry.file}"):
-            return Inputs(model(entry.model), devices(entry.gpus), links(entry.gpus))
+            draft = predicting(entry.model) if entry.options.mtp else model(entry.draft) if entry.draft else None
+            return Inputs(model(entry.model), devices(entry.gpus), links(entry.gpus), draft, entry.options.mtp)
 
     return read
 

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tpplan.core.model import ModelSpec
-    from tpplan.core.plan import SplitPlan
+    from tpplan.core.plan import Request, SplitPlan
     from tpplan.core.speed import LinkSpeed
     from tpplan.planner.options import Options
     from tpplan.reports.check import PlanCheck
     from tpplan.reports.export import ExportReport
+    from tpplan.reports.manifest import Inputs
 
 #: How strategies cut.
 _CUTS = {"latency": "which cuts by bandwidth", "balanced": "which cuts by memory"}
@@ -51,6 +52,46 @@ def read_plan(path: str, *, allow_newer: bool = False) -> SplitPlan:
         text = f"{name} has format {found.format_version}, newer than this tpplan: what only it knows is not shown"
         console.say("warning", text, "warn")
     return found
+
+
+def read_draft(model: str, draft: str, output: str, *, mtp: bool) -> ModelSpec | None:
+    """Read a draft model, or the model's prediction layers, if either is asked for.
+
+    Args:
+        model: path or name of the model.
+        draft: path or name of the draft model, or empty.
+        output: where the plan of a draft model will be written, or empty.
+        mtp: whether the prediction layers are asked for.
+
+    Raises:
+        UsageError: both are, or there is an output and no draft model.
+    """
+    if output and not draft:
+        raise UsageError("--draft-output writes the plan of a draft model", "name that model: --draft MODEL")
+    if mtp and draft:
+        raise UsageError("--mtp does not go with --draft", "a model drafts by one of both: leave out the other")
+    if mtp:
+        from tpplan.models.reader import read_prediction_layers  # noqa: PLC0415
+
+        return read_prediction_layers(model)
+    return read_model(draft) if draft else None
+
+
+def note_draft(inputs: Inputs, before: Request, after: Request) -> None:
+    """Say how much more a request reserves for a draft model on each device, and where its tokens are others."""
+    from tpplan.core.sizes import format_bytes  # noqa: PLC0415
+    from tpplan.models.families.drafts import DRAFTS  # noqa: PLC0415
+
+    draft, model = inputs.draft, inputs.model
+    if draft is None:
+        return
+    more = [after.reserved(device) - before.reserved(device) for device in range(len(inputs.devices))]
+    each = [f"{format_bytes(size)} of device {device}" for device, size in enumerate(more) if size]
+    note(
+        f"room for {draft.name}: {f'{format_bytes(more[0])} of every device' if len({*more}) == 1 else ', '.join(each)}"
+    )
+    if draft.vocab_size != model.vocab_size and draft.model_type not in DRAFTS:
+        note(f"{draft.name} has {draft.vocab_size} tokens, {model.name} {model.vocab_size}: their tokens may differ")
 
 
 def plan_or_error(path: str) -> SplitPlan | TpplanError:

@@ -12,11 +12,14 @@ from tpplan.core.model import NotPlanned
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import ModelError
 from tpplan.files.jsontext import UNSEEN, NotJSONError, read_json
-from tpplan.models.checkpoint import read_headers
-from tpplan.models.config import read_config
-from tpplan.models.families import spec_from_config, tolerated
+from tpplan.models.checkpoint import Headers, read_headers
+from tpplan.models.config import Config, read_config
+from tpplan.models.families import LANGUAGE_MODELS, Tolerated, spec_from_config, tolerated
+from tpplan.models.families.drafts import as_draft
+from tpplan.models.families.predictions import PREDICTIONS
 from tpplan.models.families.wrappers import text_part
 from tpplan.models.formats import read_scheme, stored_by_formula, stored_by_headers
+from tpplan.models.formats.scheme import Rule
 from tpplan.models.formats.storage import split_name
 from tpplan.models.formats.tools import DESCRIPTIONS
 from tpplan.models.gguf.reader import gguf_at, read_gguf_model
@@ -27,8 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tpplan.core.model import ModelSpec
-    from tpplan.models.checkpoint import Headers
-    from tpplan.models.config import Config
     from tpplan.models.gguf.reader import GgufModel
 
 
@@ -157,6 +158,8 @@ def _some(files: list[str]) -> list[str]:
 _TIED: Final = "tie_word_embeddings"
 _LAYERS: Final = "model.layers."
 _STACKED: Final = ".experts.gate_up_proj"
+#: Keys with an entry for each of a model's layers, of which prediction layers are none.
+_PER_LAYER: Final = ("layer_types", "mlp_layer_types", "indexer_types", "mlp_only_layers", "per_layer_config")
 
 
 def read_model(path: str | Path) -> ModelSpec:
@@ -188,7 +191,7 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     refuse_adapter(path)
     if model := gguf_model_at(path):
         return model.spec, model.headers
-    config = read_config(path)
+    config = as_draft(read_config(path))
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
     scheme = read_scheme(config, path if path.is_dir() else None)
@@ -206,6 +209,56 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
         notes = (f"not needed beside the files' headers: {scheme.problem.message}", *notes)
     # Whatever the config says of dtypes and of other parts, the files have them or not.
     return evolve(spec, assumed="", not_planned=(*spec.not_planned, *parts), notes=(*spec.notes, *notes)), headers
+
+
+def read_prediction_layers(path: str | Path) -> ModelSpec:
+    """Read a model's prediction layers (MTP) as a model: they draft tokens, and have a cache of their own.
+
+    Args:
+        path: the model's, as for :func:`read_model`.
+
+    Returns:
+        The layers without embedding and output matrix, which are the model's; bytes are exact where files with headers
+        have them.
+
+    Raises:
+        ModelError: the model has none, they are not known or not in its files; or see :func:`read_model`.
+    """
+    path = local(path)
+    name = f"prediction layers of {_name(path)}"
+    hint = "keep room for them by their size, if it is known: --reserve SIZE"
+    if gguf_model_at(path):
+        raise ModelError(f"{_name(path)} is in GGUF, whose prediction layers are not known", hint)
+    config = read_config(path)
+    model_type, text = text_part(config)
+    known = PREDICTIONS.get(model_type)
+    if known is None:
+        raise config.error(f"prediction layers of {model_type[:60]!r} are not known", hint)
+    count = known.count(text)
+    if not count:
+        raise config.error(f"the model has no prediction layers ({known.keys[0]})", "leave out --mtp")
+    family = known.of(LANGUAGE_MODELS[model_type])
+    starts = known.starts(count, text.count("num_hidden_layers", default=0, minimum=0))
+    alone = Config({**text.data, "model_type": model_type, "num_hidden_layers": count}, config.source)
+    for key in _PER_LAYER:
+        alone = alone.having(key, None)
+    headers = read_headers(path) if path.is_dir() else None
+    scheme = read_scheme(config, path if path.is_dir() else None)
+    if headers is None:
+        joins = Rule(form=None, names=known.joins)  # which tools leave as they are
+        rules = (joins, *scheme.rules) if scheme.rules else ()
+        return stored_by_formula(spec_from_config(alone, name, stored=family), evolve(scheme, rules=rules))
+    own = {each: tensor for each, tensor in headers.tensors.items() if each.startswith(tuple(starts))}
+    if not own:
+        raise config.error(
+            f"the files have no prediction layers, {count} of which {known.keys[0]} tells", "leave out --mtp"
+        )
+    found = Headers(own, headers.file_bytes).renamed(starts)
+    stacked = any(name.endswith(_STACKED) for name in found.tensors)
+    spec = spec_from_config(alone, name, stored=family, stacked=stacked)
+    return evolve(
+        stored_by_headers(spec, scheme, found, Tolerated(family.ignored, "", {}, extra_layers=False)), assumed=""
+    )
 
 
 def gguf_model_at(path: Path) -> GgufModel | None:

@@ -26,8 +26,13 @@ MANIFEST: Final = "tpplan.toml"
 _DEFAULTS: Final = "defaults"
 #: What each plan has beside options; only the file may not be a default.
 _INPUTS: Final = ("file", "model", "gpus")
+_DRAFT: Final = "draft"
+#: All keys; the file is the first.
+_KEYS: Final = (*_INPUTS, _DRAFT, *USUAL)
+#: What a key names, where that is not the key.
+_NAMED: Final = {"gpus": "GPUs", _DRAFT: "a draft model"}
 _MOST: Final = 2**40
-_CORRECT: Final = "correct it; keys are file, model, gpus and the options of tpplan plan without their dashes"
+_CORRECT: Final = "correct it; keys are file, model, gpus, draft and the options of tpplan plan without their dashes"
 
 
 @frozen
@@ -39,12 +44,14 @@ class Entry:
         model: path of the model, or its name on the hub.
         gpus: the devices, as :func:`tpplan.hardware.spec.parse_devices` takes them.
         options: what is asked.
+        draft: path or name of the draft model to leave room for; empty for none.
     """
 
     file: str
     model: str
     gpus: str
     options: Options
+    draft: str = ""
 
 
 @frozen
@@ -107,13 +114,15 @@ def loads(data: bytes, path: str) -> Manifest:
         tables = []
     elif not tables:
         found.append(Problem(FORM, "", "has no plan: begin each with [[plan]]"))
-    found += _problems(usual, (*_INPUTS[1:], *USUAL), f"[{_DEFAULTS}]")
+    found += _problems(usual, _KEYS[1:], f"[{_DEFAULTS}]")
     folder = os.path.dirname(path)  # noqa: PTH120 (which stays empty)
     names: dict[str, str] = {}
     for number, table in enumerate(tables, 1):
         file = table.get("file")
         where = f"[[plan]] {number}" + (f" ({file})" if isinstance(file, str) else "")
-        found += _problems(table, (*_INPUTS, *USUAL), where)
+        found += _problems(table, _KEYS, where)
+        if {**usual, **table}.get("mtp") is True and _DRAFT in {*usual, *table}:
+            found.append(Problem(FORM, where, f"has {_DRAFT} and mtp, of which a model drafts by one"))
         missing = [key for key in _INPUTS if key not in {*usual, *table}]
         found += [Problem(FORM, where, f"has no {key}") for key in missing]
         if isinstance(file, str):
@@ -130,16 +139,21 @@ def loads(data: bytes, path: str) -> Manifest:
 
 def _entry(table: dict[str, Any], folder: str) -> Entry:
     """Return the entry of a table without problems."""
-    model, gpus = table["model"], table["gpus"].strip()
+    gpus = table["gpus"].strip()
     options = {key.replace("-", "_"): table[key] for key in USUAL if key in table}
     reserve = options.get("reserve", ())
     options["reserve"] = (reserve,) if isinstance(reserve, str) else tuple(reserve)
     return Entry(
         file=_from(folder, table["file"]),
-        model=model if is_name(model, folder) else _from(folder, model),
+        model=_model(folder, table["model"]),
         gpus=_from(folder, gpus) if is_file(gpus) or Path(_from(folder, gpus)).is_file() else gpus,
         options=Options(**options),
+        draft=_model(folder, table[_DRAFT]) if _DRAFT in table else "",
     )
+
+
+def _model(folder: str, name: str) -> str:
+    return name if is_name(name, folder) else _from(folder, name)
 
 
 def _from(folder: str, path: str) -> str:
@@ -164,9 +178,9 @@ def _unknown(table: dict[str, Any], known: tuple[str, ...], where: str) -> Itera
 
 def _problem(key: str, value: object) -> str:
     """Return what is wrong with a value, as the rest of a sentence; empty if nothing is."""
-    if key in _INPUTS:
+    if key not in USUAL:
         if not isinstance(value, str) or not value.strip() or "\0" in value:
-            return f"expected a text that names {'GPUs' if key == 'gpus' else f'a {key}'}"
+            return f"expected a text that names {_NAMED.get(key, f'a {key}')}"
         return _no_plan_file(value) if key == "file" else _not_everywhere(value) if key == "gpus" else ""
     usual = USUAL[key]
     if key in CHOICES:

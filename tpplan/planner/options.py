@@ -44,6 +44,7 @@ class Options:
         full_window: whether layers with a sliding window keep all tokens.
         beyond: whether a context longer than the model's is accepted.
         reserve: memory to leave to something else, each as :func:`parse_reserve` takes it.
+        mtp: whether to leave room for the model's prediction layers, split like the model.
     """
 
     context: int | None = None
@@ -57,6 +58,7 @@ class Options:
     full_window: bool = False
     beyond: bool = False
     reserve: tuple[str, ...] = ()
+    mtp: bool = False
 
     def request(self, model: ModelSpec) -> Request:
         """Return the request for a model, before the planner fills in what depends on it.

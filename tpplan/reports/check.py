@@ -166,7 +166,7 @@ def _compare(
         texts.append("the plan is for other devices than those that were named")
     changes = refused = None
     try:
-        if options and (others := _other_options(old, model, options)):
+        if options and (others := _other_options(old, attrs.evolve(inputs, model=model), options)):
             reasons.append(StaleReason.OPTIONS)
             texts.append(f"the manifest asks for {', '.join(others)}")
         new = plan(attrs.evolve(inputs, model=model))
@@ -191,15 +191,15 @@ def _compare(
     )
 
 
-def _other_options(old: SplitPlan, model: ModelSpec, options: Options) -> list[str]:
+def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> list[str]:
     """Return in words what a manifest asks for otherwise than a plan was asked for.
 
     Raises:
         RequestError: it asks for what is not valid for the model.
     """
-    asked = options.request(model)
+    asked, _ = inputs.asked(options)
     is_auto = asked.strategy == AUTO
-    resolved = resolve(model, attrs.evolve(asked, strategy=old.request.strategy if is_auto else asked.strategy))
+    resolved = resolve(inputs.model, attrs.evolve(asked, strategy=old.request.strategy if is_auto else asked.strategy))
     before, now = _words(old.request), _words(resolved)
     if is_auto and asked_strategy(old) != AUTO:
         now["strategy"] = AUTO

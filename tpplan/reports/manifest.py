@@ -14,6 +14,7 @@ from tpplan.core.speed import LinkSpeed
 from tpplan.errors import TpplanError
 from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
+from tpplan.planner.draft import reserve_for_draft, split_draft
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.plan import plan_request
 from tpplan.reports.diff import PlanDiff, diff
@@ -22,8 +23,9 @@ from tpplan.reports.error import ErrorBody, error_report
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tpplan.core.plan import SplitPlan
+    from tpplan.core.plan import Request, SplitPlan
     from tpplan.planner.manifest import Entry, Manifest
+    from tpplan.planner.options import Options
 
 
 @frozen
@@ -34,20 +36,36 @@ class Inputs:
         model: the model.
         devices: the devices.
         links: measured links between them.
+        draft: the draft model, or the model's prediction layers, that the plan leaves room for, if any.
+        is_split: whether the draft model is split like the model; else all of it is on every device.
     """
 
     model: ModelSpec
     devices: tuple[Device, ...]
     links: tuple[LinkSpeed, ...] = ()
+    draft: ModelSpec | None = None
+    is_split: bool = False
+
+    def asked(self, options: Options) -> tuple[Request, SplitPlan | None]:
+        """Return what options ask for, with room for the draft model, and the plan of a draft model that is split.
+
+        Raises:
+            InfeasibleError: not even the draft model fits.
+            RequestError: the options are not valid for the draft model or the devices.
+        """
+        asked = options.request(self.model)
+        if self.draft and self.is_split:
+            return split_draft(asked, self.draft, self.model, self.devices, self.links)
+        return (reserve_for_draft(asked, self.draft, self.model, self.devices) if self.draft else asked), None
 
     def plan(self, entry: Entry) -> SplitPlan:
         """Make the plan of an entry.
 
         Raises:
             InfeasibleError: none fits.
-            RequestError: the options are not valid for the model or the devices.
+            RequestError: the options are not valid for the models or the devices.
         """
-        return plan_request(self.model, self.devices, entry.options.request(self.model), self.links)
+        return plan_request(self.model, self.devices, self.asked(entry.options)[0], self.links)
 
 
 class Outcome(StrEnum):

@@ -18,6 +18,7 @@ from tpplan.models.families.contexts import longest_context
 from tpplan.models.families.convolved import CONVOLVED
 from tpplan.models.families.corrected import CORRECTED
 from tpplan.models.families.dense import DENSE
+from tpplan.models.families.drafts import DRAFTS
 from tpplan.models.families.gemma import GEMMA
 from tpplan.models.families.hybrid import HYBRID
 from tpplan.models.families.latent import LATENT
@@ -105,7 +106,9 @@ def tolerated(model_type: str, text: str = "") -> Tolerated:
         text: of a wrapper, the ``model_type`` of the language model in it; the usual one by default.
     """
     wrapper = WRAPPERS.get(model_type)
-    family = wrapper.around(LANGUAGE_MODELS[text or wrapper.text]) if wrapper else FAMILIES[model_type]
+    own = DRAFTS.get(model_type) or FAMILIES.get(model_type)
+    family = wrapper.around(LANGUAGE_MODELS[text or wrapper.text]) if wrapper else own
+    assert family  # noqa: S101 - as said
     renamed = wrapper.renamed if wrapper else family.renamed
     return Tolerated(family.ignored, family.prefix, renamed, family.extra_layers)
 
@@ -175,7 +178,7 @@ def _family(config: Config) -> tuple[str, Family]:
     model_type = config.text("model_type")
     wrapper = WRAPPERS.get(model_type)
     inner = text_part(config)[0]
-    families = LANGUAGE_MODELS if wrapper else FAMILIES
+    families = LANGUAGE_MODELS if wrapper else DRAFTS if model_type in DRAFTS else FAMILIES
     if inner and inner not in LANGUAGE_MODELS:
         for other in added(ENTRY_POINTS, Family, ModelError, inner):
             FAMILIES[inner] = LANGUAGE_MODELS[inner] = other

@@ -1,0 +1,325 @@
+"""Room for draft models: what they take, where, and what is said of those that do not fit."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import tpplan
+from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
+from tests.cli_cases import LLAMA_8B, ROOT
+from tests.command import command
+from tpplan.core.plan import Reserve
+from tpplan.core.sizes import format_bytes
+from tpplan.errors import ModelError
+from tpplan.models.reader import read_prediction_layers
+from tpplan.planner.draft import reserve_for_draft, split_draft
+from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.options import Options
+from tpplan.planner.plan import plan_request
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: As of EAGLE3-LLaMA3.1-Instruct-8B on the hub.
+EAGLE3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "draft_vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float16",
+    "tie_word_embeddings": False,
+}
+#: Its tensors in a file, with the starts of their names as SGLang writes them.
+TENSORS = {
+    "fc.weight": (4096, 3 * 4096),
+    "midlayer.input_layernorm.weight": (4096,),
+    "midlayer.hidden_norm.weight": (4096,),
+    "midlayer.post_attention_layernorm.weight": (4096,),
+    "midlayer.self_attn.q_proj.weight": (4096, 2 * 4096),
+    "midlayer.self_attn.k_proj.weight": (1024, 2 * 4096),
+    "midlayer.self_attn.v_proj.weight": (1024, 2 * 4096),
+    "midlayer.self_attn.o_proj.weight": (4096, 4096),
+    "midlayer.mlp.gate_proj.weight": (14336, 4096),
+    "midlayer.mlp.up_proj.weight": (14336, 4096),
+    "midlayer.mlp.down_proj.weight": (4096, 14336),
+    "norm.weight": (4096,),
+    "lm_head.weight": (32000, 4096),
+}
+PARAMETERS = 424_689_664
+
+MIB, GIB = 2**20, 2**30
+DEEPSEEK, QWEN = (ROOT / "examples/models" / name for name in ("DeepSeek-V3", "Qwen3-Next-80B-A3B"))
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    """Return a config.json alone."""
+    path = tmp_path / "head" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(EAGLE3))
+    return path
+
+
+def test_a_head_of_the_hub_is_read_from_its_config_and_from_its_file(head: Path, tmp_path: Path) -> None:
+    """Its parameters are those of its tensors; tables of tokens and a copy of the embedding are not planned."""
+    beside = {
+        "d2t": ("I64", (32000,)),
+        "t2d": ("BOOL", (128256,)),
+        "embed_tokens.weight": ("F16", (128256, 4096)),
+    }
+    tensors = {name: ("F16", shape) for name, shape in TENSORS.items()}
+    spec = tpplan.read_model(write_checkpoint(tmp_path / "stored", EAGLE3, tensors | beside))
+    alone = tpplan.read_model(head)
+    assert (spec.parameter_count, spec.weight_bytes) == (PARAMETERS, 2 * PARAMETERS)
+    assert (alone.parameter_count, alone.weight_bytes) == (PARAMETERS, 2 * PARAMETERS)
+    assert {name: p.shape for name, p, _ in spec.tensors()} == {
+        name.replace("midlayer.", "layers.0."): shape for name, shape in TENSORS.items()
+    }
+
+
+def test_a_head_of_speculators(head: Path) -> None:
+    """Its config has the layers in a section; the model's hidden states may be wider than its own."""
+    layers = {key: value for key, value in EAGLE3.items() if key not in {"architectures", "draft_vocab_size"}}
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 32000,
+        "target_hidden_size": None,
+        "torch_dtype": "float16",
+        "transformer_layer_config": layers,
+    }
+    head.write_text(json.dumps(config))
+    assert tpplan.read_model(head).parameter_count == PARAMETERS
+    head.write_text(json.dumps(config | {"target_hidden_size": 5120}))
+    assert tpplan.read_model(head).parameter_count == PARAMETERS + 4096 * 3 * (5120 - 4096)
+    layers["num_hidden_layers"] = 2
+    head.write_text(json.dumps(config))
+    second = 3 * 4096 + 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336  # reads one hidden state, not two
+    assert tpplan.read_model(head).parameter_count == PARAMETERS + second
+
+
+def test_room_on_every_device(head: Path) -> None:
+    """It is that of the weights, of a cache as long as the model's, and of the workspace, beside other reserves."""
+    model, draft = tpplan.read_model(LLAMA_8B), tpplan.read_model(head)
+    devices = tpplan.parse_devices("24GiB,12GiB")
+    asked = Options(context=16384, batch=2, reserve=("1GiB@1",)).request(model)
+    request = reserve_for_draft(asked, draft, model, devices)
+    cache = 2 * 16384 * 2 * 8 * 128 * 2  # sequences, tokens, K and V, heads, elements, bytes
+    room = request.reserved(0)
+    workspace = room - 2 * PARAMETERS - cache
+    assert 0 < workspace < 256 * MIB
+    assert request.reserve == (Reserve(room, 0), Reserve(room + GIB, 1))
+    plan = plan_request(model, devices, request)
+    assert [entry.reserved_bytes for entry in plan.memory] == [room, room + GIB]
+
+
+def test_a_draft_model_split_like_the_model(head: Path) -> None:
+    """What each device leaves is what the plan of the draft model takes there."""
+    model, draft = tpplan.read_model(LLAMA_8B), tpplan.read_model(head)
+    devices = tpplan.parse_devices("2xRTX3060")
+    asked = Options(context=4096, strategy="balanced", reserve=("64MiB",)).request(model)
+    request, plan = split_draft(asked, draft, model, devices)
+    parts = [entry.weights_bytes + entry.cache_bytes + entry.workspace_bytes for entry in plan.memory]
+    assert [request.reserved(i) - 64 * MIB for i in range(2)] == parts
+    assert (plan.request.sequence_tokens, plan.request.beyond) == (4096, True)
+    assert min(parts) > PARAMETERS // 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--gpus", "24GiB,900MiB", "--draft", "HEAD"), "a budget of 900.00 MiB, all of head takes 1020.15 MiB"),
+        (("--gpus", "24GiB", "--draft-output", "d.json"), "--draft-output writes the plan of a draft model"),
+        (("--gpus", "24GiB", "--draft", "HEAD", "--reserve", "1GiB@3"), "1.00 GiB are reserved on device 3"),
+        (("--gpus", "24GiB", "--draft", "HEAD", "--draft-output", "o.json", "-o", "o.json"), "written by the same"),
+    ],
+)
+def test_what_is_refused(
+    arguments: tuple[str, ...], problem: str, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error with names and numbers, and no file."""
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    named = [str(head) if each == "HEAD" else each for each in arguments]
+    done = command("plan", LLAMA_8B, "--context", "4096", *named)
+    assert (done.code, problem in done.err.replace("\n", " ")) == (2, True), done.err
+    assert "hint: " in done.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_command(head: Path, tmp_path: Path) -> None:
+    """Both plans are written, both verify, and the screen says what is left where."""
+    output, beside = tmp_path / "plan.json", tmp_path / "draft.json"
+    asked = ("plan", LLAMA_8B, "--gpus", "RTX4090,RTX3060", "--context", "4096", "--draft", head, "-o", output)
+    whole = command(*asked)
+    assert whole.code == 0
+    left = tpplan.load(output).memory[0].reserved_bytes
+    assert f"note: room for head: {format_bytes(left)} of every device" in whole.err
+    split = command(*asked, "--draft-output", beside)
+    assert split.code == 0
+    taken = [entry.used_bytes - entry.overhead_bytes for entry in tpplan.load(beside).memory]
+    assert [entry.reserved_bytes for entry in tpplan.load(output).memory] == taken
+    assert command("check", output, "--model", LLAMA_8B).code == 0
+
+
+def test_another_vocabulary_is_noted(tmp_path: Path) -> None:
+    """A small model drafts for one with the same tokens."""
+    config = json.loads((LLAMA_8B / "config.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 32000}
+    small = write_checkpoint(tmp_path / "small", config, {}) / "config.json"
+    done = command("plan", LLAMA_8B, "--gpus", "48GiB", "--context", "4096", "--draft", small)
+    assert "small has 32000 tokens, Llama-3.1-8B 128256: their tokens may differ" in done.err.replace("\n", " ")
+
+
+def test_a_manifest_names_a_draft_model(head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plans leave room, and are stale where they do not."""
+    monkeypatch.chdir(tmp_path)
+    entry = f'[[plan]]\nfile = "plan.json"\nmodel = "{LLAMA_8B / "config.json"}"\ngpus = "48GiB"\ncontext = 4096\n'
+    (tmp_path / "tpplan.toml").write_text(entry)
+    assert command("plan", "--all").code == 0
+    assert command("check").code == 0
+    (tmp_path / "tpplan.toml").write_text(entry + 'draft = "head/config.json"\n')
+    stale = command("check")
+    assert (stale.code, "the manifest asks for reserve " in stale.out.replace("\n", " ")) == (1, True), stale.out
+    assert command("plan", "--all").code == 0
+    assert command("check").code == 0
+    model, draft = tpplan.read_model(LLAMA_8B), tpplan.read_model(head)
+    asked = reserve_for_draft(Options(context=4096).request(model), draft, model, tpplan.parse_devices("48GiB"))
+    assert tpplan.load("plan.json").request.reserve == asked.reserve
+    refused = command("plan", "--all", "--draft-output", "d.json")
+    assert (refused.code, "--draft-output does not go with --all" in refused.err) == (2, True)
+
+
+def test_a_draft_model_too_large_for_all(tmp_path: Path) -> None:
+    """Split, it does not fit as any model does not."""
+    model = tpplan.read_model(LLAMA_8B)
+    with pytest.raises(InfeasibleError):
+        split_draft(Options(context=4096).request(model), model, model, tpplan.parse_devices("2x6GiB"))
+
+
+def test_prediction_layers_of_deepseek_v3() -> None:
+    """With them the files have as many numbers as the hub counts: 8-bit floats, 16-bit floats, and 32-bit biases.
+
+    Published are 680,571,043,840 F8_E4M3, 3,918,786,560 BF16, and in F32 scales and a bias for each expert.
+    """
+    path = DEEPSEEK / "config.json"
+    model, layers = tpplan.read_model(path), read_prediction_layers(path)
+    copies = 2 * 129_280 * 7168  # of the embedding and the output matrix, which are the model's
+    biases = (58 + 1) * 256
+    assert model.parameter_count + layers.parameter_count + copies == 680_571_043_840 + 3_918_786_560 + biases
+    sixteen = sum(p.elements for _, p, _ in (*model.tensors(), *layers.tensors()) if p.dtype == "BF16")
+    assert sixteen + copies == 3_918_786_560
+    attention = layers.blocks[0].attention
+    assert attention
+    assert attention.latent_dim == 512 + 64  # cached of every token, as by any layer
+
+
+#: A tiny glm4_moe: two layers, one that predicts.
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 128,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+def _predicting(start: str) -> Tensors:
+    """Return the tensors of the layer that predicts, as they are in files."""
+    expert = {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}
+    matrices = {
+        "eh_proj": (64, 128),
+        **{f"self_attn.{name}_proj": (64, 64) for name in "qo"},
+        **{f"self_attn.{name}_proj": (32, 64) for name in "kv"},
+        "mlp.gate": (2, 64),
+        **{f"mlp.experts.{i}.{name}": shape for i in range(2) for name, shape in expert.items()},
+        **{f"mlp.shared_experts.{name}": shape for name, shape in expert.items()},
+        **dict.fromkeys(("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm"), (64,)),
+    }
+    found: Tensors = {f"{start}{name}.weight": ("BF16", shape) for name, shape in matrices.items()}
+    return found | {f"{start}mlp.gate.e_score_correction_bias": ("F32", (2,))}
+
+
+def test_prediction_layers_of_files(tmp_path: Path) -> None:
+    """Their bytes are those in the files, without the copies of embedding and output matrix."""
+    start = "model.layers.2."
+    own = _predicting(start)
+    copies = {f"{start}{name}.weight": ("BF16", (96, 64)) for name in ("embed_tokens", "shared_head.head")}
+    model = {"model.norm.weight": ("BF16", (64,)), "model.layers.1.input_layernorm.weight": ("BF16", (64,))}
+    directory = write_checkpoint(tmp_path / "glm", GLM, model | own | copies)
+    layers = read_prediction_layers(directory)
+    assert layers.weight_bytes == tensor_bytes(own)
+    assert {name for name, *_ in layers.tensors()} == {name.replace(start, "layers.0.") for name in own}
+    assert read_prediction_layers(directory / "config.json").weight_bytes == tensor_bytes(own)
+    del own[f"{start}eh_proj.weight"]
+    write_checkpoint(directory, GLM, model | own)
+    with pytest.raises(ModelError, match="eh_proj"):
+        read_prediction_layers(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"num_nextn_predict_layers": 0}, "has no prediction layers"),
+        ({"model_type": "llama", "architectures": None}, "prediction layers of 'llama' are not known"),
+        ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers"),
+        ({"num_nextn_predict_layers": 65}, "num_nextn_predict_layers"),
+    ],
+)
+def test_models_without_prediction_layers(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    """An error says that there are none, or that they are not known, and what to do instead."""
+    with pytest.raises(ModelError, match=problem) as caught:
+        read_prediction_layers(write_checkpoint(tmp_path, GLM | change, {}) / "config.json")
+    assert caught.value.hint
+    if "num_nextn_predict_layers" in change and not change["num_nextn_predict_layers"]:
+        with pytest.raises(ModelError, match="prediction layers"):
+            read_prediction_layers(write_checkpoint(tmp_path, GLM, {"model.norm.weight": ("BF16", (64,))}))
+
+
+def test_prediction_layers_of_qwen() -> None:
+    """They are layers with full attention beside a matrix that joins two vectors, and three norms."""
+    layers = read_prediction_layers(QWEN / "config.json")
+    hidden, heads, kv, size, width, experts = 2048, 16, 2, 256, 512, 512
+    attention = hidden * (2 * heads + 2 * kv + heads) * size + 2 * size  # queries with gates, keys, values, output
+    mixture = experts * hidden + (experts + 1) * 3 * hidden * width + hidden  # router, experts and the shared one, gate
+    assert layers.parameter_count == attention + mixture + 2 * hidden + 2 * hidden * hidden + 3 * hidden
+
+
+def test_room_for_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is split like the model, on the command line and in a manifest."""
+    monkeypatch.chdir(tmp_path)
+    path = DEEPSEEK / "config.json"
+    done = command("plan", path, "--gpus", "8xH200", "--context", "4096", "--mtp", "-o", "plan.json")
+    assert (done.code, "room for prediction layers of DeepSeek-V3: " in done.err) == (0, True)
+    plan = tpplan.load("plan.json")
+    together = sum(entry.reserved_bytes for entry in plan.memory)
+    weights, cache = read_prediction_layers(path).weight_bytes, 8 * 4096 * 576 * 2
+    assert weights + cache < together < weights + cache + 8 * GIB // 2
+    entry = f'[[plan]]\nfile = "plan.json"\nmodel = "{path}"\ngpus = "8xH200"\ncontext = 4096\nmtp = true\n'
+    (tmp_path / "tpplan.toml").write_text(entry)
+    assert command("check").code == 0
+    both = command("plan", path, "--gpus", "8xH200", "--mtp", "--draft", path)
+    assert (both.code, "--mtp does not go with --draft" in both.err) == (2, True)
+    (tmp_path / "tpplan.toml").write_text(entry + 'draft = "x"\n')
+    both = command("check")
+    assert (both.code, "has draft and mtp" in both.err) == (2, True)

@@ -1,0 +1,97 @@
+"""Room for a draft model, which proposes tokens that the model checks: on every device, or split like the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from tpplan.core.device import Device
+from tpplan.core.limits import MOST
+from tpplan.core.plan import Reserve
+from tpplan.core.sizes import format_bytes
+from tpplan.errors import RequestError
+from tpplan.planner.plan import plan_request
+from tpplan.planner.request import check_devices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tpplan.core.model import ModelSpec
+    from tpplan.core.plan import DeviceMemory, Request, SplitPlan
+    from tpplan.core.speed import LinkSpeed
+
+
+def reserve_for_draft(request: Request, draft: ModelSpec, model: ModelSpec, devices: Sequence[Device]) -> Request:
+    """Reserve, beside what a request reserves, room for all of a draft model on every device.
+
+    Counted are its weights, its cache for as many tokens as the model's, and its workspace for as many rows.
+
+    Args:
+        request: for the model, before the planner fills in what depends on it.
+        draft: the draft model.
+        model: the model.
+        devices: the devices.
+
+    Raises:
+        RequestError: the request is not valid for the draft model or the devices, or a device cannot hold all of it.
+    """
+    check_devices(devices, request)
+    alone = Device(name="alone", budget_bytes=MOST, overhead_bytes=0)
+    asked = evolve(_for_draft(request, draft, model), strategy="balanced", reserve=())
+    (entry,) = plan_request(draft, (alone,), asked).memory
+    needed = _bytes_of(entry)
+    for i, device in enumerate(devices):
+        if request.reserved(i) + needed >= device.budget_bytes:
+            budget = f"device {i} ({device.name}) has a budget of {format_bytes(device.budget_bytes)}"
+            kept = f" beside {format_bytes(request.reserved(i))} reserved" if request.reserved(i) else ""
+            hint = "take a smaller one, or split it over the devices: --draft-output FILE, split_draft in Python"
+            raise RequestError(f"{budget}, all of {draft.name} takes {format_bytes(needed)}{kept}", hint)
+    return _with_room(request, [needed] * len(devices))
+
+
+def split_draft(
+    request: Request,
+    draft: ModelSpec,
+    model: ModelSpec,
+    devices: Sequence[Device],
+    links: Iterable[LinkSpeed] = (),
+) -> tuple[Request, SplitPlan]:
+    """Split a draft model over the devices of a model by the same strategy, and reserve room for each device's part.
+
+    Args:
+        request: for the model, before the planner fills in what depends on it.
+        draft: the draft model.
+        model: the model.
+        devices: the devices.
+        links: measured links between them.
+
+    Returns:
+        The request with room for the draft model beside what it reserves, and the plan of the draft model.
+
+    Raises:
+        InfeasibleError: not even the draft model fits.
+        RequestError: the request is not valid for the draft model or the devices.
+    """
+    check_devices(devices, request)
+    plan = plan_request(draft, devices, _for_draft(request, draft, model), links)
+    return _with_room(request, [_bytes_of(entry) for entry in plan.memory]), plan
+
+
+def _for_draft(request: Request, draft: ModelSpec, model: ModelSpec) -> Request:
+    """Return the request for a draft model that follows every token of the model, however short its own context is."""
+    tokens = request.cache.tokens or (request.context or model.max_context) * request.batch
+    layout = "" if draft.gather_only else request.layout
+    return evolve(request, cache=evolve(request.cache, tokens=tokens), layout=layout, beyond=True)
+
+
+def _bytes_of(entry: DeviceMemory) -> int:
+    return entry.used_bytes - entry.overhead_bytes
+
+
+def _with_room(request: Request, room: Sequence[int]) -> Request:
+    """Return a request that reserves so many bytes more on each device."""
+    sizes = [request.reserved(device) + more for device, more in enumerate(room)]
+    if len(set(sizes)) == 1:
+        return evolve(request, reserve=(Reserve(sizes[0]),))
+    return evolve(request, reserve=tuple(Reserve(size, device) for device, size in enumerate(sizes) if size))
