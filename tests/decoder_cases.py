@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from functools import cache
 from io import BytesIO
@@ -14,6 +15,7 @@ import torch
 from attrs import frozen
 
 import tpplan
+from tests.family_models import SAME
 from tests.kept import digest_of, kept
 from tests.later import transformers
 from tpplan.core.axes import Axis, bounds_of
@@ -67,6 +69,28 @@ _SHARED_EXPERT: dict[str, Any] = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
+}
+
+#: Heads whose keys and values are products of latents (MLA).
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "kv_lora_rank": 20,
+}
+
+#: Experts in groups, of which some are eligible, beside shared ones.
+_GROUPED: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
 }
 
 #: What is special about a family, and what of that its config may turn on. Windows end within the prompts.
@@ -124,15 +148,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "glm4_moe": {
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "n_shared_experts": 2,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.7,
+        **_GROUPED,
         "attention_bias": True,
         "use_qk_norm": True,
         "num_mtp_layers": 0,
@@ -171,14 +187,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": {**_PARTLY, "mrope_section": [4, 2, 2]},
     },
+    "deepseek_v2": {  # most prompts cost less with keys and values, of which there are few elements for each latent
+        **_MLA,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "attention_bias": True,
+        **_GROUPED,
+        "topk_method": "group_limited_greedy",
+    },
+    "deepseek_v3": {
+        **_MLA,
+        "q_lora_rank": 12,
+        **_GROUPED,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "original_max_position_embeddings": 32,
+        },
+    },
 }
 
 
 #: Those of them with linear attention.
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 
-#: Experts in groups, of which some are eligible.
-_GROUPED: dict[str, Any] = {
+#: Experts in two groups, of which one is eligible.
+_TWO_GROUPS: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -212,7 +253,7 @@ FURTHER: dict[str, dict[str, Any]] = {
         "hidden_size": 64,
     },
     "dots1": {
-        **_GROUPED,
+        **_TWO_GROUPS,
         "first_k_dense_replace": 2,
         "attention_bias": True,
         "norm_topk_prob": True,
@@ -228,9 +269,9 @@ FURTHER: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "router_scaling_factor": 1.6,
     },
-    "solar_open": {**_GROUPED, "attention_bias": True, "norm_topk_prob": False, "routed_scaling_factor": 0.6},
+    "solar_open": {**_TWO_GROUPS, "attention_bias": True, "norm_topk_prob": False, "routed_scaling_factor": 0.6},
     "exaone_moe": {
-        **_GROUPED,
+        **_TWO_GROUPS,
         "num_experts": 8,
         "num_shared_experts": 2,
         "first_k_dense_replace": 1,
@@ -258,12 +299,25 @@ FURTHER: dict[str, dict[str, Any]] = {
     "glm": {"rope_parameters": _PARTLY},
     "glm4": {"rope_parameters": _PARTLY, "head_dim": 16},
     "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2, "head_dim": 32},
+    "glm4_moe_lite": {
+        **_MLA,
+        "q_lora_rank": 12,
+        "v_head_dim": 16,
+        **_TWO_GROUPS,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "rope_interleave": False,
+        "attention_bias": True,
+    },
+    "kimi_k2": {**_MLA, **_TWO_GROUPS, "q_lora_rank": None, "norm_topk_prob": False, "num_mtp_layers": 0},
     "hunyuan_v1_dense": {
         "attention_bias": True,
         "head_dim": 32,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "alpha": 50.0, "factor": 1.0},
     },
 }
+
+#: Families of either whose attention is to latents.
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 
 #: Those of them for which a decoder issues other steps than for any family above.
 OWN_STEPS = ("ministral3", "glm4", "exaone4", "hunyuan_v1_dense", "qwen2_moe", "ernie4_5_moe", "flex_olmo")
@@ -296,12 +350,15 @@ def model_of(model_type: str) -> Model:
     model = random_model(model_type, SIZES | (CONFIGS | FURTHER)[model_type])
     _KEPT.append(TemporaryDirectory())
     model.save_pretrained(_KEPT[-1].name)
+    if model_type in SAME:
+        edited = (path := Path(_KEPT[-1].name, "config.json")).read_text(encoding="utf-8")
+        path.write_text(json.dumps(json.loads(edited) | {"model_type": model_type}), encoding="utf-8")
     return answered(model, Path(_KEPT[-1].name), NEW)
 
 
 def random_model(model_type: str, config: dict[str, Any]) -> Any:
     """Return a model of transformers with random weights, of torch's generator."""
-    config = transformers.AutoConfig.for_model(model_type, **config)
+    config = transformers.AutoConfig.for_model(SAME.get(model_type, model_type), **config)
     return with_random_weights(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
 

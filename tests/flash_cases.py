@@ -10,7 +10,7 @@ import torch
 
 from tpplan.decoder import math
 from tpplan.decoder.cache.store import Store
-from tpplan.decoder.math import Scoring, additive_mask, attend
+from tpplan.decoder.math import Scoring, additive_mask, attend, attend_over_parts
 from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -21,18 +21,20 @@ FlashCalls = list[list[tuple[int, int]]]
 
 
 def flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, *, is_causal: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Let the last tokens' queries attend, ``[B, S, H, K]``, and return the log-sum-exp of their scores, too.
 
-    Each sees so many tokens before its own, all if it is not told.
+    Each sees so many tokens before its own, all if it is not told; queries that are not causal see all tokens.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     q_BHSK, k_BHTK, v_BHTK = (
         x.to(wide).transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1) for x in (q, k, v)
     )
     hidden = ~seen(q.shape[1], k.shape[1], window)
-    scores = (q_BHSK @ k_BHTK.mT * scale).masked_fill(hidden, -torch.inf)
+    scores = q_BHSK @ k_BHTK.mT * scale
+    if is_causal:
+        scores.masked_fill_(hidden, -torch.inf)
     return (scores.softmax(-1) @ v_BHTK).transpose(1, 2).to(q.dtype), scores.logsumexp(-1)
 
 
@@ -90,6 +92,24 @@ def check_texts(
         torch.testing.assert_close(out_SHK.transpose(0, 1)[None], alone, atol=tolerance, rtol=tolerance)
 
 
+def check_parts(tokens: int, place: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+    """Let the last 40 of some tokens attend to 40 at a time, and compare with all at once in 32 bits.
+
+    Args:
+        tokens: keys, 40 or more.
+        place: where the kernel is.
+        dtype: of the tensors there.
+        tolerance: of the numbers.
+    """
+    torch.manual_seed(tokens)
+    q, (k, v) = torch.randn(1, 4, 40, 192).to(dtype), torch.randn(2, 1, 4, tokens, 192).to(dtype)
+    bounds = [0, *range(tokens % 40 or 40, tokens + 1, 40)]
+    there = [(*(x[:, :, first:end].to(place) for x in (k, v)), end == tokens) for first, end in pairwise(bounds)]
+    found = attend_over_parts(q.to(place), there, scoring=Scoring(0.1)).cpu().float()
+    alone = attend(q.float(), k.float(), v.float(), scoring=Scoring(0.1))
+    torch.testing.assert_close(found, alone, atol=tolerance, rtol=tolerance)
+
+
 @pytest.fixture
 def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
     """Let the flash kernel attend on the CPU, and return what it is given of several texts.
@@ -116,13 +136,16 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
         window_size_right: int | None = None,
         seqused_k: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        assert (dropout_p, is_causal, return_debug_mask) == (0, True, False)
+        assert (dropout_p, return_debug_mask) == (0, False)
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
         assert window_size_right == (None if window_size_left is None else 0)
         nothing = query.new_empty(0)
         if cum_seq_q is None or cum_seq_k is None or seqused_k is None:
             assert cum_seq_q is cum_seq_k is seqused_k is None
             assert (max_q, max_k) == (query.shape[1], key.shape[1])
-            return *flash(query, key, value, scale, window_size_left), nothing, nothing, nothing
+            found, sums = flash(query, key, value, scale, window_size_left, is_causal=is_causal)
+            return found, sums, nothing, nothing, nothing
+        assert is_causal
         assert cum_seq_q.shape == cum_seq_k.shape == (len(seqused_k) + 1,)
         assert {x.dtype for x in (cum_seq_q, cum_seq_k, seqused_k)} == {torch.int32}
         assert all(x.is_contiguous() for x in (cum_seq_q, cum_seq_k, seqused_k))

@@ -58,6 +58,14 @@ _LINEAR: Final[dict[str, Any]] = {
 #: What tools leave as it is, by the ends of modules' names: routers, and what is small.
 _LEFT: Final = (".gate", ".shared_expert_gate", ".conv1d", ".in_proj_a", ".in_proj_b", ".in_proj_ba")
 
+_FEW_EXPERTS: Final[dict[str, Any]] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+
 #: What else a family has here.
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
@@ -70,6 +78,22 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_5_text": _LINEAR,
     "qwen3_next": {**_LINEAR, "num_experts": 4, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 128},
+    "deepseek_v2": {
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "kv_lora_rank": 128,
+        **_FEW_EXPERTS,
+    },
+    "deepseek_v3": {  # whose longer prompts cost less with keys and values
+        "head_dim": 32,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 16,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 128,
+        **_FEW_EXPERTS,
+    },
     "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 2},
     "minimax_m2": {"num_local_experts": 3},
 }

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.decoder.test_memory import made
 from tests.decoder_cases import CONFIGS, LENGTH, check, check_sixteen_bits, model_of, plan_of, request_of
-from tests.flash_cases import check_texts
+from tests.flash_cases import check_parts, check_texts
 from tests.graph_cases import mixtures
 from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: Families whose roundings choose other experts.
-CHOOSING = {"glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"}
+CHOOSING = {
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral"),
+    *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+}
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -91,6 +94,13 @@ def test_one_gpu() -> None:
 def test_sixteen_bits(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """What other kernels than those for 32 bits compute is about as near to the latter as in transformers."""
     check_sixteen_bits(model_of(model_type), "reduce", dtype, tmp_path, min(GPUS, 2), backend="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [40, 130, 300])
+def test_parts_of_tokens_take_kernels(tokens: int) -> None:
+    """The last tokens attend to a part of all at a time, and what parts find is weighed by their scores."""
+    check_parts(tokens, torch.device("cuda"), torch.bfloat16, 0.02)
 
 
 @pytest.mark.gpu

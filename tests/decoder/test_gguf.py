@@ -384,14 +384,17 @@ def test_experts_in_mxfp4_stay_codes(tmp_path: Path) -> None:
         assert sizes == {name: tensors[name].nbytes for name in experts}
 
 
-@pytest.mark.parametrize(("name", "family"), [("deepseek2", "deepseek_v3"), ("starcoder2", "starcoder2")])
-def test_families_that_are_not_computed(name: str, family: str, tmp_path: Path) -> None:
-    """They are refused by name before anything is loaded; safetensors files, which would not help, are not proposed."""
+@pytest.mark.parametrize(
+    ("name", "family", "helps"), [("deepseek2", "deepseek_v3", True), ("starcoder2", "starcoder2", False)]
+)
+def test_families_that_are_not_computed(name: str, family: str, helps: bool, tmp_path: Path) -> None:
+    """They are refused by name before anything is loaded; safetensors files are proposed where they would help."""
     path = tmp_path / "small.gguf"
     write(path, name)
     with pytest.raises(ModelError, match=f"does not compute models of type {family} from GGUF, but llama, ") as error:
         settings_of(path, read_model(path))
-    assert error.value.hint == "tpplan export PLAN --for llama.cpp says how llama.cpp runs it"
+    export = "tpplan export PLAN --for llama.cpp says how llama.cpp runs it"
+    assert error.value.hint == (f"compute from the model's safetensors files; {export}" if helps else export)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 import tpplan
 from tests.decoder.activations import activations
 from tests.decoder.quantised_checkpoints import stored
-from tests.decoder_cases import CONFIGS, FURTHER, OWN_STEPS, plan_of
+from tests.decoder_cases import CONFIGS, FURTHER, LATENT, OWN_STEPS, plan_of
 from tests.flash_cases import flash_calls
 from tests.later import transformers
 from tests.weight_plans import fine_units
@@ -23,6 +23,7 @@ from tpplan.decoder import Decoder, Prompt, forward
 from tpplan.decoder import math as layers
 from tpplan.decoder.cache import layer as layer_cache
 from tpplan.decoder.decoding.steps import greedy
+from tpplan.decoder.layer import latent
 from tpplan.decoder.weights import products
 from tpplan.decoder.weights import quantised as quantised_matrices
 from tpplan.exec import compile as compile_plan
@@ -57,6 +58,15 @@ _LENGTH, _BATCH, _ROWS = 128, 8, 64
 #: Of models that read long texts: one layer takes as much as several, one after the other.
 _FEW: dict[str, int] = {"num_hidden_layers": 1}
 _SMALLER = {"hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 160, "sliding_window": 24}
+_LATENTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 96,
+}
 
 
 def made(model_type: str, directory: Path, **more: Any) -> Path:
@@ -64,6 +74,7 @@ def made(model_type: str, directory: Path, **more: Any) -> Path:
     torch.manual_seed(1)
     special = (CONFIGS | FURTHER)[model_type]
     smaller = {key: value for key, value in _SMALLER.items() if special.get(key)}
+    smaller |= {key: value for key, value in _LATENTS.items() if model_type in LATENT and special.get(key)}
     config = transformers.AutoConfig.for_model(**{**_SIZES, "model_type": model_type, **special, **smaller, **more})
     transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
     return directory
@@ -99,6 +110,7 @@ def taken(
         compile_plan(plan, backend="cpu", scratch=False) as context,
         patch.object(layers, "AT_ONCE", at_once),
         patch.object(layer_cache, "AT_ONCE", at_once),
+        patch.object(latent, "AT_ONCE", at_once),
         patch.object(layers, "_WIDENED", 16),
     ):
         decoder = Decoder(context, directory, load_weights(plan, directory, context))
@@ -133,6 +145,14 @@ def test_smaller_caches_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
     assert taken(directory, plan)[0] <= 1
 
 
+@pytest.mark.parametrize("kind", ["fp16", "fp8"])
+def test_latents_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
+    """Of which few tokens are in 16 bits at a time, and few sequences have scores."""
+    directory = made("deepseek_v3", tmp_path, **_FEW)
+    plan = planned(directory, "reduce", (1,), Cache(kind, _BATCH * 8 * _LENGTH))
+    assert taken(directory, plan)[0] <= 1
+
+
 def test_long_windows_do_too(tmp_path: Path) -> None:
     """Which are hidden from a few queries of a pass at a time, in passes that a whole window is before."""
     window = 8 * _LENGTH
@@ -146,6 +166,23 @@ def test_windows_do_too_where_much_is_made_at_once(tmp_path: Path) -> None:
     directory = made("mistral", tmp_path, sliding_window=4 * _LENGTH, **_FEW)
     plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * 8 * _LENGTH))
     assert taken(directory, plan, at_once=2**15)[0] <= 1
+
+
+def test_keys_and_values_of_latents_do_too(tmp_path: Path) -> None:
+    """Made of one or two heads of long prompts at a time, as of a model of 16B parameters."""
+    directory, heads = made("deepseek_v2", tmp_path), set[int]()
+
+    def attend(q: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        heads.add(q.shape[1])
+        return layers.attend(q, *others, **more)
+
+    for layout in ("reduce", "gather"):
+        for shares in ((1,), (3, 1)):
+            plan = planned(directory, layout, shares, Cache("fp16", _BATCH * _LENGTH))
+            with patch.object(latent, "attend", attend):
+                found = taken(directory, plan, at_once=3 * _LENGTH * 48)
+            assert heads == {1, 2}
+            assert all(0.4 < share <= 1 for share in found.values()), (layout, shares, found)
 
 
 def test_rows_of_the_same_experts_do_too(tmp_path: Path) -> None:

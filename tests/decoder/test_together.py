@@ -53,6 +53,12 @@ LACKING_EXPERTS: dict[Axis, tuple[int, ...]] = {
     Axis.SHARED_INTERMEDIATE: (0, 0, 8, 48),
 }
 
+#: What a family has beside them, or has more of.
+LACKING_MORE: dict[str, dict[Axis, tuple[int, ...]]] = {
+    "glm4_moe": LACKING_EXPERTS,
+    "deepseek_v3": {**LACKING_EXPERTS, Axis.KV_HEADS: (0, 0, 8, 8)},
+}
+
 
 def _told(plan: SplitPlan, model_type: str, sampling: Sampling) -> Callable[[TPContext], tuple[Tensor, list[object]]]:
     """Return what loads a model by a context and says what follows its prompts: logits and tokens."""
@@ -82,13 +88,15 @@ CASES = [
     ("minimax_m2", "gather", 0.0, True),
     ("qwen3_5_text", "reduce", 0.0, True),
     ("qwen3_next", "gather", 0.8, False),
+    ("deepseek_v2", "reduce", 0.0, False),
+    ("deepseek_v3", "gather", 0.0, True),
 ]
 
 
 @pytest.mark.parametrize(("model_type", "layout", "temperature", "lacks"), CASES)
 def test_the_same_as_in_one_process(model_type: str, layout: str, temperature: float, lacks: bool) -> None:
     """Logits and tokens of two texts, whatever the processes own."""
-    cut = {**LACKING, **(LACKING_EXPERTS if model_type == "glm4_moe" else {})} if lacks else {}
+    cut = {**LACKING, **LACKING_MORE.get(model_type, {})} if lacks else {}
     plan = plan_of(model_of(model_type).directory, 3, request_of(layout), cut, seed=4)
     sampling = Sampling(temperature, 0.9, 7)
     tell = _told(plan, model_type, sampling)

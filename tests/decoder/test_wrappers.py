@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 INNER = {
     "gemma3": "gemma3_text",
     "internvl": "qwen3",
+    "kimi_k25": "deepseek_v3",
     "llava": "llama",
     "llava_next": "mistral",
     "llava_onevision": "qwen2",

@@ -226,7 +226,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
 
 def test_the_command_takes_what_knows_the_model(tmp_path: Path) -> None:
     """``generate`` is by transformers where the decoder does not know the family, and says so."""
-    model, path, tokens = model_of("deepseek_v3"), tmp_path / "plan.json", prompt()
+    model, path, tokens = model_of("stablelm"), tmp_path / "plan.json", prompt()
     cut(model, 3, seed=2).save(path)
     arguments = ["generate", path, "--model", model.directory, "--token-ids", ",".join(map(str, tokens[0].tolist()))]
     done = command(*arguments, "--max-new-tokens", 6)
@@ -237,9 +237,10 @@ def test_the_command_takes_what_knows_the_model(tmp_path: Path) -> None:
     assert (refused.code, "the decoder does not compute models of type" in refused.err) == (2, True)
 
 
-def test_the_command_may_take_either(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
+def test_the_command_may_take_either(model_type: str, tmp_path: Path) -> None:
     """Both engines say the same of a model that the decoder knows."""
-    model, path = model_of("llama"), tmp_path / "plan.json"
+    model, path = model_of(model_type), tmp_path / "plan.json"
     cut(model, 2, seed=2).save(path)
     arguments = ["generate", path, "--model", model.directory, "--token-ids", "5,17,99", "--max-new-tokens", 6]
     outs = {command(*arguments, "--engine", engine).out for engine in ("tpplan", "transformers", "auto")}

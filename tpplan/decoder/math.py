@@ -6,6 +6,7 @@ heads of keys and values), K elements of a head, P pairs of elements that RoPE r
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Final, Self
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from tpplan.exec.toolchain.torch_shims import flash_attention, takes_cudnn
+from tpplan.exec.toolchain.torch_shims import flash_attention, flash_attention_to_part, takes_cudnn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 #: Maximum elements of a temporary tensor whose size would otherwise be unbounded: 32 MiB in 16 bits.
@@ -125,7 +126,7 @@ def attend(
     Args:
         q_BHSK: queries; each KV head is shared by equally many successive query heads (GQA, arXiv:2305.13245).
         k_BHTK: keys.
-        v_BHTK: values.
+        v_BHTK: values; if they are narrower than keys, as latents are (MLA), the output is as narrow.
         mask: mask from :func:`additive_mask`, ``[B or 1, 1, S, T]``; None for causal attention, where the queries
             belong to the last S tokens.
         scoring: how scores become weights.
@@ -133,7 +134,8 @@ def attend(
         recurs: whether these shapes occur repeatedly. Only then is cuDNN worth using: it is fast, but builds a plan for
             each shape, which takes 36 ms on an H200.
     """
-    if scoring.cap is None:
+    are_latents = v_BHTK.shape[3] < k_BHTK.shape[3]
+    if scoring.cap is None and not are_latents:
         out_BHSK = _fused(q_BHSK, k_BHTK, v_BHTK, mask, scoring, window=window, recurs=recurs)
         if out_BHSK is not None:
             return out_BHSK
@@ -141,19 +143,71 @@ def attend(
     if window:
         parts = []
         for some in torch.split(q_BHSK, max(1, AT_ONCE // (4 * total)), dim=2):  # mask and temporaries
-            hides = _causal_mask(some, total - count, total, window)
+            first = total - count
+            hides = causal_mask(slice(first, first + some.shape[2]), slice(0, total), some, window)
             parts.append(attend(some, k_BHTK, v_BHTK, hides, scoring=scoring, recurs=recurs))
             count -= some.shape[2]
         return concat(parts, dim=2)
-    is_plain = scoring.cap is None and scoring.sinks is None
+    is_plain = scoring.cap is None and scoring.sinks is None and not are_latents
     alike = 1 if is_plain else 4  # tensors of this size: scores, their mask, and temporaries
     block = max(1, AT_ONCE // (alike * q_BHSK.shape[:2].numel() * total))
+    if are_latents and mask is not None:  # of all heads, but few sequences at a time
+        at_once = max(1, AT_ONCE // (alike * q_BHSK.shape[1:3].numel() * total))
+        by_sequence = zip(*(torch.split(x, at_once) for x in (q_BHSK, k_BHTK, v_BHTK, mask)), strict=True)
+        return concat([_masked_attention(q, k, v, hides, scoring) for q, k, v, hides in by_sequence], dim=0)
     found = []
     for first in range(0, count, block):
         some = q_BHSK[:, :, first : first + block]
-        hides = _causal_mask(some, total - count + first, total) if mask is None else mask[:, :, first : first + block]
+        at = total - count + first
+        hides = (
+            mask[:, :, first : first + block]
+            if mask is not None
+            else causal_mask(slice(at, at + some.shape[2]), slice(0, total), some)
+        )
         found.append(_masked_attention(some, k_BHTK, v_BHTK, hides, scoring))
     return concat(found, dim=2)
+
+
+def attend_in_parts(q_BHSK: Tensor, parts: Iterable[tuple[Tensor, Tensor, Tensor]], *, scoring: Scoring) -> Tensor:
+    """Return the attention output ``[B, H, S, K]`` over tokens that are read a part at a time (arXiv:1805.02867).
+
+    Args:
+        q_BHSK: queries; they share one KV head.
+        parts: keys ``[B, 1, T, K]`` and values of successive tokens, with their masks, see :func:`attend`. Every query
+            sees a token of the first part.
+        scoring: how scores become weights, without cap and sinks.
+    """
+    q_BRK = q_BHSK.flatten(1, 2)
+    most_BR1 = q_BRK.new_full((*q_BRK.shape[:2], 1), -inf, dtype=torch.float32)
+    total_BR1, out_BRK = torch.zeros_like(most_BR1), most_BR1.new_zeros(())
+    for k_B1TK, v_B1TK, mask_B1ST in parts:
+        scores_BRT = (q_BRK @ k_B1TK.squeeze(1).mT).float()
+        scores_BHST = torch.unflatten(scores_BRT, 1, q_BHSK.shape[1:3])
+        torch.add(mask_B1ST, scores_BHST, alpha=scoring.scale, out=scores_BHST)
+        before_BR1, most_BR1 = most_BR1, torch.maximum(most_BR1, scores_BRT.amax(-1, keepdim=True))
+        scores_BRT.sub_(most_BR1).exp_()
+        faded_BR1 = before_BR1.sub_(most_BR1).exp_()
+        total_BR1.mul_(faded_BR1).add_(scores_BRT.sum(-1, keepdim=True))
+        out_BRK = out_BRK * faded_BR1 + scores_BRT.to(q_BRK.dtype) @ v_B1TK.squeeze(1)
+    return torch.unflatten(out_BRK.div_(total_BR1).to(q_BRK.dtype), 1, q_BHSK.shape[1:3])
+
+
+def attend_over_parts(q_BHSK: Tensor, parts: Iterable[tuple[Tensor, Tensor, bool]], *, scoring: Scoring) -> Tensor:
+    """Return causal attention ``[B, H, S, K]`` over successive tokens by a flash kernel, a part of them at a time.
+
+    Args:
+        q_BHSK: queries of the last S tokens, see :func:`takes_flash`.
+        parts: keys and values of successive tokens, and whether they are the last ones: S or more.
+        scoring: how scores become weights, without cap and sinks.
+    """
+    out_BHSK, total_BHS = q_BHSK.new_zeros(()), q_BHSK.new_full(q_BHSK.shape[:3], -inf, dtype=torch.float32)
+    for k_BHTK, v_BHTK, is_last in parts:
+        some_BHSK, sums_BHS = flash_attention_to_part(q_BHSK, k_BHTK, v_BHTK, scoring.scale, is_causal=is_last)
+        del k_BHTK, v_BHTK  # the next ones are made in their memory
+        both_BHS = torch.logaddexp(total_BHS, sums_BHS)
+        old_BHS1, new_BHS1 = ((each - both_BHS).exp_().unsqueeze(-1) for each in (total_BHS, sums_BHS))
+        out_BHSK, total_BHS = out_BHSK * old_BHS1 + some_BHSK * new_BHS1, both_BHS
+    return out_BHSK.to(q_BHSK.dtype)
 
 
 def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:
@@ -162,14 +216,21 @@ def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:
     return not q_BHSK.shape[3] % _FLASH_HEADS and can_use_flash_attention(params)
 
 
-def _causal_mask(q_BHSK: Tensor, first: int, total: int, window: int = 0) -> Tensor:
-    """Return the causal mask, with a window if it is not 0, for queries of successive tokens from ``first`` on."""
-    tokens = torch.arange(total, device=q_BHSK.device)
-    query = tokens[first : first + q_BHSK.shape[2], None]
-    seen = tokens <= query
+def causal_mask(queries: slice, tokens: slice, like: Tensor, window: int = 0) -> Tensor:
+    """Return the mask of successive tokens, with a window if it is not 0, for queries of others: ``[1, 1, S, T]``.
+
+    Args:
+        queries: positions of the queries.
+        tokens: positions of the keys.
+        like: a tensor of the mask's dtype, on its device.
+        window: tokens that a query sees, itself included; 0 for all.
+    """
+    token = torch.arange(tokens.start, tokens.stop, device=like.device)
+    query = torch.arange(queries.start, queries.stop, device=like.device)[:, None]
+    seen = token <= query
     if window:
-        seen &= tokens > query - window
-    return additive_mask(seen[None, None], q_BHSK.dtype)
+        seen &= token > query - window
+    return additive_mask(seen[None, None], like.dtype)
 
 
 def concat(parts: list[Tensor], dim: int) -> Tensor:
@@ -207,11 +268,21 @@ def _fused(
 
 
 def _masked_attention(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """Return masked attention. Query heads that share a KV head become extra queries, so that no KV head is copied."""
+    """Return masked attention. Query heads that share a KV head become extra queries, so that no KV head is copied.
+
+    Fused kernels give the queries of a KV head to one processor. Those of latents, which all heads share, are so many
+    that products of whole matrices are faster.
+    """
     q_BHGSK = torch.unflatten(q_BHSK, 1, (k_BHTK.shape[1], -1))
     q_BHRK = q_BHGSK.flatten(2, 3)
-    mask_B1RT = mask[:, :, None].expand(-1, -1, q_BHGSK.shape[2], -1, -1).flatten(2, 3)
     cap, sinks_H = scoring.cap, scoring.sinks
+    if cap is None and sinks_H is None and v_BHTK.shape[3] < k_BHTK.shape[3]:
+        scores_BHRT = q_BHRK @ k_BHTK.mT
+        scores_BHGST = torch.unflatten(scores_BHRT, 2, q_BHGSK.shape[2:4])
+        torch.add(mask[:, :, None], scores_BHGST, alpha=scoring.scale, out=scores_BHGST)
+        out_BHRK = scores_BHRT.softmax(-1) @ v_BHTK
+        return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4]).flatten(1, 2)
+    mask_B1RT = mask[:, :, None].expand(-1, -1, q_BHGSK.shape[2], -1, -1).flatten(2, 3)
     if cap is None and sinks_H is None:
         out_BHRK = functional.scaled_dot_product_attention(q_BHRK, k_BHTK, v_BHTK, mask_B1RT, scale=scoring.scale)
         return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4]).flatten(1, 2)

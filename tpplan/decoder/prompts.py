@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import sha256
+from itertools import product
 from operator import index
 from typing import TYPE_CHECKING, Final, Self
 
@@ -13,7 +14,7 @@ from tpplan.core.axes import Axis
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -227,6 +228,26 @@ def cut(prompts: Sequence[Prompt], most: int) -> Iterator[tuple[list[int], list[
                 tokens, prompt_slices = [], []
     if tokens:
         yield tokens, prompt_slices
+
+
+def pieces(
+    prompt_slices: Iterable[PromptSlice], most: int, whole: Callable[[PromptSlice], bool]
+) -> Iterator[PromptSlice]:
+    """Yield parts of prompt slices of at most ``most`` rows each, in order; some are to stay whole."""
+    for each in prompt_slices:
+        if whole(each):
+            yield each
+        elif each.size <= most:
+            step = most // each.size
+            for i in range(0, each.count, step):
+                first, count = each.first + i * each.size, min(step, each.count - i)
+                yield evolve(each, first=first, sequence=each.sequence + i, count=count)
+        else:
+            for i, at in product(range(each.count), range(0, each.size, most)):
+                size, first = min(most, each.size - at), each.first + i * each.size + at
+                ends = each.is_last and at + size == each.size
+                start, sequence = each.start + at, each.sequence + i
+                yield PromptSlice(first, size, start, sequence, 1, is_last=ends, is_full=False)
 
 
 def numbers_of(prompt_slices: Iterable[PromptSlice]) -> tuple[list[int], list[int], list[int]]:

@@ -132,6 +132,8 @@ THREADS: Final = 8
 
 #: The number of a layer in a tensor's name.
 _LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
+#: What names of matrices have that lead down to the latents of multi-head latent attention.
+_DOWN: Final = "_a_proj"
 
 #: torch's names of the dtypes of the safetensors format; torch has none with 4 or 6 bits.
 _NAMES: Final = {
@@ -179,8 +181,8 @@ def load_weights(plan: SplitPlan, model_dir: str | Path | Source, ctx: TPContext
     """Load each device's slices of a checkpoint.
 
     The tensors of a device lie in one block of its memory, each aligned to 64 bytes: first the matrices of each layer
-    in the order of :func:`iter_slices` (quantised ones as all codes, all scales and so on), last the vectors. So the
-    query, key and value projections of a layer are adjacent.
+    in the order of :func:`iter_slices` (quantised ones as all codes, all scales and so on), but those that lead down to
+    the latents of attention first; last the vectors. So the query, key and value projections of a layer are adjacent.
 
     Args:
         plan: the plan to load by.
@@ -280,10 +282,11 @@ def _allocate(ctx: TPContext, parts: Parts) -> tuple[Held, Mapping[int, Tensor],
     return held, blocks, Weights(weights)
 
 
-def _order(part: TensorSlice) -> tuple[bool, int, str]:
+def _order(part: TensorSlice) -> tuple[bool, int, str, bool]:
     """Return the sort key of a tensor in its block: tensors of one kind in a layer are adjacent, vectors come last."""
-    layer = _LAYER.search(part.name)
-    return len(part.whole) < 2, int(layer[1]) if layer else -1, split_name(part.name)[1]  # noqa: PLR2004 (a vector)
+    layer, kind = _LAYER.search(part.name), split_name(part.name)[1]
+    is_vector, leads_up = len(part.whole) < 2, _DOWN not in part.name  # noqa: PLR2004 (dimensions of a matrix)
+    return is_vector, int(layer[1]) if layer else -1, kind, leads_up
 
 
 def _run(reads: Iterator[Read], directory: Path, blocks: Mapping[int, Tensor], done: Callable[[int], None]) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.core.model import Attention
     from tpplan.decoder.math import Scoring
     from tpplan.decoder.prompts import PassShape
     from tpplan.exec.context import TPContext
@@ -43,6 +44,8 @@ class HeadRun:
 class Heads:
     """The attention heads of a layer on one device.
 
+    In multi-head latent attention (MLA), all query heads share one key, whose last elements are the value, too.
+
     Attributes:
         queries: number of query heads.
         keys: number of KV heads; several replicas of one on the same device count once.
@@ -59,7 +62,7 @@ class Heads:
 
     @have_a_kernel.default
     def _find_kernel(self) -> bool:
-        if not self.cache.is_plain:
+        if not self.cache.is_plain or self.cache.value_dim:
             return False
         one_1HSK = self.cache.as_rows()[0][None, :1, :1].transpose(1, 2)
         return takes_flash(one_1HSK, one_1HSK, one_1HSK)
@@ -80,7 +83,10 @@ class Heads:
         return pass_shape.most <= length or self.cache.heads_at_once(pass_shape.beside(length)) > 0
 
     def split_qkv(self, qkv_RHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the heads of rows into queries, keys and values."""
+        """Split the heads of rows into queries, keys and values; the latter may be the last elements of keys."""
+        if self.cache.value_dim:
+            q_RHK, k_RHK = torch.split_with_sizes(qkv_RHK, [self.queries, self.keys], dim=1)
+            return q_RHK, k_RHK, k_RHK[..., -self.cache.value_dim :]
         q_RHK, k_RHK, v_RHK = torch.split_with_sizes(qkv_RHK, [self.queries, self.keys, self.keys], dim=1)
         return q_RHK, k_RHK, v_RHK
 
@@ -137,6 +143,33 @@ def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int
         store = Store(kind, shape, context.dtype, context.devices[part.device].device)
         cache = LayerCache(store, length, window)
         found[part.device] = Heads(sum(counts), len(counts), _runs(counts), cache)
+    return found
+
+
+def latent_heads_of(
+    context: TPContext, layer: int, attention: Attention, value_dim: int, kind: str
+) -> dict[int, Heads]:
+    """Return the attention heads of a layer with multi-head latent attention (MLA) by device, and allocate its caches.
+
+    Heads are cut, and every device that has any caches the rotary part and the latent of each token.
+
+    Args:
+        context: the compiled plan.
+        layer: number of the layer.
+        attention: sizes of the layer's attention.
+        value_dim: elements of a latent.
+        kind: kind of cache.
+
+    Raises:
+        ExecutionError: the decoder has no cache of this kind.
+    """
+    request, found = context.plan.request, {}
+    shape = (request.batch, 1, length_of(request), attention.latent_dim)
+    for part in context.split(Axis.KV_HEADS, layer):
+        store = Store(kind, shape, context.dtype, context.devices[part.device].device, value_dim=value_dim)
+        queries = part.end - part.start
+        run = HeadRun(slice(0, queries), slice(0, 1), queries)
+        found[part.device] = Heads(queries, 1, (run,), LayerCache(store, shape[2], 0))
     return found
 
 

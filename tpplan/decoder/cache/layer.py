@@ -9,7 +9,7 @@ import torch
 from tpplan.decoder.math import AT_ONCE, concat, stack_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -39,6 +39,11 @@ class LayerCache:
     def head_dim(self) -> int:
         """Elements of a head."""
         return self._store.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Last elements of a key that are its value; 0 if values are stored beside keys, see :class:`Store`."""
+        return self._store.value_dim
 
     @property
     def halves(self) -> tuple[Tensor, Tensor]:
@@ -81,7 +86,32 @@ class LayerCache:
 
     def heads_at_once(self, tokens: int) -> int:
         """Return the number of KV heads whose ``tokens`` keys and values may be copied at a time; 0 if not even one."""
-        return AT_ONCE // (2 * tokens * self._store.head_dim)
+        return AT_ONCE // ((1 if self._store.value_dim else 2) * tokens * self._store.head_dim)
+
+    def takes_parts(self, tokens: int) -> bool:
+        """Tell whether even one latent of each of so many tokens would take too much memory to copy."""
+        return bool(self._store.value_dim) and not self._store.is_plain and not self.heads_at_once(tokens)
+
+    def parts(self, sequences: slice, end: int, queries: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield successive places up to ``end``, few enough for memory, and their keys and values ``[B, 1, T, K]``.
+
+        Args:
+            sequences: slice of the sequences.
+            end: number of places.
+            queries: number of queries of a sequence, all heads together, whose scores take memory too.
+        """
+        each = (sequences.stop - sequences.start) * max(self._store.head_dim, 3 * queries)
+        for places in _slices(end, max(1, AT_ONCE // each)):
+            yield places, *self._store.pair_of(self._store.read(sequences, slice(0, 1), places))
+
+    def append(self, sequences: slice, start: int, k_B1SK: Tensor) -> None:
+        """Write the next latents of some sequences, without reading any."""
+        self._store.write(sequences, slice(0, 1), slice(start, start + k_B1SK.shape[2]), k_B1SK[None])
+
+    def latents(self, sequence: int, places: slice) -> Tensor:
+        """Return the latents at some places of a sequence, each behind its rotary part, ``[T, K]``."""
+        one = slice(0, 1)
+        return self._store.unmix(self._store.read(slice(sequence, sequence + 1), one, places))[0, 0, 0]
 
     def slices(self, tokens: int) -> list[slice]:
         """Return slices of the KV heads, each of at most :meth:`heads_at_once` heads, which must not be 0."""
@@ -122,21 +152,21 @@ class LayerCache:
         """Return the cache as rows; see :meth:`Store.as_rows`."""
         return self._store.as_rows()
 
-    def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor) -> None:
+    def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor | None = None) -> None:
         """Write one token for each row.
 
         Args:
             sequences_R: sequence of each row.
             places_R: place of each row in the cache.
             k_RHK: keys.
-            v_RHK: values.
+            v_RHK: values; None if they are part of the keys.
         """
-        self._store.write(sequences_R, slice(None), places_R, stack_heads(k_RHK, v_RHK))
+        kv = k_RHK[:, None] if v_RHK is None else stack_heads(k_RHK, v_RHK)
+        self._store.write(sequences_R, slice(None), places_R, kv)
 
     def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[B, H, count, K]`` of the first ``count`` places."""
-        k, v = self._store.read(sequences, heads, slice(0, count))
-        return k, v
+        return self._store.pair_of(self._store.read(sequences, heads, slice(0, count)))
 
     def _first(self, start: int, end: int) -> int:
         """Return the first cached position that any of the tokens from ``start`` to ``end`` sees."""

@@ -29,6 +29,8 @@ _TINY: Final = 2.0**-24
 _KINDS: Final = ("fp16", "fp8", "q8", "q6", "q4", "fp32")
 #: Those of groups of elements.
 _GROUPED: Final = ("q8", "q6", "q4")
+#: Those of them whose keys are stored in another way than values.
+_OF_HALVES: Final = ("q6",)
 #: Kinds that kernels read and write, and the suffixes of these kernels' names.
 KERNEL_KINDS: Final = {"fp16": "", "fp8": "_fp8", "q8": "_q8"}
 
@@ -115,22 +117,38 @@ def _hadamard_matrix(device: torch.device, dtype: torch.dtype, factor: float) ->
     return (factor * reduce(torch.kron, [two] * (_GROUP.bit_length() - 1))).to(device, dtype)
 
 
-def check_kind(kind: str, head_dim: int) -> None:
+def check_kind(kind: str, head_dim: int, value_dim: int = 0) -> None:
     """Check that the decoder has a cache of this kind for heads of this size.
+
+    Args:
+        kind: kind of cache.
+        head_dim: elements of a key.
+        value_dim: elements of a key that are also its value, see :class:`Store`; 0 if values are stored beside keys.
 
     Raises:
         ExecutionError: it has none.
     """
-    if kind not in _KINDS or (kind in _GROUPED and head_dim % _GROUP):
+    grouped = [each for each in _GROUPED if not value_dim or each not in _OF_HALVES]
+    odd = head_dim % _GROUP or value_dim % _GROUP
+    if kind not in _KINDS or (kind in _GROUPED and (odd or kind not in grouped)):
         kinds = ", ".join(each for each in _KINDS if each in CACHE_KINDS and each not in _GROUPED)
+        what = (
+            f"latents of {value_dim} + {head_dim - value_dim} elements"
+            if value_dim
+            else f"heads of {head_dim} elements"
+        )
+        whose = "latents and rotary parts" if value_dim else "heads"
         raise ExecutionError(
-            f"the decoder has no cache of kind {kind} for heads of {head_dim} elements",
-            f"plan with --cache {kinds}; {', '.join(_GROUPED)} take heads of a multiple of {_GROUP}",
+            f"the decoder has no cache of kind {kind} for {what}",
+            f"plan with --cache {kinds}; {', '.join(grouped)} take {whose} of a multiple of {_GROUP}",
         )
 
 
 class Store:
     """Storage for keys and values ``[2, B, H, L, K]``: B sequences, H KV heads, L places, K elements of a head.
+
+    A value may be the last elements of its key, as in multi-head latent attention (MLA, arXiv:2405.04434), where all
+    heads share a rotary part and a latent, which is also the value. Then only keys are stored, ``[1, B, H, L, K]``.
 
     What is read of a kind of 4 bits is what :func:`hadamard` makes of it: :meth:`mix_queries` does so with queries, and
     :meth:`unmix` makes it undone in what attention returns. So it costs nothing for each token in the cache.
@@ -138,13 +156,23 @@ class Store:
     Attributes:
         kind: kind of cache.
         heads: number of KV heads.
-        head_dim: elements of a head.
+        head_dim: elements of a key.
+        value_dim: last elements of a key that are its value; 0 if values are stored beside keys.
         is_plain: whether elements are stored in the activations' dtype, so that reading them takes no memory.
         halves: stored keys and stored values, ``[B, H, L, K]`` each, of 4 bits two in a byte; views of the storage.
+            Of values that are part of keys, both are the keys.
         scales: scales of keys and of values, ``[B, H, L, K / 32]`` each, for kinds of integers; empty for others.
     """
 
-    def __init__(self, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        kind: str,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        value_dim: int = 0,
+    ) -> None:
         """Allocate the memory that the plan counts for a cache of this kind.
 
         Args:
@@ -153,12 +181,14 @@ class Store:
             shape: B, H, L and K.
             dtype: dtype of the activations.
             device: device of the memory.
+            value_dim: last elements of a key that are its value; 0 if values are stored beside keys.
 
         Raises:
             ExecutionError: the decoder has no cache of this kind.
         """
-        check_kind(kind, shape[-1])
+        check_kind(kind, shape[-1], value_dim)
         self.kind = kind
+        self.value_dim = value_dim
         _, self.heads, _, self.head_dim = shape
         self._dtype = dtype
         q8, q4 = _Codec(_to_int8, _from_int8), _Codec(_to_int4, _from_int4, is_mixed=True)
@@ -170,7 +200,7 @@ class Store:
             "q6": [q8, q4],
             "q4": [q4],
         }[kind]
-        count = 2 // len(codecs)
+        count = (1 if value_dim else 2) // len(codecs)
         self._coded: list[tuple[_Codec, slice, Parts]] = []
         for i, codec in enumerate(codecs):
             parts = tuple(
@@ -208,33 +238,44 @@ class Store:
         """
         return self._rows
 
+    def pair_of(self, read: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, given what :meth:`read` returns."""
+        return (read[0], read[0][..., -self.value_dim :]) if self.value_dim else (read[0], read[1])
+
     def extend(
         self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values to places from ``start`` on, and return those of all places up to the last new one."""
         end = start + k_BHSK.shape[2]
+        if self.value_dim:
+            self.write(sequences, heads, slice(start, end), k_BHSK[None])
+            return self.pair_of(self.read(sequences, heads, slice(0, end)))
         if self.is_plain:  # few torch calls: with many devices, the host limits the speed of a pass
             k_BHTK, v_BHTK = (half[sequences, heads, :end] for half in self.halves)
             for to, new in ((k_BHTK, k_BHSK), (v_BHTK, v_BHSK)):
                 slice_of(to, slice(start, end), dim=2).copy_(new)
         else:
             self.write(sequences, heads, slice(start, end), torch.stack((k_BHSK, v_BHSK)))
-            k_BHTK, v_BHTK = self.read(sequences, heads, slice(0, end))
+            k_BHTK, v_BHTK = self.pair_of(self.read(sequences, heads, slice(0, end)))
         return k_BHTK, v_BHTK
 
     def write(self, sequences: Tensor | slice, heads: slice, places: Tensor | slice, kv: Tensor) -> None:
-        """Write keys and values to places: ``[2, B, H, places, K]`` for slices, ``[B, 2, H, K]`` for tensors."""
+        """Write keys and values to places: ``[2, B, H, places, K]`` for slices, ``[B, 2, H, K]`` for tensors.
+
+        If values are part of keys, these are all: 1 in place of 2.
+        """
         dim = 0 if isinstance(places, slice) else 1
         for codec, some, parts in self._coded:
             for stored, part in zip(parts, codec.encode(slice_of(kv, some, dim)), strict=True):
                 stored[:, sequences, heads, places] = part
 
     def read(self, sequences: slice, heads: slice, places: slice) -> Tensor:
-        """Return the keys and values of some heads at some places, ``[2, B, H, places, K]``."""
+        """Return the keys and values of some heads at some places, ``[2, B, H, places, K]``; see :meth:`pair_of`."""
         first = self._parts[0][:, sequences, heads, places]
         if self.is_plain:
             return first
-        out = torch.empty(2, *first.shape[1:-1], self.head_dim, dtype=self._dtype, device=first.device)
+        count = 1 if self.value_dim else 2
+        out = torch.empty(count, *first.shape[1:-1], self.head_dim, dtype=self._dtype, device=first.device)
         self._decode(sequences, heads, places, out)
         return out
 

@@ -147,10 +147,10 @@ class Fused(Plain):
         self._products = [each for each in (self._grouped, self._experts) if each]  # the latter for few rows
         self._dense = Dequantiser(place, dtype, codes)
 
-    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, eps: float | None = None) -> Tensor:
         """Return the RMS norm of rows."""
-        found = self._pointwise.norm(x_RD, weight, out)
-        return super().norm(x_RD, weight, out) if found is None else found
+        found = self._pointwise.norm(x_RD, weight, out) if eps in {None, self._eps} else None
+        return super().norm(x_RD, weight, out, eps=eps) if found is None else found
 
     def add_norm(self, to_RD: Tensor, x_RD: Tensor, weight: Tensor) -> None:
         """Add the RMS norm of rows to others, in place."""
@@ -252,9 +252,9 @@ class Fused(Plain):
         rows_to_write: Tensor | None = None,
     ) -> None:
         """Apply :meth:`norm_and_rope`, and write the keys and values to the cache."""
-        to = Places(*heads.cache.as_rows(), sequences, places, heads.cache.scales)
+        to = None if heads.cache.value_dim else Places(*heads.cache.as_rows(), sequences, places, heads.cache.scales)
         norm_rope = self._norm_first(qkv_RHK, heads, norm_rope)
-        if not self._norm_and_rope(qkv_RHK, heads, norm_rope, to):
+        if to is None or not self._norm_and_rope(qkv_RHK, heads, norm_rope, to):
             super().append_kv(qkv_RHK, heads, norm_rope, sequences, places, rows_to_write=rows_to_write)
 
     def _norm_first(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> NormAndRope:
@@ -274,7 +274,7 @@ class Fused(Plain):
 
     def attends(self, heads: Heads) -> bool:
         """Tell whether there is an attention kernel for these heads; it needs no mask."""
-        return heads.cache.head_dim in self._attention
+        return heads.cache.head_dim in self._attention and not heads.cache.value_dim
 
     def attend(self, qkv_RHK: Tensor, heads: Heads, places: CachePlaces, scoring: Scoring) -> Tensor:
         """Return the attention output ``[R, H × K]`` of one token of each sequence, over the cache."""

@@ -5,7 +5,7 @@ Shapes: R rows of the pass, B batch, S queries, T keys, H heads, K elements of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from tpplan.decoder.cache.heads import attend_by_runs
 from tpplan.decoder.cache.store import CachePlaces
 from tpplan.decoder.layer.attention import Group
-from tpplan.decoder.math import attend, concat, slice_of, split_rows
+from tpplan.decoder.math import attend, attend_in_parts, causal_mask, concat, slice_of, split_rows
 from tpplan.decoder.model.ropes import Angles
-from tpplan.decoder.prompts import PromptSlice
+from tpplan.decoder.prompts import PromptSlice, pieces
 
 if TYPE_CHECKING:
     from tpplan.decoder.cache.heads import Heads
@@ -72,21 +72,43 @@ class Prefill:
             found.append(self._read(each, heads, q_BHSK, kv, scoring))
         return concat(found, dim=0)
 
+    def pieces(
+        self, most: int, whole: Callable[[PromptSlice], bool]
+    ) -> Iterator[tuple[slice, Prefill, PromptSlice | None]]:
+        """Yield slices of the rows, passes over them, whose angles are the whole pass's, and what is to stay whole.
+
+        Args:
+            most: maximum rows of a slice, unless it is to stay whole.
+            whole: tells whether the rows of a prompt slice are to stay together, whatever they are.
+        """
+        if sum(self.sizes) <= most and not any(map(whole, self.prompt_slices)):
+            yield slice(None), self, None
+            return
+        for each in pieces(self.prompt_slices, most, whole):
+            yield each.rows, Prefill(self.angles, {}, (each,)), each if whole(each) else None
+
     @staticmethod
     def _read(each: PromptSlice, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], scoring: Scoring) -> Tensor:
         """Return the attention output of one prompt slice."""
-        mixed_BHSK = heads.cache.mix_queries(q_BHSK)
+        mixed_BHSK, end = heads.cache.mix_queries(q_BHSK), each.start + each.size
 
         def find(some: slice, keys: slice) -> Tensor:
             sequences = slice(each.sequence + some.start, each.sequence + some.stop)
             k_BHSK, v_BHSK = [slice_of(slice_of(x_BHSK, some, dim=0), keys, dim=1) for x_BHSK in kv]
+            if heads.cache.takes_parts(end):
+                heads.cache.append(sequences, each.start, k_BHSK)
+                read = heads.cache.parts(sequences, end, heads.queries * each.size)
+                new = slice(each.start, end)
+                parts = ((k, v, causal_mask(new, places, q_BHSK)) for places, k, v in read)
+                found_BHSK = attend_in_parts(mixed_BHSK[some], parts, scoring=scoring)
+                return found_BHSK.transpose(1, 2).flatten(2).flatten(0, 1)
             k_BHTK, v_BHTK, window = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
             attending = partial(attend, window=window, recurs=each.is_full)
             return attend_by_runs(
                 heads.runs_of(keys), slice_of(mixed_BHSK, some, dim=0), k_BHTK, v_BHTK, attending, scoring=scoring
             )
 
-        return heads.cache.in_pieces(each.count, each.start, each.start + each.size, find)
+        return heads.cache.in_pieces(each.count, each.start, end, find)
 
     def recur(self, linear: GatedDelta, rows: Rows, device: int) -> Tensor:  # noqa: ARG002 (a step has its own there)
         """Update the states of linear attention, and return its outputs; see :meth:`GatedDelta.read`."""
@@ -119,6 +141,14 @@ class Decode:
     def recur(self, linear: GatedDelta, rows: Rows, device: int) -> Tensor:
         """Update the states of linear attention, and return its outputs; see :meth:`GatedDelta.step`."""
         return linear.step(rows, self.goes_on[device])
+
+    def pieces(
+        self,
+        most: int,  # noqa: ARG002 (a step has few rows)
+        whole: Callable[[PromptSlice], bool],  # noqa: ARG002
+    ) -> Iterator[tuple[slice, Decode, None]]:
+        """Yield all rows; see :meth:`Prefill.pieces`."""
+        yield slice(None), self, None
 
 
 Pass = Prefill | Decode

@@ -16,12 +16,20 @@ from torch.nn import functional
 
 from tpplan.decoder.cache.heads import attend_by_runs
 from tpplan.decoder.layer import experts
-from tpplan.decoder.math import argmax_columns, attend, rms_norm, rotate
+from tpplan.decoder.math import argmax_columns, attend, attend_in_parts, rms_norm, rotate
 from tpplan.decoder.model.gates import gated
-from tpplan.decoder.weights.products import AT_ONCE, ProductOptions, add_linear, by_torch, linear
+from tpplan.decoder.weights.products import (
+    AT_ONCE,
+    ProductOptions,
+    add_linear,
+    by_torch,
+    heads_at_once,
+    linear,
+    per_head,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tpplan.decoder.cache.heads import Heads
     from tpplan.decoder.cache.store import CachePlaces
@@ -76,9 +84,16 @@ class Plain:
         self._eps, self._offset = eps, offset
         self._activation = activation
 
-    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the RMS norm of rows; see :func:`tpplan.decoder.math.rms_norm`."""
-        return rms_norm(x_RD, weight, self._eps, self._offset, out)
+    def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, eps: float | None = None) -> Tensor:
+        """Return the RMS norm of rows, by default with the model's epsilon; see :func:`tpplan.decoder.math.rms_norm`.
+
+        Args:
+            x_RD: rows.
+            weight: weights of the norm.
+            out: tensor for the result, may be ``x_RD``; a new one if not given.
+            eps: epsilon added to the mean square.
+        """
+        return rms_norm(x_RD, weight, self._eps if eps is None else eps, self._offset, out)
 
     def add_norm(self, to_RD: Tensor, x_RD: Tensor, weight: Tensor) -> None:
         """Add the RMS norm of rows to others, in place; ``x_RD`` may be overwritten."""
@@ -91,6 +106,14 @@ class Plain:
     def add_linear(self, to: Tensor, x: Tensor, weights: DeviceWeights, name: str, *, bias: bool = True) -> None:
         """Add the product of rows and a matrix, as of :meth:`linear`, to other rows in place."""
         add_linear(to, x, weights.matrix(name), weights.bias(name) if bias else None, self._options)
+
+    def heads_at_once(self, matrix: Matrix, heads: int) -> int:
+        """Return the heads that :meth:`per_head` yields at a time, up to all of them."""
+        return heads_at_once(matrix, heads, self._options)
+
+    def per_head(self, matrix: Matrix, heads: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of heads and their rows of a matrix; see :func:`tpplan.decoder.weights.products.per_head`."""
+        return per_head(matrix, heads, dtype, self._options)
 
     def kernels(self, x: Tensor, matrix: Matrix) -> RowKernels[Any] | None:
         """Return kernels that are faster than torch for a product of rows and a matrix, or None."""
@@ -325,6 +348,10 @@ class Plain:
 
         def find(some: slice, keys: slice) -> Tensor:
             q_BHSK = q_RHK[some, :, None]
+            if heads.cache.takes_parts(places.span):
+                read = heads.cache.parts(some, places.span, heads.queries)
+                parts = ((k, v, places.mask[some, ..., each]) for each, k, v in read)
+                return attend_in_parts(q_BHSK, parts, scoring=scoring).flatten(1)
             k_BHTK, v_BHTK = heads.cache.read(some, keys, places.span)
             attending = partial(attend, mask=places.mask[some], recurs=True)
             return attend_by_runs(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, attending, scoring=scoring)

@@ -37,6 +37,8 @@ _PARTIAL: Final = frozenset({
     *("phi3", "glm", "glm4", "glm4_moe", "glm4v_moe_text", "glm4v_text", "minimax_m2"),
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
 })  # fmt: skip
+#: Families whose config says whether neighbours are rotated together (``rope_interleave``).
+_TOLD: Final = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"})
 
 
 @frozen
@@ -105,8 +107,9 @@ class Ropes:
         kinds = _kinds(config, model_type, model.layer_count)
         data = {**config.data, "model_type": model_type}
         ropes = [Rope.from_config(data, each) for each in ((FULL, SLIDING) if SECOND in kinds else (FULL,))]
-        width = next(block.attention.head_dim for block in model.blocks if block.attention)
-        are_neighbours = model_type in GPTJ
+        first = next(block.attention for block in model.blocks if block.attention)
+        width = config.count("qk_rope_head_dim") if first.latent_dim else first.head_dim
+        are_neighbours = ropes[0].style == "gptj" if model_type in _TOLD else model_type in GPTJ
         for rope in ropes:
             if (rope.style == "gptj") is not are_neighbours:
                 hint = f"transformers does not read this key for models of type {model_type}"

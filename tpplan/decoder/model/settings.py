@@ -19,6 +19,7 @@ from tpplan.decoder.model.ropes import Ropes
 from tpplan.decoder.model.router import Key, Router
 from tpplan.decoder.model.stored import check_formats
 from tpplan.errors import ModelError
+from tpplan.exec.rope.scaling import Yarn
 from tpplan.models.config import read_config
 from tpplan.models.families.wrappers import WRAPPERS, text_part
 from tpplan.models.formats import Scheme, read_scheme
@@ -123,6 +124,7 @@ class Family:
         attention_cap: default of ``attn_logit_softcapping``; None if the family has no such cap.
         logit_cap: default of ``final_logit_softcapping``, infinity for no cap; None if the family has no such cap.
         experts: names of the experts' matrices.
+        latent_eps: epsilon of the norms of the latents of attention (MLA), whatever that of other norms is.
         router: how tokens are routed to experts, with the defaults of the keys below.
         router_keys: keys by which a config.json may change the router.
         gated_attention: whether the outputs of attention are gated, by gates that the projection of the queries gives
@@ -140,6 +142,7 @@ class Family:
     attention_cap: float | None = None
     logit_cap: float | None = None
     experts: Experts = Experts()
+    latent_eps: float = 1e-6
     router: Router = field(factory=Router)
     router_keys: tuple[Key, ...] = ()
     gated_attention: bool = False
@@ -194,6 +197,9 @@ _GEMMA: Final = Family(
 
 _QWEN3_5_MOE: Final = evolve(_QWEN2_MOE, stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 _QWEN_HYBRID: Final = Family(offset=1.0, gated_attention=True)
+_DEEPSEEK_V3: Final = Family(
+    experts=_CORRECTED, router=evolve(_SIGMOID, groups=8, eligible=4, factor=2.5), router_keys=_GROUPED
+)
 
 FAMILIES: Final[dict[str, Family]] = {
     "llama": Family(),
@@ -245,6 +251,14 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen2_vl_text": Family(norm_eps=1e-5),
     "qwen2_5_vl_text": Family(norm_eps=1e-5),
     "qwen3_vl_text": Family(),
+    "deepseek_v2": Family(
+        experts=Experts(shared="mlp.shared_experts"),
+        router=Router(wide=True),
+        router_keys=(*_GROUPED[1:], "topk_method"),
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe_lite": evolve(_DEEPSEEK_V3, norm_eps=1e-5, router=evolve(_SIGMOID, factor=1.8)),
     "glm4v_moe_text": _GLM4_MOE,
     "qwen3_5_text": _QWEN_HYBRID,
     "qwen3_next": evolve(
@@ -263,7 +277,7 @@ _GGUF_EXPERTS: Final = {"gpt_oss": Experts(router="mlp.router")}
 
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = (
-    *("gemma3", "glm4v", "glm4v_moe", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("gemma3", "glm4v", "glm4v_moe", "internvl", "kimi_k25", "llava", "llava_next", "llava_onevision", "mistral3"),
     *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "vipllava"),
 )
 
@@ -282,6 +296,7 @@ class Settings:
         attention_cap: soft cap: scores ``s`` become ``cap · tanh(s / cap)``; None if there is none.
         logit_scale: factor of the logits.
         logit_cap: soft cap of the logits.
+        latent_rank: elements of the latent of a token's keys and values (MLA); 0 without.
         router: how tokens are routed to experts.
         ropes: RoPE of the layers.
         scheme: how the checkpoint stores quantised matrices.
@@ -296,6 +311,7 @@ class Settings:
     attention_cap: float | None
     logit_scale: float
     logit_cap: float | None
+    latent_rank: int
     router: Router
     ropes: Ropes
     scheme: Scheme
@@ -330,19 +346,23 @@ class Settings:
         embedding = sqrt(model.hidden_size) if family.scaled_embedding else multiplied("embedding_multiplier") or 1.0
         scalar = _number(config, "query_pre_attn_scalar", family.attention_scalar)
         logit_cap = _number(config, "final_logit_softcapping", family.logit_cap)
+        ropes = Ropes.read(config, model_type, model)
+        has_latents = any(block.attention and block.attention.latent_dim for block in model.blocks)
+        scale = 1 / sqrt(scalar) if scalar else multiplied("attention_multiplier")
         return cls(
             family=family,
             root=WRAPPERS[outer].root if is_part else "",
             norm_eps=(_number(config, "rms_norm_eps", family.norm_eps) or family.norm_eps) / added**2,
             activation=_activation(config, model_type, family),
             embedding_scale=embedding / added,
-            attention_scale=1 / sqrt(scalar) if scalar else multiplied("attention_multiplier"),
+            attention_scale=_latent_scale(model, ropes) if has_latents else scale,
             attention_cap=_number(config, "attn_logit_softcapping", family.attention_cap),
             # The whole model has an output matrix of its own, behind which transformers does nothing.
             logit_scale=1.0 if is_part else 1 / (multiplied("logits_scaling") or 1.0),
             logit_cap=None if is_part or logit_cap == inf else logit_cap,
+            latent_rank=config.count("kv_lora_rank") if has_latents else 0,
             router=family.router.read(config, family.router_keys, model.blocks),
-            ropes=Ropes.read(config, model_type, model),
+            ropes=ropes,
             scheme=scheme,
         )
 
@@ -403,10 +423,12 @@ def check_model(checkpoint: str | Path | Source, model: ModelSpec, plan: SplitPl
         ModelError: see :func:`settings_of`.
         ExecutionError: the decoder has no cache of the plan's kind.
     """
-    settings_of(checkpoint, model)
-    for split in plan.splits:
-        if split.axis is Axis.KV_HEADS:
-            check_kind(plan.request.cache.kind, split.width)
+    rank, kind = settings_of(checkpoint, model).latent_rank, plan.request.cache.kind
+    for block in model.blocks:
+        if block.attention and block.attention.latent_dim:
+            check_kind(kind, block.attention.latent_dim, rank)
+        elif block.attention:
+            check_kind(kind, plan.split(Axis.KV_HEADS, block.layers[0]).width)
 
 
 def facts_of(settings: Settings) -> dict[str, str]:
@@ -422,6 +444,12 @@ def _flat(data: Mapping[str, object], start: str = "") -> Iterator[tuple[str, st
             yield from _flat(value, f"{start}{name}.")
         else:
             yield f"{start}{name}", str(value)
+
+
+def _latent_scale(model: ModelSpec, ropes: Ropes) -> float:
+    """Return the factor of the scores of latent attention: YaRN's weight of all elements of a head makes it larger."""
+    head_dim, scaling = next(each.attention.head_dim for each in model.blocks if each.attention), ropes.rope.scaling
+    return (scaling.of_scores if isinstance(scaling, Yarn) else 1.0) / sqrt(head_dim)
 
 
 def _check_causal(config: Config) -> None:

@@ -92,6 +92,8 @@ def _mix_rows(whole_EOI: Tensor) -> bool:
 
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.qkv_a_proj": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    "self_attn.kv_a_q_proj": ("self_attn.kv_a_proj_with_mqa", "self_attn.q_proj"),
     **{
         f"{mlp}.gate_up_proj": (f"{mlp}.gate_proj", f"{mlp}.up_proj")
         for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp")
@@ -167,15 +169,7 @@ def fuse_weights(
     for layer, block in enumerate(blocks):
         start = f"model.layers.{layer}."
         for fused, names in _FUSED.items():
-            whole, stems = f"{start}{fused}", [f"{start}{name}" for name in names]
-            one = _fused([f"{stem}.weight" for stem in stems], found, quantised)
-            biases = [found[key] for stem in stems if (key := f"{stem}.bias") in found]
-            if isinstance(one, Tensor):
-                found[f"{whole}.weight"] = one
-            elif one is not None:
-                quantised[f"{whole}.weight"] = one
-            if one is not None and biases:
-                found[f"{whole}.bias"] = torch.cat(biases)
+            _join(f"{start}{fused}", [f"{start}{name}" for name in names], found, quantised)
         if block.linear:
             prepare_linear(f"{start}linear_attn.", block, block.linear, found, dtype)
         _prepare_experts(start, experts, block.experts, found, quantised, stacked)
@@ -212,6 +206,20 @@ def _prepare_experts(  # noqa: PLR0917 (see below)
         for name in (gate, up, last):
             _stack(name, count, tensors, quantised, stacked)
         _alternate(gate, up, stacked)
+
+
+def _join(whole: str, stems: Sequence[str], tensors: dict[str, Tensor], quantised: dict[str, Quantised]) -> None:
+    """Add the matrices of some modules as one; nothing if they cannot be joined, or only some of them have a bias."""
+    one = _fused([f"{stem}.weight" for stem in stems], tensors, quantised)
+    biases = [tensors[key] for stem in stems if (key := f"{stem}.bias") in tensors]
+    if one is None or 0 < len(biases) < len(stems):
+        return
+    if isinstance(one, Tensor):
+        tensors[f"{whole}.weight"] = one
+    else:
+        quantised[f"{whole}.weight"] = one
+    if biases:
+        tensors[f"{whole}.bias"] = torch.cat(biases)
 
 
 def _stack(

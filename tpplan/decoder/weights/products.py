@@ -135,6 +135,37 @@ def sum_of_all(x_REI: Tensor, matrix_EOI: Tensor | Stacked, options: ProductOpti
     return y_RO
 
 
+def heads_at_once(matrix_NK: Matrix, heads: int, options: ProductOptions = _BY_TORCH) -> int:
+    """Return the heads whose rows of a matrix :func:`per_head` yields at a time, up to all of them."""
+    if isinstance(matrix_NK, Tensor):
+        return heads
+    rows, columns = matrix_NK.shape
+    return min(heads, max(1, options.at_once // (rows // heads * columns)))
+
+
+def per_head(
+    matrix_NK: Matrix, heads: int, dtype: torch.dtype, options: ProductOptions = _BY_TORCH
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of the heads that a matrix has equally many rows of, and these rows: ``[heads, rows, K]``.
+
+    Args:
+        matrix_NK: the matrix.
+        heads: number of heads.
+        dtype: dtype to dequantise to.
+        options: how many elements to dequantise at a time, and how.
+    """
+    if isinstance(matrix_NK, Tensor):
+        yield slice(0, heads), torch.unflatten(matrix_NK, 0, (heads, -1))
+        return
+    rows, columns = matrix_NK.shape
+    size, step = rows // heads, heads_at_once(matrix_NK, heads, options)
+    for start in range(0, heads, step):
+        some = slice(start, min(start + step, heads))
+        dense = torch.empty((some.stop - start) * size, columns, dtype=dtype, device=matrix_NK.codes.device)
+        options.rows(matrix_NK, start * size, dense)
+        yield some, torch.unflatten(matrix_NK.in_order(dense), 0, (-1, size))
+
+
 def _pieces(matrix: Quantised, dtype: torch.dtype, options: ProductOptions) -> Iterator[tuple[int, int, Tensor]]:
     """Yield pieces of a matrix: first row, end row, and the dequantised rows, valid until the next piece."""
     rows, columns = matrix.shape

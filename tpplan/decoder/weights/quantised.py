@@ -49,6 +49,10 @@ class _Coded(ABC):
         """Return inputs reordered along the last dimension to match the columns."""
         return x
 
+    def in_order(self, rows_RK: Tensor) -> Tensor:
+        """Return dequantised rows with their columns in the order of the inputs."""
+        return rows_RK
+
     def write(self, start: int, out_RK: Tensor) -> None:
         """Dequantise rows from row ``start`` on into ``out_RK``: computed in float32, rounded once."""
         self._write(torch.arange(start, start + len(out_RK), device=self.codes.device), out_RK)
@@ -115,6 +119,12 @@ class IntMatrix(_Coded):
     def ordered(self, x: Tensor) -> Tensor:
         """Return inputs reordered along the last dimension to match the columns."""
         return x if self.columns is None else x.index_select(-1, self.columns)
+
+    def in_order(self, rows_RK: Tensor) -> Tensor:
+        """Return dequantised rows with their columns in the order of the inputs."""
+        return (
+            rows_RK if self.columns is None else torch.empty_like(rows_RK).index_copy_(1, self.columns.long(), rows_RK)
+        )
 
     def _values(self, rows: Tensor) -> Tensor:
         codes = self.codes[rows]
@@ -302,6 +312,10 @@ class Exl2Matrix(_Coded):
     def ordered(self, x: Tensor) -> Tensor:
         """Return inputs reordered along the last dimension to match the columns."""
         return x.index_select(-1, self.columns)
+
+    def in_order(self, rows_RK: Tensor) -> Tensor:
+        """Return dequantised rows with their columns in the order of the inputs."""
+        return torch.empty_like(rows_RK).index_copy_(1, self.columns.long(), rows_RK)
 
     def _values(self, rows: Tensor) -> Tensor:
         count = len(self.columns)

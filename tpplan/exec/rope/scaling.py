@@ -174,6 +174,11 @@ class Yarn:
             return self._attention(self.mscale) / self._attention(self.mscale_all_dim)
         return self._attention(1)
 
+    @property
+    def of_scores(self) -> float:
+        """The factor of attention scores beside it in DeepSeek's models, for elements of heads that RoPE leaves out."""
+        return self._attention(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
     def _attention(self, weight: float) -> float:
         return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 

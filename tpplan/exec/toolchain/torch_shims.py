@@ -163,6 +163,27 @@ def flash_attention(
     return _flash(q, k, v, (None, None, None), most, scale=scale, window=window, sinks=sinks).transpose(1, 2)
 
 
+def flash_attention_to_part(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention over a part of the tokens by the flash kernel, and how much its scores weigh.
+
+    Args:
+        q: queries, ``[texts, heads, tokens, elements]``.
+        k: keys of the part.
+        v: values of the part.
+        scale: scale of the scores.
+        is_causal: whether the queries are those of the last tokens of the part; else they see all of it.
+
+    Returns:
+        The attention output, and the logarithm of each softmax's denominator in float32, ``[texts, heads, tokens]``.
+    """
+    most = q.shape[2], k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    found, sums = _flash_and_sums(q, k, v, (None, None, None), most, scale=scale, window=0, is_causal=is_causal)
+    return found.transpose(1, 2), sums
+
+
 def flash_attention_of_several(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -204,18 +225,35 @@ def _flash(
 ) -> torch.Tensor:
     """Return causal attention, ``[..., tokens, heads, elements]``.
 
-    Beside it, the kernel returns the logarithm of each softmax's denominator in float32, ``[..., heads, tokens]``: a
-    sink adds its exponential to that denominator, which scales the output.
+    A sink adds its exponential to the denominator of a softmax, which scales the output.
+    """
+    found, sums = _flash_and_sums(q, k, v, where, most, scale=scale, window=window)
+    return found if sinks is None else found.mul_(torch.sigmoid(sums.mT - sinks).unsqueeze(-1))
+
+
+def _flash_and_sums(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    where: tuple[torch.Tensor | None, ...],
+    most: tuple[int, int],
+    *,
+    scale: float,
+    window: int,
+    is_causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention, ``[..., tokens, heads, elements]``, and what the kernel returns beside it.
+
+    That is the logarithm of each softmax's denominator in float32, ``[..., heads, tokens]``.
     """
     attend = torch.ops.aten._flash_attention_forward  # noqa: SLF001
     queries, keys, counts = where
-    is_causal, returns_mask = True, False
+    returns_mask = False
     sides = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
-    found: torch.Tensor
     found, sums, *_ = attend(
         q, k, v, queries, keys, *most, 0.0, is_causal, returns_mask, scale=scale, seqused_k=counts, **sides
     )
-    return found if sinks is None else found.mul_(torch.sigmoid(sums.mT - sinks).unsqueeze(-1))
+    return found, sums
 
 
 def is_own_allocator(*, default: bool) -> bool:
