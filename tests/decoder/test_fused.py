@@ -124,6 +124,20 @@ def test_kernels_of_a_layer(  # noqa: PLR0917
     assert called(2) - called(1) == {name: times * len(shares) for name, times in expected.items()}
 
 
+def test_latents_are_turned_by_a_kernel(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Where RoPE pairs elements of both halves; torch writes them to the cache and attends to them."""
+    more = {"mlp_layer_types": ["dense"] * 2, "rope_interleave": False}
+    directory = made("glm4_moe_lite", tmp_path, **more)
+    plan = planned(directory, "reduce", (3, 1), Cache("fp16", BATCH * LENGTH))
+    expected = list(said(directory, plan))
+    calls: Counter[str] = request.getfixturevalue("attending")
+    FakeAttention.calls.clear()
+    for found, right in zip(said(directory, plan), expected, strict=True):
+        assert (found - right).norm() <= 0.02 * right.norm()
+    assert calls["turn"]
+    assert not FakeAttention.calls
+
+
 @pytest.mark.parametrize("kind", ["q8", "fp8"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3"])
 def test_caches_of_8_bits(model_type: str, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:

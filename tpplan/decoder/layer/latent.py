@@ -15,22 +15,24 @@ a latent, C of a rotary part with the latent behind it, V of a value.
 from __future__ import annotations
 
 from functools import partial
+from math import sqrt
 from typing import TYPE_CHECKING, Final
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
+from tpplan.core.model import Attention
 from tpplan.decoder.cache.heads import Heads
-from tpplan.decoder.math import AT_ONCE, attend, attend_over_parts, rotate, takes_flash
-from tpplan.decoder.weights.quantised import Matrix
+from tpplan.decoder.layer.steps import NormAndRope, Plain
+from tpplan.decoder.math import AT_ONCE, Scoring, attend, attend_over_parts, rotate, takes_flash
+from tpplan.decoder.model.settings import Settings
+from tpplan.decoder.weights.device import DeviceWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from tpplan.decoder.layer.passes import Pass
-    from tpplan.decoder.layer.steps import NormAndRope, Plain
-    from tpplan.decoder.math import Scoring
     from tpplan.decoder.prompts import PromptSlice
 
     #: Returns slices of the heads with their parts of the matrix, ``[H, N + V, L]``.
@@ -42,25 +44,25 @@ _PART: Final = 2**13
 
 @frozen(eq=False)
 class Latents:
-    """What the heads of a device do with latents.
+    """The latent attention of a layer on a device.
 
     Attributes:
-        heads: the attention heads of a layer on the device.
-        up: matrix ``[H × (N + V), L]`` that leads from a latent to each head's key and value.
-        norm: weights of the norm of latents.
-        eps: epsilon that this norm adds to the mean square.
-        head_dim: K.
-        value_dim: V.
-        most: rows that absorb at a time, for the memory that their queries and sums of latents take.
+        heads: the attention heads.
+        steps: the computation steps of the device.
+        weights: weights of the device.
+        layer: number of the layer.
+        attention: sizes of the heads.
+        settings: settings of the model.
+        max_rows: maximum rows of a pass.
     """
 
     heads: Heads
-    up: Matrix
-    norm: Tensor
-    eps: float
-    head_dim: int
-    value_dim: int
-    most: int
+    steps: Plain
+    weights: DeviceWeights
+    layer: int
+    attention: Attention
+    settings: Settings
+    max_rows: int
 
     @property
     def _latent(self) -> int:
@@ -70,68 +72,92 @@ class Latents:
     def _rope(self) -> int:
         return self.heads.cache.head_dim - self._latent
 
-    def attend(  # noqa: PLR0917 (what a layer has on a device)
-        self,
-        rows: Pass,
-        steps: Plain,
-        q_RHK: Tensor,
-        kv_RC: Tensor,
-        norm_rope: NormAndRope,
-        scoring: Scoring,
-        device: int,
-    ) -> Tensor:
+    @property
+    def _value_dim(self) -> int:
+        return self.attention.v_head_dim
+
+    @property
+    def _width(self) -> int:
+        """The elements of a key, or of a value if these are more."""
+        return max(self.attention.head_dim, self._value_dim)
+
+    def _name(self, module: str) -> str:
+        return f"model.layers.{self.layer}.self_attn.{module}"
+
+    def outputs(self, x_RD: Tensor, rows: Pass, device: int) -> Tensor:
         """Write the rows' latents to the cache, and return the attention output ``[R, H × V]``.
 
         Args:
+            x_RD: rows of the residual stream.
             rows: the pass.
-            steps: the computation steps of the device.
-            q_RHK: queries before RoPE, the rotary part last; overwritten.
-            kv_RC: latents before their norm, then the rotary part of the key before RoPE.
-            norm_rope: the rotation.
-            scoring: how scores become weights.
             device: index of the device.
         """
-        count, dtype = self.heads.queries, q_RHK.dtype
-        held = list(steps.per_head(self.up, count, dtype)) if steps.heads_at_once(self.up, count) == count else None
+        settings, angles = self.settings, rows.angles[device]
+        q_RHK, kv_RC = self._project(x_RD)
+        if angles.growth is not None:
+            q_RHK.mul_(angles.growth)
+        by, are_neighbours = angles.by_kind[settings.ropes.kinds[self.layer]], settings.ropes.are_neighbours
+        scoring = Scoring(settings.attention_scale or 1 / sqrt(self.attention.head_dim))
+        up, count, dtype = self.weights.matrix(self._name("kv_b_proj")), self.heads.queries, x_RD.dtype
+        at_once = self.steps.heads_at_once(up, count) == count
+        held = list(self.steps.per_head(up, count, dtype)) if at_once else None
 
         def ups() -> Iterable[tuple[slice, Tensor]]:
-            return steps.per_head(self.up, count, dtype) if held is None else held
+            return self.steps.per_head(up, count, dtype) if held is None else held
 
-        y_RHV = q_RHK.new_empty(len(q_RHK), count, self.value_dim)
-        for some, part, text in rows.pieces(self.most, partial(self._expands, q_RHK)):
-            turning = norm_rope if part is rows else evolve(norm_rope, angles=norm_rope.angles[some])
-            qkv = q_RHK[some], kv_RC[some]
+        # With queries and outputs, absorbed queries and sums of latents of so many rows take less than queries, keys
+        # and values, which a plan has scratch for.
+        most = max(1, self.max_rows * self._width // (2 * (self.heads.cache.head_dim + self._latent)))
+        y_RHV = q_RHK.new_empty(len(q_RHK), count, self._value_dim)
+        for some, part, text in rows.pieces(most, partial(self._expands, q_RHK)):
+            norm_rope = NormAndRope(by if part is rows else by[some], are_neighbours=are_neighbours)
             if text:
-                self._expanded(text, steps, *qkv, turning, scoring, ups, y_RHV[some])
+                self._expanded(text, q_RHK[some], kv_RC[some], norm_rope, scoring, ups, y_RHV[some])
                 continue
-            qk_RHC = self._absorbed(steps, *qkv, ups)
-            sums_RL = part.attention(steps, self.heads, qk_RHC, turning, scoring, device)
+            qk_RHC = self._absorbed(q_RHK[some], kv_RC[some], ups)
+            sums_RL = part.attention(self.steps, self.heads, qk_RHC, norm_rope, scoring, device)
             del qk_RHC
             sums_HRL, y_HRV = torch.unflatten(sums_RL, 1, (count, -1)).transpose(0, 1), y_RHV[some].transpose(0, 1)
             for heads, up_HOL in ups():
-                torch.bmm(sums_HRL[heads], up_HOL[:, -self.value_dim :].mT, out=y_HRV[heads])
+                torch.bmm(sums_HRL[heads], up_HOL[:, -self._value_dim :].mT, out=y_HRV[heads])
         return y_RHV.flatten(1)
 
-    def _absorbed(self, steps: Plain, q_RHK: Tensor, kv_RC: Tensor, ups: Ups) -> Tensor:
+    def _project(self, x_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries ``[R, H, K]``, the rotary part last, and latents with the rotary part behind, before norms."""
+        weights, width = self.weights, self.heads.cache.head_dim
+        before = weights[f"model.layers.{self.layer}.{self.settings.family.norms.before_attention}.weight"]
+        kv, queries = self._name("kv_a_proj_with_mqa"), self._name("q_b_proj")
+        if weights.find(queries) is None:
+            y_RO = self.steps.normed(x_RD, before, weights, self._name("kv_a_q_proj"), (kv, self._name("q_proj")))
+            kv_RC, q_RO = y_RO[:, :width], y_RO[:, width:]
+        else:
+            y_RO = self.steps.normed(x_RD, before, weights, self._name("qkv_a_proj"), (self._name("q_a_proj"), kv))
+            norm = weights[self._name("q_a_layernorm.weight")]
+            low_RO = self.steps.norm(y_RO[:, :-width], norm, eps=self.settings.family.latent_eps)
+            kv_RC, q_RO = y_RO[:, -width:], self.steps.linear(low_RO, weights, queries)
+        return torch.unflatten(q_RO, -1, (self.heads.queries, -1)), kv_RC
+
+    def _absorbed(self, q_RHK: Tensor, kv_RC: Tensor, ups: Ups) -> Tensor:
         """Return absorbed queries, then the key that all heads share, rotary parts first: ``[R, H + 1, C]``."""
         rope, count = self._rope, self.heads.queries
         qk_RHC = q_RHK.new_empty(len(q_RHK), count + 1, rope + self._latent)
         q_HRN, q_HRL = q_RHK[..., :-rope].transpose(0, 1), qk_RHC[..., rope:].transpose(0, 1)
         for heads, up_HOL in ups():
-            torch.bmm(q_HRN[heads], up_HOL[:, : -self.value_dim], out=q_HRL[heads])
+            torch.bmm(q_HRN[heads], up_HOL[:, : -self._value_dim], out=q_HRL[heads])
         qk_RHC[:, :count, :rope] = q_RHK[..., -rope:]
-        self._write_key(steps, kv_RC, qk_RHC[:, count])
+        self._write_key(kv_RC, qk_RHC[:, count])
         return qk_RHC
 
-    def _write_key(self, steps: Plain, kv_RC: Tensor, out_RC: Tensor) -> None:
+    def _write_key(self, kv_RC: Tensor, out_RC: Tensor) -> None:
         """Write the shared key before RoPE, rotary part first, and its latent normed."""
         rope, latent = self._rope, self._latent
         out_RC[:, :rope] = kv_RC[:, latent:]
-        steps.norm(kv_RC[:, :latent], self.norm, out=out_RC[:, rope:], eps=self.eps)
+        norm, eps = self.weights[self._name("kv_a_layernorm.weight")], self.settings.family.latent_eps
+        self.steps.norm(kv_RC[:, :latent], norm, out=out_RC[:, rope:], eps=eps)
 
     def _expands(self, q_RHK: Tensor, text: PromptSlice) -> bool:
         """Tell whether expanding is less work for a prompt slice, and keys and values of a head are not too large."""
-        latent, pair = self._latent, self.head_dim - self._rope + self.value_dim
+        latent, pair = self._latent, self.attention.head_dim - self._rope + self._value_dim
         is_less = text.size * (2 * latent - pair) > latent * pair
         return is_less and self._heads_at_once(self._parts(q_RHK, text)) > 0
 
@@ -139,19 +165,18 @@ class Latents:
         """Return the tokens whose keys and values are made at a time: all, or where a kernel takes them few."""
         tokens, step = text.start + text.size, max(text.size, _PART)
         q_1HSK = q_RHK[None, :1].transpose(1, 2)
-        if tokens <= step or self.value_dim > self.head_dim or not takes_flash(q_1HSK, q_1HSK, q_1HSK):
+        if tokens <= step or self._value_dim > self.attention.head_dim or not takes_flash(q_1HSK, q_1HSK, q_1HSK):
             return [slice(0, tokens)]
         return [slice(max(0, end - step), end) for end in range(tokens, 0, -step)][::-1]
 
     def _heads_at_once(self, parts: list[slice]) -> int:
         """Return the heads whose keys and values of a part are made at a time, with an output as large."""
         longest: int = max(part.stop - part.start for part in parts)
-        return AT_ONCE // (3 * longest * max(self.head_dim, self.value_dim))
+        return AT_ONCE // (3 * longest * self._width)
 
     def _expanded(  # noqa: PLR0917 (what a layer has on a device)
         self,
         text: PromptSlice,
-        steps: Plain,
         q_RHK: Tensor,
         kv_RC: Tensor,
         norm_rope: NormAndRope,
@@ -162,7 +187,7 @@ class Latents:
         """Write a prompt slice's latents to the cache, and its attention output, by keys and values of few heads."""
         rope = self._rope
         k_R1C = torch.empty_like(kv_RC)[:, None]
-        self._write_key(steps, kv_RC, k_R1C[:, 0])
+        self._write_key(kv_RC, k_R1C[:, 0])
         for turned in (q_RHK[..., -rope:], k_R1C):
             rotate(turned, norm_rope.angles, are_neighbours=norm_rope.are_neighbours)
         tokens, cache = self._parts(q_RHK, text), self.heads.cache
@@ -181,7 +206,7 @@ class Latents:
                     pair = self._pair_of(cache.latents(sequence, tokens[0]), up_HOL)
                     found_1HSK = attend(q_1HSK, *pair, scoring=scoring, recurs=text.is_full)
                     del pair
-                out_RHV[rows, heads] = found_1HSK[0, ..., : self.value_dim].transpose(0, 1)
+                out_RHV[rows, heads] = found_1HSK[0, ..., : self._value_dim].transpose(0, 1)
                 del found_1HSK
 
     def _pairs_of(self, sequence: int, parts: list[slice], up_HOL: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
@@ -192,10 +217,10 @@ class Latents:
     def _pair_of(self, known_TC: Tensor, up_HOL: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys ``[1, H, T, K]`` and values of some heads, the latter no narrower, as kernels need them."""
         rope, (heads, tokens) = self._rope, (len(up_HOL), len(known_TC))
-        k_HTK = known_TC.new_empty(heads, tokens, self.head_dim)
-        v_HTV = known_TC.new_empty(heads, tokens, max(self.head_dim, self.value_dim))
+        k_HTK = known_TC.new_empty(heads, tokens, self.attention.head_dim)
+        v_HTV = known_TC.new_empty(heads, tokens, self._width)
         latent_HTL = known_TC[:, rope:].expand(heads, -1, -1)
-        torch.bmm(latent_HTL, up_HOL[:, : -self.value_dim].mT, out=k_HTK[..., :-rope])
-        torch.bmm(latent_HTL, up_HOL[:, -self.value_dim :].mT, out=v_HTV[..., : self.value_dim])
+        torch.bmm(latent_HTL, up_HOL[:, : -self._value_dim].mT, out=k_HTK[..., :-rope])
+        torch.bmm(latent_HTL, up_HOL[:, -self._value_dim :].mT, out=v_HTV[..., : self._value_dim])
         k_HTK[..., -rope:] = known_TC[:, :rope]
         return k_HTK[None], v_HTV[None]

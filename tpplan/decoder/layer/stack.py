@@ -110,7 +110,6 @@ class Stack:
             context.plan.split(Axis.KV_HEADS, layer).width if block.attention else 0
             for layer, block in enumerate(blocks)
         ]
-        self._value_dims = [block.attention.v_head_dim if block.attention else 0 for block in blocks]
 
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` after the last layer, equal on all devices in use."""
@@ -170,20 +169,39 @@ class Stack:
 
     def _sublayers(self, block: Block) -> tuple[Callable[[int, tuple[Tensor, ...], Pass], Partial], ...]:
         """Return the functions that compute the two sublayers of a layer: attention, and the MLP or the experts."""
-        mixer = self._linear_attention if block.linear else self._attention
-        return mixer, self._mixture if block.experts else self._mlp
+        return self._mixer(block), self._mixture if block.experts else self._mlp
+
+    def _mixer(self, block: Block) -> Callable[[int, tuple[Tensor, ...], Pass], Partial]:
+        """Return the function that computes what mixes the tokens of a layer."""
+        if block.linear:
+            return self._linear_attention
+        return self._latent_attention if block.attention and block.attention.latent_dim else self._attention
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
-        if any(heads.cache.value_dim for heads in self.heads[layer].values()):
-            found = [self._attend_to_latents(layer, xs, rows, device) for device in self.heads[layer]]
-        else:
-            qkv: Iterable[Tensor] = (self._qkv(layer, xs, device) for device in self.heads[layer])
-            if self._norms.of_all_heads:
-                qkv = self._norm_all_heads(layer, [*qkv], len(xs[0]))
-            pairs = zip(qkv, self.heads[layer], strict=True)
-            found = [self._attend(layer, x_RHK, rows, device) for x_RHK, device in pairs]
+        qkv: Iterable[Tensor] = (self._qkv(layer, xs, device) for device in self.heads[layer])
+        if self._norms.of_all_heads:
+            qkv = self._norm_all_heads(layer, [*qkv], len(xs[0]))
+        found = [self._attend(layer, x_RHK, rows, device) for x_RHK, device in zip(qkv, self.heads[layer], strict=True)]
         name = f"model.layers.{layer}.self_attn.o_proj"
-        ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=self._value_dims[layer])
+        ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=self._head_dims[layer])
+        return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)
+
+    def _latent_attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
+        attention, found = self._blocks[layer].attention, []
+        assert attention is not None  # noqa: S101 - only such layers are computed here
+        for device, heads in self.heads[layer].items():
+            latents = Latents(
+                heads,
+                self.steps[device],
+                self._weights[device],
+                layer,
+                attention,
+                self._settings,
+                self.context.max_rows,
+            )
+            found.append(latents.outputs(xs[self._places[device]], rows, device))
+        name = f"model.layers.{layer}.self_attn.o_proj"
+        ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=attention.v_head_dim)
         return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)
 
     def _linear_attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
@@ -247,43 +265,6 @@ class Stack:
         scoring = Scoring(self._settings.attention_scale or 1 / sqrt(head_dim), self._settings.attention_cap, sinks)
         y_RO = rows.attention(steps, heads, qkv_RHK, norm_rope, scoring, device)
         return y_RO if gates_RHK is None else y_RO.mul_(gates_RHK.sigmoid().flatten(1))
-
-    def _attend_to_latents(self, layer: int, xs: tuple[Tensor, ...], rows: Pass, device: int) -> Tensor:
-        """Return the output of multi-head latent attention (MLA) of a device's query heads, ``[R, ...]``."""
-        start = f"model.layers.{layer}.self_attn."
-        steps, heads, weights, angles = (
-            self.steps[device],
-            self.heads[layer][device],
-            self._weights[device],
-            rows.angles[device],
-        )
-        eps, width = self._family.latent_eps, heads.cache.head_dim
-        kv, norm = f"{start}kv_a_proj_with_mqa", f"model.layers.{layer}.{self._norms.before_attention}"
-        if weights.find(f"{start}q_b_proj") is None:
-            y_RO = self.normed(xs, device, norm, f"{start}kv_a_q_proj", (kv, f"{start}q_proj"))
-            kv_RC, q_RO = y_RO[:, :width], y_RO[:, width:]
-        else:
-            y_RO = self.normed(xs, device, norm, f"{start}qkv_a_proj", (f"{start}q_a_proj", kv))
-            low_RO = steps.norm(y_RO[:, :-width], weights[f"{start}q_a_layernorm.weight"], eps=eps)
-            kv_RC, q_RO = y_RO[:, -width:], steps.linear(low_RO, weights, f"{start}q_b_proj")
-            del low_RO
-        q_RHK = torch.unflatten(q_RO, -1, (heads.queries, -1))
-        if angles.growth is not None:
-            q_RHK.mul_(angles.growth)
-        ropes, values = self._settings.ropes, self._value_dims[layer]
-        latents = Latents(
-            heads,
-            weights.matrix(f"{start}kv_b_proj"),
-            weights[f"{start}kv_a_layernorm.weight"],
-            eps,
-            q_RHK.shape[2],
-            values,
-            # With queries and outputs, this takes no more than keys and values would, which a plan has scratch for.
-            max(1, self.context.max_rows * self._head_dims[layer] // (2 * (width + heads.cache.value_dim))),
-        )
-        norm_rope = NormAndRope(angles.by_kind[ropes.kinds[layer]], are_neighbours=ropes.are_neighbours)
-        scoring = Scoring(self._settings.attention_scale or 1 / sqrt(q_RHK.shape[2]))
-        return latents.attend(rows, steps, q_RHK, kv_RC, norm_rope, scoring, device)
 
     def _mlp(self, layer: int, xs: tuple[Tensor, ...], _rows: Pass) -> Partial:
         name = f"model.layers.{layer}.mlp.down_proj"
