@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -117,7 +117,11 @@ def test_experts_of_mxfp4(layout: str, transport: str, bounds: tuple[int, ...]) 
     seed=st.integers(0, 2**16),
 )
 def test_any_plan(*, family: str, form: str, devices: int, layout: str, kv: str, seed: int) -> None:
-    """Whatever a plan leaves to its devices, they say what transformers does, of prompts that take several passes."""
+    """Whatever a plan leaves to its devices, they say what transformers does, of prompts that take several passes.
+
+    Nested NF4 has each offset as text. If these differ in length, experts are stored in several ways, which is refused.
+    """
+    assume("nested" not in form or not any("experts" in key for key in FAMILIES[family]))
     model, _ = quantised(family, form)
     check(model, _plan(model.directory, devices, layout, seed, kv=kv, rows=MAX_ROWS), "events", NEW)
 
