@@ -51,6 +51,26 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 
+_PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+#: Three layers of linear attention and one of attention, and experts beside one that all tokens share.
+_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
 #: Heads whose keys and values are products of latents (MLA).
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 8,
@@ -162,6 +182,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "qwen3_5_text": {**_DELTA_NET, "rope_parameters": {**_PARTLY, "mrope_section": [4, 2, 2]}},
+    "qwen3_next": {**_DELTA_NET, **_SHARED_EXPERT, "mlp_only_layers": [2], "rope_parameters": _PARTLY},
+    "qwen3_5_moe_text": {
+        **_DELTA_NET,
+        **_SHARED_EXPERT,
+        "linear_num_key_heads": 6,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 3,
+        "attention_bias": True,
+        "rope_parameters": {**_PARTLY, "mrope_section": [4, 2, 2]},
+    },
     "deepseek_v2": {  # most prompts cost less with keys and values, of which there are few elements for each latent
         **_MLA,
         "qk_nope_head_dim": 4,
@@ -190,10 +223,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-_PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+#: Those of them with linear attention.
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 
-#: Experts in groups, of which some are eligible.
-_GROUPED: dict[str, Any] = {
+#: Experts in two groups, of which one is eligible.
+_TWO_GROUPS: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -227,7 +261,7 @@ FURTHER: dict[str, dict[str, Any]] = {
         "hidden_size": 64,
     },
     "dots1": {
-        **_GROUPED,
+        **_TWO_GROUPS,
         "first_k_dense_replace": 2,
         "attention_bias": True,
         "norm_topk_prob": True,
@@ -243,9 +277,9 @@ FURTHER: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "router_scaling_factor": 1.6,
     },
-    "solar_open": {**_GROUPED, "attention_bias": True, "norm_topk_prob": False, "routed_scaling_factor": 0.6},
+    "solar_open": {**_TWO_GROUPS, "attention_bias": True, "norm_topk_prob": False, "routed_scaling_factor": 0.6},
     "exaone_moe": {
-        **_GROUPED,
+        **_TWO_GROUPS,
         "num_experts": 8,
         "num_shared_experts": 2,
         "first_k_dense_replace": 1,

@@ -54,6 +54,12 @@ class Activations(Watching):
             for device, heads in layer.items()
             for tensor in heads.cache._store._parts
         }
+        self._owners |= {
+            _key(tensor): device
+            for layer in decoder.stack.linear
+            for device, linear in layer.items()
+            for tensor in (linear.state.inputs, linear.state.recurrent, linear._scales_21)
+        }
         self._new: set[int] = set()
         self.live = dict.fromkeys(context.all_devices, 0)
         self.peak = dict(self.live)

@@ -47,6 +47,17 @@ _LARGE: Final[dict[str, Any]] = {
     "vocab_size": 224,
 }
 
+#: Heads whose columns blocks divide, one layer of each kind.
+_LINEAR: Final[dict[str, Any]] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_only_layers": [1],
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+
+#: What tools leave as it is, by the ends of modules' names: routers, and what is small.
+_LEFT: Final = (".gate", ".shared_expert_gate", ".conv1d", ".in_proj_a", ".in_proj_b", ".in_proj_ba")
+
 _FEW_EXPERTS: Final[dict[str, Any]] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -65,6 +76,8 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "phi3": {},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 3},  # where no rounding chooses others
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_text": _LINEAR,
+    "qwen3_next": {**_LINEAR, "num_experts": 4, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 128},
     "deepseek_v2": {
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 64,
@@ -184,7 +197,7 @@ def write(source: Path, form: Format, directory: Path, twin: Path) -> None:
 
     Args:
         source: of a dense model, in float32.
-        form: to store its matrices in: those in the layers but routers, and the output matrix if it says so.
+        form: to store its matrices in: those in the layers but :data:`_LEFT`, and the output matrix if it says so.
         directory: gets the quantised model.
         twin: gets the model whose values the former's are, in float32.
     """
@@ -193,7 +206,7 @@ def write(source: Path, form: Format, directory: Path, twin: Path) -> None:
     for name, tensor in saved_values(source).items():
         stem, _, kind = name.rpartition(".")
         is_inside = ".layers." in name or (form.head and stem == "lm_head")
-        if kind == "weight" and tensor.ndim > 1 and is_inside and not stem.endswith(".gate"):
+        if kind == "weight" and tensor.ndim > 1 and is_inside and not stem.endswith(_LEFT):
             packed, values[name] = form.of(stem).store(tensor)
             stored |= {stem + suffix: part for suffix, part in packed.items()}
             if form.adds_biases:

@@ -43,7 +43,7 @@ class Largest(Watching):
 
 
 @pytest.mark.parametrize("kind", ["fp16", "fp8", "q8", "q6", "q4"])
-@pytest.mark.parametrize(("model_type", "kv"), [("gemma2", "idle"), ("qwen3", "replicate")])
+@pytest.mark.parametrize(("model_type", "kv"), [("gemma2", "idle"), ("qwen3", "replicate"), ("qwen3_next", "idle")])
 def test_the_cache_takes_what_the_plan_counts(model_type: str, kv: str, kind: str) -> None:
     """On every device to the byte, also where windows slide and heads are repeated."""
     plan = plan_of(model_of(model_type).directory, 5, request_of(kv=kv, kind=kind), {}, seed=3)

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: Families whose roundings choose other experts.
-CHOOSING = {"deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe"}
+CHOOSING = {
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral"),
+    *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+}
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["fine_units", "launches"]  # fixtures
 
 BATCH, LENGTH = 8, 128
-EXPERTS = {"mixtral", "qwen3_moe", "gpt_oss", "minimax_m2"}
+EXPERTS = {"mixtral", "qwen3_moe", "gpt_oss", "minimax_m2", "qwen3_5_moe_text"}
 
 #: Settings by which rows have all experts, of families whose roundings would choose others.
 ALL_EXPERTS = {

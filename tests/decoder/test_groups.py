@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from tests.decoder_cases import CONFIGS, LATENT, LENGTH, model_of, plan_of, request_of
+from tests.decoder_cases import CONFIGS, HYBRIDS, LATENT, LENGTH, model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
@@ -36,6 +36,8 @@ def test_several_attend_at_once(model_type: str, flash_calls: FlashCalls) -> Non
     model = model_of(model_type)
     plan = plan_of(model.directory, 3, request_of(batch=5), {}, seed=9)
     short, long = model.prompts
+    # Norms of what linear attention gives enlarge roundings where that is small: in transformers up to 1e-4 here.
+    error = 1e-3 if model_type in HYBRIDS else 1e-4
     with compile_plan(plan, backend="cpu") as ctx:
         decoder = Decoder(ctx, model.directory, load_weights(plan, model.directory, ctx), cache="fp32")
         decoder.prefill(short[:2], 1)
@@ -48,7 +50,7 @@ def test_several_attend_at_once(model_type: str, flash_calls: FlashCalls) -> Non
             rest = ctx.gather(decoder.prefill(prompt[start:], sequence, start), Axis.VOCAB).tensor[0]
             torch.testing.assert_close(rest, model.logits[int(prompt is long)], atol=1e-4, rtol=1e-4)
             alone = ctx.gather(decoder.prefill(prompt[:start], 1), Axis.VOCAB).tensor[0]
-            torch.testing.assert_close(logits[i], alone, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits[i], alone, atol=error, rtol=1e-4)
     expected = {((3, 5), (1, 1), (2, 2)), ((3, 3), (1, 1))} if model_type not in {"gemma2", *LATENT} else set()
     assert set(map(tuple, flash_calls)) == expected
 

@@ -18,7 +18,7 @@ from tests.decoder import quantised_checkpoints as checkpoints
 from tests.decoder import test_memory
 from tests.decoder.fused_cases import FakeGrouped
 from tests.decoder.pointwise_cases import launches
-from tests.decoder_cases import CONFIGS, LATENT, LENGTH, MAX_ROWS, model_of, plan_of, request_of
+from tests.decoder_cases import CONFIGS, HYBRIDS, LATENT, LENGTH, MAX_ROWS, model_of, plan_of, request_of
 from tests.flash_cases import flash_calls
 from tests.graph_cases import WAITING, Calls, FakeGraph, mixtures
 from tests.weight_plans import fine_units
@@ -274,9 +274,10 @@ def test_models_whose_passes_differ_have_no_graph(model_type: str, monkeypatch: 
     window = CONFIGS[model_type].get("sliding_window") or 0
     with compile_plan(plan_of(model_of(model_type).directory, 2, request_of(), {}, seed=1), backend="cpu") as context:
         decoder = made(context, model_type)
-        is_alike = model_type not in {"gemma2", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe", *LATENT}
+        differing = {"gemma2", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe"}
+        is_alike = model_type not in {*differing, *LATENT, *HYBRIDS}
         assert (decoder.prompt_graphs is not None) == is_alike
-        head_dim = next(iter(decoder.stack.heads[0].values())).cache.head_dim
+        head_dim = next(heads for layer in decoder.stack.heads for heads in layer.values()).cache.head_dim
         least = 2 * (decoder.batch * window + MAX_ROWS) * head_dim
         for at_once, has_room in ((least, True), (least - 1, not window)):
             monkeypatch.setattr(layer_cache, "AT_ONCE", at_once)

@@ -13,7 +13,7 @@ from tpplan.decoder.prompts import Prompt
 from tpplan.errors import RequestError
 
 
-@pytest.mark.parametrize(("model_type", "rewinds"), [("llama", True), ("mistral", False)])
+@pytest.mark.parametrize(("model_type", "rewinds"), [("llama", True), ("mistral", False), ("qwen3_5_text", False)])
 def test_only_what_the_cache_lacks_is_read(model_type: str, rewinds: bool) -> None:
     """The text is that of transformers; tokens of a cache with windows cannot be taken back, and are read again."""
     model = model_of(model_type)

@@ -44,6 +44,7 @@ LACKING: dict[Axis, tuple[int, ...]] = {
     Axis.INTERMEDIATE: (0, 0, 72, 72),
     Axis.VOCAB: (0, 0, 203, 203),
     Axis.RESIDUAL: (0, 0, 0, 48),
+    Axis.LINEAR_HEADS: (0, 0, 3, 4),
 }
 
 #: The same of routed and of shared experts.
@@ -85,6 +86,8 @@ CASES = [
     ("gpt_oss", "reduce", 0.0, False),
     ("glm4_moe", "reduce", 0.0, True),
     ("minimax_m2", "gather", 0.0, True),
+    ("qwen3_5_text", "reduce", 0.0, True),
+    ("qwen3_next", "gather", 0.8, False),
     ("deepseek_v2", "reduce", 0.0, False),
     ("deepseek_v3", "gather", 0.0, True),
 ]

@@ -13,11 +13,13 @@ import torch
 
 from tpplan.core.workspace import areas
 from tpplan.decoder.cache.heads import heads_of, latent_heads_of
+from tpplan.decoder.cache.state import Progress, states_of
 from tpplan.decoder.decoding.prefill_graphs import PrefillGraphs, graphs_of
 from tpplan.decoder.decoding.steps import Steps
 from tpplan.decoder.fast.fused import codes_of, steps_on
 from tpplan.decoder.forward import Forward
 from tpplan.decoder.layer.agree import agreed
+from tpplan.decoder.layer.delta import GatedDelta
 from tpplan.decoder.layer.stack import Stack
 from tpplan.decoder.model.settings import facts_of as settings_facts
 from tpplan.decoder.model.settings import settings_of
@@ -63,7 +65,8 @@ class Decoder:
         graph: the latest graph captured of the decoder's work, or None; all of its graphs share their memory.
         prompt_graphs: runs passes of prompts as graphs, or None if they run without.
         generations: number of generations started; the cache belongs to the latest.
-        keeps_all: whether the caches of all layers keep all tokens of a sequence, which those of short windows do not.
+        keeps_all: whether the caches of all layers keep all tokens of a sequence, which those of short windows and
+            states of linear attention do not.
         cached: the tokens of the latest generation that the cache has, of each text; empty if others were read since.
     """
 
@@ -153,15 +156,18 @@ class Decoder:
         for device in context.devices:  # before there is a cache: rearranging codes takes memory
             tensors, matrices = self._read(weights[device], slices[device], context.dtype)
             self.weights[device] = fuse_weights(tensors, matrices, layers, self._settings, context.dtype)
-            rearranged = matrices or self._settings.family.experts.fused
+            rearranged = matrices or self._settings.family.experts.fused or self._settings.family.experts.stacked
             if rearranged and context.devices[device].device.type == "cuda":
                 torch.cuda.empty_cache()  # frees the memory that rearranging took
         windows = [block.attention.window if block.attention else 0 for block in layers]
-        self.keeps_all = all(not window or window >= self.length for window in windows)
+        has_states = any(block.linear for block in layers)
+        self.keeps_all = not has_states and all(not window or window >= self.length for window in windows)
         kind = cache or request.cache.kind
         heads = [
-            latent_heads_of(context, layer, block.attention, self._settings.latent_rank, kind)
-            if block.attention and block.attention.latent_dim
+            {}
+            if not block.attention
+            else latent_heads_of(context, layer, block.attention, self._settings.latent_rank, kind)
+            if block.attention.latent_dim
             else heads_of(context, layer, windows[layer], kind)
             for layer, block in enumerate(layers)
         ]
@@ -185,7 +191,28 @@ class Decoder:
             )
             for device in context.devices
         }
-        self.stack = Stack(context, self._settings, layers, self.weights, heads, steps=steps)
+        linear = [
+            {
+                device: GatedDelta(
+                    state,
+                    steps[device],
+                    self.weights[device],
+                    f"model.layers.{layer}.",
+                    eps=self._settings.norm_eps,
+                    room=room[device].scratch_bytes,
+                    rows=context.max_rows,
+                    hidden=model.hidden_size,
+                )
+                for device, state in states_of(context, layer, block.linear).items()
+            }
+            if block.linear
+            else {}
+            for layer, block in enumerate(layers)
+        ]
+        progress = Progress([0] * self.batch) if has_states else None
+        self.stack = Stack(
+            context, self._settings, layers, self.weights, heads, steps=steps, linear=linear, progress=progress
+        )
         if kind == request.cache.kind:
             self._check_ledger()
         holders = sorted({device for each in heads for device in each})
@@ -205,8 +232,9 @@ class Decoder:
         return self.stack.context
 
     def cache_bytes(self, device: int) -> int:
-        """Return the size of the cache on a device, in bytes."""
-        return sum(heads[device].cache.nbytes for heads in self.stack.heads if device in heads)
+        """Return the size of the cache on a device, with the states of linear attention, in bytes."""
+        caches = sum(heads[device].cache.nbytes for heads in self.stack.heads if device in heads)
+        return caches + sum(linear[device].state.nbytes for linear in self.stack.linear if device in linear)
 
     def _check_ledger(self) -> None:
         """Check that the cache takes the bytes that the plan counts.
@@ -306,10 +334,20 @@ class Decoder:
             The logits of the token after each prompt, ``[B, V]``, on each device for its part of the vocabulary.
 
         Raises:
-            RequestError: see :func:`tpplan.decoder.prompts.check`.
+            RequestError: see :func:`tpplan.decoder.prompts.check`; or the model has linear attention, whose states are
+                not where a prompt is to go on.
         """
-        agree(self.context, "the prompts", lambda: check(prompts, self.context.plan), lambda _: facts_of(prompts))
+        progress = self.stack.progress
+
+        def check_prompts() -> None:
+            check(prompts, self.context.plan)
+            if progress:
+                progress.check(prompts)
+
+        agree(self.context, "the prompts", check_prompts, lambda _: facts_of(prompts))
         self.cached = []
+        if progress:
+            progress.begin(prompts)
         ends: list[list[Tensor]] = [[] for _ in self.context.devices]
         xs: tuple[Tensor, ...] = ()
         for tokens, prompt_slices in cut(prompts, self.context.max_rows):
@@ -323,6 +361,8 @@ class Decoder:
             xs = xs or self.run(self.context.broadcast(numbers, source=HOST), prompt_slices)
             last = [torch.cat([x_RD[each.ends] for each in prompt_slices]) for x_RD in xs]
             ends = [[*rows, new_RD] for rows, new_RD in zip(ends, last, strict=True)]
+        if progress:
+            progress.end(prompts)
         return self.forward.logits([torch.cat(rows) for rows in ends])
 
     def run(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> tuple[Tensor, ...]:
@@ -332,6 +372,9 @@ class Decoder:
     @torch.inference_mode()
     def decode(self, tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int = 0) -> tuple[Tensor, ...]:
         """Process one token of each sequence; it can be captured, as nothing waits and no shape depends on a value.
+
+        With linear attention, a token is taken to follow those that the states of its sequence have read. At position 0
+        a sequence begins.
 
         Args:
             tokens: tokens of the first B sequences, ``[B]`` on each device in use.
@@ -346,4 +389,6 @@ class Decoder:
         """
         check_step(tokens, positions, len(self.context.devices), self.context.plan)
         self.cached = []
+        if self.stack.progress:
+            self.stack.progress.set([None] * len(tokens[0]))
         return self.forward.decode(tokens, positions, span or self.length)

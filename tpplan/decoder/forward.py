@@ -134,7 +134,9 @@ class Forward:
             for device, at in zip(self.context.devices, positions, strict=True)
             if device in self._tables
         }
-        return Decode(self._angles(positions), places)
+        with_states = {device for layer in self.stack.linear for device in layer}
+        goes_on = {d: at != 0 for d, at in zip(self.context.devices, positions, strict=True) if d in with_states}
+        return Decode(self._angles(positions), places, goes_on)
 
     def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
         """Return the RoPE angles of rows at these positions on each device that has KV heads."""

@@ -57,13 +57,16 @@ def is_fixed(stack: Stack, cap: float | None, pass_shape: PassShape) -> bool:
     if it has any. The former takes the flash kernel: 16-bit activations, scores without a cap, and a 16-bit cache.
     Where the cache only holds a sliding window, it takes memory for a copy of all sequences' windows, see
     :meth:`tpplan.decoder.cache.heads.Heads.attend_at_once`. The latter takes
-    :mod:`tpplan.decoder.fast.launches.grouped`, which leaves large passes with large 16-bit experts to torch.
+    :mod:`tpplan.decoder.fast.launches.grouped`, which leaves large passes with large 16-bit experts to torch. Linear
+    attention reads prompt by prompt.
 
     Args:
         stack: the model's layers.
         cap: soft cap of the attention scores.
         pass_shape: shape of any pass of this size.
     """
+    if any(stack.linear):
+        return False
     heads = [each for layer in stack.heads for each in layer.values()]
     return all(each.attend_at_once(pass_shape, cap) for each in heads) and stack.has_fixed_experts(pass_shape.rows)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from tpplan.core.axes import Axis
+from tpplan.decoder.cache.state import BROKEN
 from tpplan.decoder.decoding.finite import not_finite
 from tpplan.decoder.decoding.sampling import NO_TOKEN, Sampling
 from tpplan.decoder.layer.agree import room_for
@@ -170,7 +171,12 @@ class Steps:
             raise RequestError(what, "plan with a larger --context")
         self._at = [at + 1 for at in self._at]
         self._new += 1
+        progress = self._forward.stack.progress
+        if progress:
+            progress.set([BROKEN] * len(self._at))
         self._run(next(span for span in self._spans() if span >= max(self._at)))
+        if progress:
+            progress.set(self._at)
         if not self._is_greedy:
             self._set(self._tokens, self._choose(self._logits).tolist())
         return self._checked(self._tokens[0][0].tolist())
@@ -191,6 +197,8 @@ class Steps:
         for span in [span for span in spans for _ in range(2)] if self._captures else spans[:1]:
             self._set(self._positions, [0] * len(prompts))
             self._run(span)
+        if progress := self._forward.stack.progress:
+            progress.set([1] * len(prompts))
 
     def _spans(self) -> Iterator[int]:
         """Yield the spans that steps may have, in ascending order."""

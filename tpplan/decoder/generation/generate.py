@@ -141,12 +141,14 @@ def _tokens(
 
 def cached(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> list[int]:
     """Return how many of the first tokens of each prompt the cache has; one at least is left to read."""
-    counts = [0] * len(prompts)
+    counts, progress = [0] * len(prompts), decoder.stack.progress
     for i, (prompt, text) in enumerate(zip(prompts, decoder.cached, strict=False)):
         same = next(
             (n for n, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), min(len(prompt), len(text))
         )
         counts[i] = min(same, len(prompt) - 1)
         if counts[i] < len(text) and not decoder.keeps_all:
-            counts[i] = 0  # later tokens have overwritten what the window of an earlier one saw
+            counts[i] = 0  # later tokens have overwritten what the window of an earlier one saw, or are in states
+        if progress and progress.tokens[i] != counts[i]:
+            counts[i] = 0  # a step did not end
     return counts

@@ -22,6 +22,7 @@ from tpplan.decoder.prompts import PromptSlice, pieces
 
 if TYPE_CHECKING:
     from tpplan.decoder.cache.heads import Heads
+    from tpplan.decoder.layer.delta import GatedDelta, Rows
     from tpplan.decoder.layer.steps import NormAndRope, Plain
     from tpplan.decoder.math import Scoring
 
@@ -109,6 +110,10 @@ class Prefill:
 
         return heads.cache.in_pieces(each.count, each.start, end, find)
 
+    def recur(self, linear: GatedDelta, rows: Rows, device: int) -> Tensor:  # noqa: ARG002 (a step has its own there)
+        """Update the states of linear attention, and return its outputs; see :meth:`GatedDelta.read`."""
+        return linear.read(rows, self.prompt_slices)
+
 
 @frozen
 class Decode:
@@ -117,10 +122,12 @@ class Decode:
     Attributes:
         angles: RoPE angles of the rows, by device.
         places: where the tokens go in the caches, by device and cache length.
+        goes_on: whether tokens of each sequence come before, ``[B]``, by device; empty if no layer has states.
     """
 
     angles: Mapping[int, Angles]
     places: Mapping[int, Mapping[int, CachePlaces]]
+    goes_on: Mapping[int, Tensor] = field(factory=dict)
     fixed = True
 
     def attention(  # noqa: PLR0917 (what a layer has on a device)
@@ -130,6 +137,10 @@ class Decode:
         places = self.places[device][heads.cache.length]
         steps.append_kv(qkv_RHK, heads, norm_rope, places.sequences, places.places)
         return steps.attend(qkv_RHK, heads, places, scoring)
+
+    def recur(self, linear: GatedDelta, rows: Rows, device: int) -> Tensor:
+        """Update the states of linear attention, and return its outputs; see :meth:`GatedDelta.step`."""
+        return linear.step(rows, self.goes_on[device])
 
     def pieces(
         self,

@@ -6,6 +6,7 @@ one tensor for each device, in device order.
 
 from __future__ import annotations
 
+from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from tpplan.core.model import Block
     from tpplan.decoder.cache.heads import Heads
+    from tpplan.decoder.cache.state import Progress
+    from tpplan.decoder.layer.delta import GatedDelta
     from tpplan.decoder.layer.passes import Pass
     from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.weights.device import DeviceWeights
@@ -52,6 +55,8 @@ class Stack:
     Attributes:
         context: the compiled plan, whose operations combine the devices' results.
         heads: attention heads of each layer, by device.
+        linear: linear attention of each layer, by device.
+        progress: how far the states of linear attention have read; None if no layer has any.
         steps: the computation steps of each device.
         looks_at_spans: whether the work of a step depends on how many places of the cache it may read.
         processors_left: multiprocessors that matrix products leave free while passes are interleaved, so that the
@@ -70,6 +75,8 @@ class Stack:
         heads: Sequence[Mapping[int, Heads]],
         *,
         steps: Mapping[int, Plain],
+        linear: Sequence[Mapping[int, GatedDelta]] = (),
+        progress: Progress | None = None,
     ) -> None:
         """Create the layers.
 
@@ -80,9 +87,13 @@ class Stack:
             weights: weights of each device, see :func:`tpplan.decoder.weights.fuse.fuse_weights`.
             heads: attention heads of each layer, by device.
             steps: the computation steps of each device.
+            linear: linear attention of each layer, by device; may be left out if no layer has any.
+            progress: how far states have read, if there are any.
         """
         self.context = context
         self.heads = heads
+        self.linear = linear
+        self.progress = progress
         attend = all(steps[device].attends(each) for layer in heads for device, each in layer.items())
         self.looks_at_spans = not agreed(context, [attend])[0]
         self._is_alone = len(context.all_devices) == 1
@@ -95,7 +106,10 @@ class Stack:
         self._reduce = context.plan.request.layout == "reduce"
         self._places = {device: place for place, device in enumerate(context.devices)}
         self._joint_elements = self._most_joint(steps.values())
-        self._head_dims = [context.plan.split(Axis.KV_HEADS, layer).width for layer in range(len(blocks))]
+        self._head_dims = [
+            context.plan.split(Axis.KV_HEADS, layer).width if block.attention else 0
+            for layer, block in enumerate(blocks)
+        ]
 
     def run(self, xs: tuple[Tensor, ...], rows: Pass) -> tuple[Tensor, ...]:
         """Return the residual stream ``[R, D]`` after the last layer, equal on all devices in use."""
@@ -159,6 +173,8 @@ class Stack:
 
     def _mixer(self, block: Block) -> Callable[[int, tuple[Tensor, ...], Pass], Partial]:
         """Return the function that computes what mixes the tokens of a layer."""
+        if block.linear:
+            return self._linear_attention
         return self._latent_attention if block.attention and block.attention.latent_dim else self._attention
 
     def _attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
@@ -187,6 +203,16 @@ class Stack:
         name = f"model.layers.{layer}.self_attn.o_proj"
         ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=attention.v_head_dim)
         return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)
+
+    def _linear_attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
+        start, sizes, found = f"model.layers.{layer}.", self._blocks[layer].linear, []
+        assert sizes is not None  # noqa: S101 - only such layers are computed here
+        for device, linear in self.linear[layer].items():
+            norm = self._weights[device][f"{start}{self._norms.before_attention}.weight"]
+            found.append(linear.outputs(xs[self._places[device]], norm, partial(rows.recur, linear, device=device)))
+        dim = sizes.group * sizes.value_head_dim
+        ys = self._project_back(layer, found, f"{start}linear_attn.out_proj", Axis.LINEAR_HEADS, xs=xs, dim=dim)
+        return Partial(ys, Axis.LINEAR_HEADS)
 
     def _qkv(self, layer: int, xs: tuple[Tensor, ...], device: int) -> Tensor:
         """Return the queries, keys and values of a device's heads, ``[R, H, K]``."""
@@ -226,6 +252,10 @@ class Stack:
         start, head_dim, of = f"model.layers.{layer}.", self._head_dims[layer], self._norms
         weights, ropes, angles = self._weights[device], self._settings.ropes, rows.angles[device]
         steps, heads = self.steps[device], self.heads[layer][device]
+        gates_RHK = None
+        if self._family.gated_attention:  # a gate behind each query
+            gates_RHK = qkv_RHK[:, 1 : 2 * heads.queries : 2]
+            qkv_RHK = torch.cat((qkv_RHK[:, : 2 * heads.queries : 2], qkv_RHK[:, 2 * heads.queries :]), dim=1)
         if angles.growth is not None:
             qkv_RHK[:, : heads.queries].mul_(angles.growth)
         norms = () if of.of_all_heads else self._head_norms(layer, device)
@@ -233,7 +263,8 @@ class Stack:
         norm_rope = NormAndRope(by, norms, are_neighbours=ropes.are_neighbours, norms_last=of.behind_rope)
         sinks = weights[name] if (name := f"{start}self_attn.sinks") in weights else None
         scoring = Scoring(self._settings.attention_scale or 1 / sqrt(head_dim), self._settings.attention_cap, sinks)
-        return rows.attention(steps, heads, qkv_RHK, norm_rope, scoring, device)
+        y_RO = rows.attention(steps, heads, qkv_RHK, norm_rope, scoring, device)
+        return y_RO if gates_RHK is None else y_RO.mul_(gates_RHK.sigmoid().flatten(1))
 
     def _mlp(self, layer: int, xs: tuple[Tensor, ...], _rows: Pass) -> Partial:
         name = f"model.layers.{layer}.mlp.down_proj"

@@ -33,7 +33,10 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 
 #: Families in which RoPE may rotate only a part of each head.
-_PARTIAL: Final = frozenset({"phi3", "glm", "glm4", "glm4_moe", "glm4v_moe_text", "glm4v_text", "minimax_m2"})
+_PARTIAL: Final = frozenset({
+    *("phi3", "glm", "glm4", "glm4_moe", "glm4v_moe_text", "glm4v_text", "minimax_m2"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+})  # fmt: skip
 #: Families whose config says whether neighbours are rotated together (``rope_interleave``).
 _TOLD: Final = frozenset({"deepseek_v3", "kimi_k2", "glm4_moe_lite"})
 

@@ -49,6 +49,8 @@ class Experts:
         down: down matrix.
         fused: tensor in which gate and up matrices are interleaved, see :mod:`tpplan.decoder.weights.fuse`;
             empty if they are separate.
+        stacked: tensors that some checkpoints have instead: one of all gate matrices, each with its up matrix behind
+            it, and one of all down matrices; empty if no checkpoint does.
         correction: selection bias, see :func:`tpplan.decoder.layer.experts.choose`; empty if there is none.
         shared: gated MLP of the experts that all tokens share; empty if there is none. A model may lack it.
         shared_gate: matrix of one row that gives the logit of the shared experts' weight; empty if that is 1.
@@ -59,16 +61,20 @@ class Experts:
     up: str = "mlp.experts.{expert}.up_proj"
     down: str = "mlp.experts.{expert}.down_proj"
     fused: str = ""
+    stacked: tuple[str, ...] = ()
     correction: str = ""
     shared: str = ""
     shared_gate: str = ""
 
     def names(self, block: Block) -> tuple[str, ...]:
         """Return the names of all matrices and of the selection bias that a layer has."""
-        projections = (self.fused,) if self.fused else (self.gate, self.up)
+        projections: tuple[str, ...] = (self.fused,) if self.fused else (self.gate, self.up)
+        projections = (*projections, self.down)
+        if self.stacked and any(each.name.endswith(self.stacked) for each in block.parameters):
+            projections = self.stacked
         shared = [f"{self.shared}.{each}_proj" for each in ("gate", "up", "down")] if block.shared_intermediate else ()
         further = (self.correction, *shared, self.shared_gate if shared else "")
-        return (self.router, *projections, self.down, *filter(None, further))
+        return (self.router, *projections, *filter(None, further))
 
 
 @frozen(kw_only=True)
@@ -121,6 +127,8 @@ class Family:
         latent_eps: epsilon of the norms of the latents of attention (MLA), whatever that of other norms is.
         router: how tokens are routed to experts, with the defaults of the keys below.
         router_keys: keys by which a config.json may change the router.
+        gated_attention: whether the outputs of attention are gated, by gates that the projection of the queries gives
+            behind each of them.
     """
 
     norm_eps: float = 1e-6
@@ -137,6 +145,7 @@ class Family:
     latent_eps: float = 1e-6
     router: Router = field(factory=Router)
     router_keys: tuple[Key, ...] = ()
+    gated_attention: bool = False
 
 
 _MIXTRAL: Final = Experts(
@@ -186,6 +195,8 @@ _GEMMA: Final = Family(
     activation_key="hidden_activation", activation="gelu_pytorch_tanh", offset=1.0, scaled_embedding=True
 )
 
+_QWEN3_5_MOE: Final = evolve(_QWEN2_MOE, stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+_QWEN_HYBRID: Final = Family(offset=1.0, gated_attention=True)
 _DEEPSEEK_V3: Final = Family(
     experts=_CORRECTED, router=evolve(_SIGMOID, groups=8, eligible=4, factor=2.5), router_keys=_GROUPED
 )
@@ -249,6 +260,11 @@ FAMILIES: Final[dict[str, Family]] = {
     "kimi_k2": _DEEPSEEK_V3,
     "glm4_moe_lite": evolve(_DEEPSEEK_V3, norm_eps=1e-5, router=evolve(_SIGMOID, factor=1.8)),
     "glm4v_moe_text": _GLM4_MOE,
+    "qwen3_5_text": _QWEN_HYBRID,
+    "qwen3_next": evolve(
+        _QWEN_HYBRID, experts=_QWEN2_MOE, router=Router(normalised=True), router_keys=("norm_topk_prob",)
+    ),
+    "qwen3_5_moe_text": evolve(_QWEN_HYBRID, experts=_QWEN3_5_MOE, router=Router(normalised=True)),
 }
 
 
@@ -262,7 +278,7 @@ _GGUF_EXPERTS: Final = {"gpt_oss": Experts(router="mlp.router")}
 #: Models of text and images whose language model the decoder computes. In PaliGemma, prompts see what comes behind.
 AROUND: Final = (
     *("gemma3", "glm4v", "glm4v_moe", "internvl", "kimi_k25", "llava", "llava_next", "llava_onevision", "mistral3"),
-    *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "vipllava"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "vipllava"),
 )
 
 
@@ -323,6 +339,7 @@ class Settings:
             raise (config if is_part else whole).error(problem, hint)
         _check_causal(config)
         _check_unclipped(config)
+        _check_linear(config, model)
         multiplied = partial(_number, config, default=1.0 if family.multipliers else None)
         # The stream without the factor of what layers add is as much larger; norms divide by its size, but for epsilon.
         added = multiplied("residual_multiplier") or 1.0
@@ -455,6 +472,17 @@ def _check_unclipped(config: Config) -> None:
     if config.raw("clip_qkv") is not None:
         what = f"clip_qkv is {str(config.raw('clip_qkv'))[:60]}"
         raise config.error(what, "the decoder computes attention without limits; --engine transformers has them")
+
+
+def _check_linear(config: Config, model: ModelSpec) -> None:
+    """Check the activation behind the convolution of linear attention, and in front of its outputs.
+
+    Raises:
+        ModelError: it is not the one that such models have.
+    """
+    name = config.text("hidden_act") or "silu"
+    if any(block.linear for block in model.blocks) and name not in {"silu", "swish"}:
+        raise config.error(f"hidden_act is {name[:60]!r}", "models with linear attention have silu")
 
 
 def _activation(config: Config, model_type: str, family: Family) -> str:

@@ -129,6 +129,8 @@ _OF_TABLES: Final = {
 _CACHED: Final = re.compile(r"\.self_attn\.(?:\w+\.)?(?:q|k|v|kv)_(?:scale|zero_point)$")
 #: Suffixes of the tensors of an unquantised module.
 _PLAIN: Final = frozenset({".weight", ".bias", ""})
+#: Modules that may be stored in 32 bits, whatever the dtype of the model.
+_WIDE: Final = re.compile(r"\.linear_attn\.(?:A_log|dt_bias|norm)$")
 #: The only matrix that is looked up, not multiplied.
 _EMBEDDING: Final = "embed_tokens"
 
@@ -181,7 +183,7 @@ def check_formats(
     if scheme.problem:
         raise ModelError(scheme.problem.message, f"the decoder needs to know how weights are quantised; {_TAKEN}")
     for stem, tensors in _modules(model):
-        suffix = _odd(stem, tensors, DTYPES[model.dtype])
+        suffix = _odd(stem, tensors, {DTYPES[model.dtype], *(("F32",) if _WIDE.search(stem) else ())})
         if suffix is None or _is_coded(stem, tensors, scheme, fused):
             continue
         if suffix in _PLAIN and tensors[suffix].dtype in FLOATS and stem.endswith(tuple(f".{name}" for name in wide)):
@@ -206,10 +208,10 @@ def _modules(model: ModelSpec) -> Iterator[tuple[str, dict[str, Parameter]]]:
         yield from modules.items()
 
 
-def _odd(stem: str, tensors: Mapping[str, Parameter], dtype: str) -> str | None:
+def _odd(stem: str, tensors: Mapping[str, Parameter], dtypes: Collection[str]) -> str | None:
     """Return the suffix of the first tensor that an unquantised module does not have, None if there is none."""
     used = (suffix for suffix in tensors if suffix not in _UNUSED and not _CACHED.search(stem + suffix))
-    return next((suffix for suffix in used if suffix not in _PLAIN or tensors[suffix].dtype != dtype), None)
+    return next((suffix for suffix in used if suffix not in _PLAIN or tensors[suffix].dtype not in dtypes), None)
 
 
 def _is_coded(stem: str, tensors: Mapping[str, Parameter], scheme: Scheme, fused: str) -> bool:

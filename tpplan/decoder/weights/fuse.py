@@ -5,7 +5,8 @@ stored minus 1. If matrices are placed otherwise, projections stay separate and 
 
 Experts of gpt_oss, of which all are in one tensor, become views of it. A checkpoint stores ``[E, in, out]`` in 16 or 32
 bits, or MXFP4 as codes ``[E, out, in / 32, 16]`` and scales ``[E, out, in / 32]``. Outputs of gate and up projections
-alternate, also in their biases.
+alternate, also in their biases. Experts of Qwen3.5 may be stored in one tensor ``[E, out, in]``, too, in which the
+outputs of an expert's up projection come behind those of its gate projection.
 
 Shapes: E experts, O outputs, I inputs of an expert's matrix.
 """
@@ -23,6 +24,7 @@ from torch import Tensor
 from tpplan.decoder.model.stored import MXFP4
 from tpplan.decoder.weights.convert import begin_overwriting, convert_once
 from tpplan.decoder.weights.device import DeviceWeights
+from tpplan.decoder.weights.linear import JOINED, prepare_linear
 from tpplan.decoder.weights.quantised import Float4Matrix
 from tpplan.decoder.weights.stacked import Stacked, stack_rows
 from tpplan.errors import RequestError
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.model import Block, ModelSpec
     from tpplan.core.plan import SplitPlan
-    from tpplan.decoder.model.settings import Settings
+    from tpplan.decoder.model.settings import Experts, Settings
     from tpplan.decoder.weights.quantised import Quantised
     from tpplan.weights import TensorSlice, Weights
 
@@ -77,6 +79,17 @@ def _outputs_first(whole_EIO: Tensor) -> Tensor:
     return to_EOI
 
 
+def _mix_rows(whole_EOI: Tensor) -> bool:
+    """Let the rows of gate and up matrices alternate, in their own memory.
+
+    Then rows of either are equally far apart, so that those of all experts can be seen as one matrix.
+    """
+    begin_overwriting(whole_EOI)
+    for one_OI in whole_EOI:
+        one_OI.copy_(torch.stack(one_OI.chunk(2), dim=1).flatten(0, 1))
+    return True
+
+
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.qkv_a_proj": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
@@ -85,6 +98,7 @@ _FUSED = {
         f"{mlp}.gate_up_proj": (f"{mlp}.gate_proj", f"{mlp}.up_proj")
         for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp")
     },
+    **JOINED,
 }
 
 #: Name of the weights of the norm before the output matrix.
@@ -156,16 +170,42 @@ def fuse_weights(
         start = f"model.layers.{layer}."
         for fused, names in _FUSED.items():
             _join(f"{start}{fused}", [f"{start}{name}" for name in names], found, quantised)
-        if experts.fused and block.experts:
-            separate_experts(
-                f"{start}{experts.fused}", (f"{start}{experts.gate}", f"{start}{experts.up}"), found, stacked
-            )
-            separate_experts(f"{start}{experts.down}", (f"{start}{experts.down}",), found, stacked)
-        else:
-            for name in (experts.gate, experts.up, experts.down):
-                _stack(start + name, block.experts, found, quantised, stacked)
-            _alternate(start + experts.gate, start + experts.up, stacked)
+        if block.linear:
+            prepare_linear(f"{start}linear_attn.", block, block.linear, found, dtype)
+        _prepare_experts(start, experts, block.experts, found, quantised, stacked)
     return DeviceWeights(found, quantised, stacked)
+
+
+def _prepare_experts(  # noqa: PLR0917 (see below)
+    start: str,
+    names: Experts,
+    count: int,
+    tensors: dict[str, Tensor],
+    quantised: dict[str, Quantised],
+    stacked: dict[str, Stacked],
+) -> None:
+    """Let the experts of a layer become one tensor or stack for each projection.
+
+    Args:
+        start: start of the names of the layer's tensors.
+        names: names of the experts' matrices.
+        count: number of experts; 0 if the layer has none.
+        tensors: the device's tensors.
+        quantised: the device's quantised matrices.
+        stacked: gets the quantised ones.
+    """
+    gate, up, last = (start + name for name in (names.gate, names.up, names.down))
+    if names.fused and count:
+        separate_experts(start + names.fused, (gate, up), tensors, stacked)
+        separate_experts(last, (last,), tensors, stacked)
+    elif names.stacked and start + names.stacked[0] in tensors:
+        whole, down = (tensors.pop(start + name) for name in names.stacked)
+        convert_once(whole, start + names.stacked[0], partial(_mix_rows, whole))
+        tensors[gate], tensors[up], tensors[last] = whole[:, ::2], whole[:, 1::2], down
+    else:
+        for name in (gate, up, last):
+            _stack(name, count, tensors, quantised, stacked)
+        _alternate(gate, up, stacked)
 
 
 def _join(whole: str, stems: Sequence[str], tensors: dict[str, Tensor], quantised: dict[str, Quantised]) -> None:
