@@ -83,7 +83,7 @@ class Tolerated:
     Attributes:
         ignored: patterns (fnmatch) of names that no plan needs.
         prefix: the start of names that some checkpoints leave out, empty if none does.
-        renamed: starts of names that some checkpoints have, and what the family has in their place.
+        renamed: starts of names (with a dot: parts) that some checkpoints have, and what the tables have there.
         extra_layers: whether layers beyond the config's ``num_hidden_layers`` may be there (multi-token prediction).
     """
 

@@ -201,6 +201,21 @@ FORMATS: Final[dict[str, Format]] = {
         """
         + _SCALARS,
     ),
+    # DeepSeek's own files from its fourth version on: scales are powers of two, and experts have 4 bits.
+    "fp8-deepseek": _format(
+        "FP8 block {rows}x{columns}",
+        """
+        .weight     F8_E4M3         out in
+        .scale      F8_E8M0,F32     out/rows in/columns
+        """,
+    ),
+    "fp4-deepseek": _format(
+        "MXFP4",
+        """
+        .weight     I8          out in/2
+        .scale      F8_E8M0     out in/32
+        """,
+    ),
     "fp8-tensor": _format(
         "FP8 per tensor",
         """
