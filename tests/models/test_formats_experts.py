@@ -6,9 +6,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.format_cases import exl2, gptq_config, parameter, stored
+from tests.later import transformers
 from tpplan.core.axes import Axis
 from tpplan.core.model import Segment
 from tpplan.errors import ModelError
@@ -462,6 +464,21 @@ FORMS: dict[str, tuple[str, dict[str, Any], Tensors]] = {
             "feed_forward.experts.down_proj_scale": ("F32", (4, 256, 1)),
         },
     ),
+    # One scale of each expert, and one of what enters it, as the hub has Mistral Small 4's.
+    "llama4, FP8 per tensor": (
+        "llama4_text",
+        {},
+        _LLAMA4
+        | {
+            f"feed_forward.experts.{name}{suffix}": tensor
+            for name, inputs in (("gate_up_proj", 256), ("down_proj", 128))
+            for suffix, tensor in {
+                "": ("F8_E4M3", (4, 256, inputs)),
+                "_scale_inv": ("BF16", (4, 1, 1)),
+                "_activation_scale": ("BF16", (4,)),
+            }.items()
+        },
+    ),
     "gpt_oss, one by one": (
         "gpt_oss",
         {},
@@ -548,3 +565,67 @@ def test_experts_saved_with_inputs_and_outputs_exchanged(tmp_path: Path) -> None
     down = parameter(spec, "experts.down_proj")
     assert down.dims[1:] == ((Segment(Axis.RESIDUAL, 256),), (Segment(Axis.EXPERT_INTERMEDIATE, 128),))
     assert down.out == 1
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_experts_in_fp8_are_read_as_transformers_keeps_them(scheme: str, tmp_path: Path) -> None:
+    """In one tensor, with scales of blocks, and of what enters each expert where that is not measured anew."""
+    config = transformers.LlamaConfig(hidden_size=256)
+    config.num_local_experts, config.moe_intermediate_size = 4, 128
+    kept = transformers.integrations.finegrained_fp8.FP8Experts(config, block_size=(128, 128), activation_scheme=scheme)
+    dtypes = {torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
+    experts: Tensors = {
+        f"feed_forward.experts.{n}": (dtypes[p.dtype], tuple(p.shape)) for n, p in kept.named_parameters()
+    }
+    assert len(experts) == (6 if scheme == "static" else 4)
+    data, tensors = moe("llama4_text", _LLAMA4 | experts)
+    spec = read_model(write_checkpoint(tmp_path / "m", data, tensors))
+    assert spec.weight_bytes == tensor_bytes(tensors)
+    assert spec.weight_format == "FP8 block 128x128"
+    assert parameter(spec, "down_proj_scale_inv").dims[1] == (Segment(Axis.RESIDUAL, 2),)
+
+
+def step_fp8(shape: tuple[int, ...]) -> Tensors:
+    """Return a matrix, or those of all experts, in blocks of FP8."""
+    *lead, rows, columns = shape
+    return {
+        ".weight": ("F8_E4M3", shape),
+        ".weight_scale_inv": ("F32", (*lead, rows // 128, columns // 128)),
+    }
+
+
+def step_nvfp4(shape: tuple[int, ...]) -> Tensors:
+    """Return a matrix, or those of all experts, in ModelOpt's NVFP4: each expert has two scales of its own."""
+    *lead, rows, columns = shape
+    return {
+        ".weight": ("U8", (*lead, rows, columns // 2)),
+        ".weight_scale": ("F8_E4M3", (*lead, rows, columns // 16)),
+        ".weight_scale_2": ("F32", (*lead,)),
+        ".input_scale": ("F32", (*lead,)),
+    }
+
+
+@pytest.mark.parametrize(("matrix", "text"), [(step_fp8, "FP8 block 128x128"), (step_nvfp4, "NVFP4")])
+def test_step_s_quantised_experts_are_in_one_tensor(
+    matrix: Callable[[tuple[int, ...]], Tensors], text: str, tmp_path: Path
+) -> None:
+    """As published of Step 3.5 (FP8) and 3.7 (NVFP4): tensors of three dimensions, with scales of as many."""
+    config = {"model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"], "moe_layers_enum": "1"}
+    config |= {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config |= {"num_key_value_heads": 1, "head_dim": 128, "vocab_size": 64, "num_experts": 6, "num_experts_per_tok": 2}
+    config |= {"moe_intermediate_size": 256, "share_expert_dim": 128, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors: Tensors = {}
+    for name, tensor in stored(read_model(tmp_path / "config.json")).items():
+        if name.endswith("_proj.weight") and ".g_proj" not in name:
+            tensors |= {name.removesuffix(".weight") + suffix: each for suffix, each in matrix(tensor[1]).items()}
+        else:
+            tensors[name] = tensor
+    assert len(tensors["model.layers.1.moe.down_proj.weight"][1]) == 3
+    spec = read_model(write_checkpoint(tmp_path / "m", config, tensors))
+    assert stored(spec) == tensors
+    assert spec.weight_format == text
+    for name in ("weight", "weight_scale_inv" if text != "NVFP4" else "weight_scale"):
+        (gate,) = [p for p in spec.blocks[1].parameters if p.name.endswith(f"moe.gate_proj.{name}")]
+        assert gate.out == 1
+        assert gate.cut_dim("gather") == 1
