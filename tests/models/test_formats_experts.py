@@ -610,7 +610,7 @@ def test_step_s_quantised_experts_are_in_one_tensor(
     matrix: Callable[[tuple[int, ...]], Tensors], text: str, tmp_path: Path
 ) -> None:
     """As published of Step 3.5 (FP8) and 3.7 (NVFP4): tensors of three dimensions, with scales of as many."""
-    config = {"model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"], "moe_layers_enum": "1"}
+    config: dict[str, Any] = {"model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"], "moe_layers_enum": "1"}
     config |= {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
     config |= {"num_key_value_heads": 1, "head_dim": 128, "vocab_size": 64, "num_experts": 6, "num_experts_per_tok": 2}
     config |= {"moe_intermediate_size": 256, "share_expert_dim": 128, "torch_dtype": "bfloat16"}
