@@ -803,6 +803,22 @@ def test_layers_of_mixed_precision_are_those_that_are_named(tmp_path: Path) -> N
     assert tensors["model.layers.1.self_attn.o_proj.weight"] == ("F8_E4M3", (256, 512))
 
 
+def test_each_of_very_many_experts_may_be_named(tmp_path: Path) -> None:
+    """NVIDIA's Nemotron-3-Super names 512 experts of 40 layers, of two matrices each, and some more: 41,100 modules."""
+    fp4 = {"quant_algo": "NVFP4", "group_size": 16}
+    names = [
+        f"model.layers.{i}.mixer.experts.{e}.{m}_proj" for i in range(40) for e in range(512) for m in ("up", "down")
+    ]
+    names += [f"model.layers.{i}.mlp.{m}_proj" for i in range(47) for m in ("up", "down", "gate")][
+        : 41_100 - len(names)
+    ]
+    assert len(names) == 41_100
+    told = {"quant_algo": "MIXED_PRECISION", "quantized_layers": dict.fromkeys(names, fp4)}
+    tensors = stored(read_model(described(tmp_path, told)))
+    assert tensors["model.layers.1.mlp.down_proj.weight"] == ("U8", (256, 384))
+    assert tensors["model.layers.1.self_attn.k_proj.weight"] == ("BF16", (128, 256))
+
+
 def test_fbgemm_has_scales_of_rows(tmp_path: Path) -> None:
     """As in transformers' FbgemmFp8Linear: a 32-bit scale for each row, and no other tensor that is saved."""
     told = {

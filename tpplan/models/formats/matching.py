@@ -159,7 +159,7 @@ _FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("g
 
 #: Scales that a calibrated cache or attention has, and their zero points.
 _CALIBRATED: Final = re.compile(
-    r"\.(?:self_attn|attn|attention|self_attention)(?:\.\w+)*?"
+    r"\.(?:self_attn|attn|attention|self_attention|mixer)(?:\.\w+)*?"
     r"\.(?:(?:q|k|v|kv|qk|p|prob|prob_output|softmax)_(?:scale|zero_point|global_scale|offset)|output_(?:scale|zero_point))$"
 )
 #: The projections that they come with.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: The most entries for single modules that are followed.
-_MOST_MODULES: Final = 20_000
+_MOST_MODULES: Final = 200_000
 
 #: Where a config.json describes the quantisation.
 _KEYS: Final = ("quantization_config", "compression_config", "quantization")
