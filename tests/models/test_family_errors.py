@@ -97,14 +97,41 @@ def test_a_language_model_in_an_unknown_one_can_be_planned_alone(path: tuple[str
         spec_of(raw)
     start = f"its {'.'.join(path)} is of the type mistral, which is supported: save it as a config.json of its own"
     assert caught.value.hint.startswith(start)
-    assert "complete" not in caught.value.hint
+    assert "not as it is" not in caught.value.hint
     section = raw
     for key in path:
         section = section[key]
     assert spec_of(section).layer_count == 32
     del section["hidden_size"]
-    with pytest.raises(ModelError, match=r"complete it: config.json: .*hidden_size or n_embd or n_embed is missing"):
+    with pytest.raises(ModelError, match=r"not as it is: config.json: .*hidden_size or n_embd or n_embed is missing"):
         spec_of(raw)
+
+
+#: Kimi K3's keys beside those of Kimi Linear, with its own values.
+KIMI_K3: dict[str, Any] = {
+    "routed_expert_hidden_size": 3584,
+    "latent_moe_use_norm": True,
+    "mla_use_output_gate": True,
+    "attn_res_block_size": 12,
+    "linear_attn_config": {"head_dim": 128, "num_heads": 96, "short_conv_kernel_size": 4, "use_full_rank_gate": True},
+}
+
+
+@pytest.mark.parametrize("key", KIMI_K3)
+def test_kimi_k3_is_no_kimi_linear(key: str) -> None:
+    """Its text part calls itself so, but has other tensors: any of its own keys is refused, null and false are not."""
+    shape = {"vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 4, "num_attention_heads": 96}
+    shape |= {"intermediate_size": 33792, "q_lora_rank": 1536, "kv_lora_rank": 512, "max_position_embeddings": 64}
+    shape |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    text = {"model_type": "kimi_linear", **shape}
+    assert spec_of(text | {"linear_attn_config": {"use_full_rank_gate": False}, "attn_res_block_size": None})
+    name = "use_full_rank_gate" if key == "linear_attn_config" else key
+    with pytest.raises(ModelError, match=f"{name} is .*, of which Kimi Linear has no tensors"):
+        spec_of(text | {key: KIMI_K3[key]})
+    with pytest.raises(ModelError, match=r"'kimi_k3' .*") as caught:
+        spec_of({"model_type": "kimi_k3", "text_config": text | {key: KIMI_K3[key]}, "vision_config": {}})
+    assert name in caught.value.hint
+    assert "save it" not in caught.value.hint
 
 
 @pytest.mark.parametrize(

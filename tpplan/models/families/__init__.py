@@ -214,13 +214,13 @@ def _text_part(config: Config) -> str:
     for path, part in _parts(config):
         inner = part.raw("model_type")
         if isinstance(inner, str) and inner in FAMILIES:
-            alone = "save it as a config.json of its own to plan for that part; what is around it is then not counted"
-            hint = f"its {path} is of the type {inner}, which is supported: {alone}"
+            hint = f"its {path} is of the type {inner}, which is supported"
             try:
                 spec_from_config(part, inner)
             except ModelError as error:
-                return f"{hint}; but first complete it: {error.message}"
-            return hint
+                return f"{hint}, but not as it is: {error.message}"
+            alone = "save it as a config.json of its own to plan for that part; what is around it is then not counted"
+            return f"{hint}: {alone}"
     return ""
 
 
