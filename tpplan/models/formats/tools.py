@@ -215,9 +215,27 @@ def _compressed(section: Config) -> Scheme:
         dims = ("heads", "1", "1") if cache.text("strategy") == "attn_head" else ("1",)
         caches = None if cache.flag("dynamic") else CacheScales(in_projections=False, dtype="", dims=dims)
     rules = (ignored, *named, *others)
+    _check_transforms(section)
     if len(rules) == 1 and section.raw("kv_cache_scheme") is None:
         raise section.error("config_groups tells nothing of weights")
     return Scheme(method="compressed-tensors", rules=rules, caches=caches, source=section.source)
+
+
+def _check_transforms(section: Config) -> None:
+    """Check that no transform is left to whoever runs the model: what is stored does not say what is computed then.
+
+    Raises:
+        ModelError: one is applied to anything but weights, which are stored with it.
+    """
+    if not section.raw("transform_config"):
+        return
+    for name, transform in _sections(section.section("transform_config"), "config_groups").items():
+        applied = transform.raw("apply")
+        for each in applied if isinstance(applied, list) else [applied]:
+            place = each.get("location") if isinstance(each, dict) else None
+            if place not in ("weight_input", "weight_output"):
+                where = f"transform {name[:60]!r} is applied to {str(place)[:60]!r} as the model runs"
+                raise section.error(f"{where}, which is not followed; those of weights alone are")
 
 
 _CLASSES: Final = {"Linear": _LAYERS | {HEAD}, "Embedding": frozenset({EMBEDDING})}
