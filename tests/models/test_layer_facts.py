@@ -275,28 +275,6 @@ def test_names_of_deepseek_v4_on_the_hub_are_known(tmp_path: Path) -> None:
     assert [part.bytes for part in spec.not_planned] == [12]
 
 
-@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
-def test_keys_and_values_that_no_layer_uses_are_told_and_not_planned(model_type: str, tmp_path: Path) -> None:
-    """Google's files have them in layers that share those of others; transformers' class drops them as it loads."""
-    keys = {**_SHARING, "head_dim": 4}
-    config = hub_config({"model_type": model_type, **keys})
-    model = build(config)
-    tensors = saved_tensors(model)
-    own = sum(tensor.nbytes for tensor in tensors.values())
-    dropped = [name for name in model.model._keys_to_ignore_on_load_unexpected if name.startswith("layers.")]
-    assert len(dropped) == 4 * config.num_kv_shared_layers
-    unused = {f"model.{name}.weight": torch.zeros(7, 3) for name in dropped}
-    unused |= {f"model.{name}.weight_scale": torch.zeros(7) for name in dropped if name.endswith("_proj")}
-    save_file({**tensors, **unused}, tmp_path / "model.safetensors")
-    config.save_pretrained(tmp_path)
-    spec = tpplan.read_model(tmp_path)
-    assert spec.weight_bytes == own
-    assert [part.bytes for part in spec.not_planned] == [sum(tensor.nbytes for tensor in unused.values())]
-    save_file({**tensors, "model.layers.0.self_attn.k_extra.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="does not ask for"):
-        tpplan.read_model(tmp_path)
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes(name: str) -> None:
     """Parameters, and what a token takes in the cache."""
@@ -354,6 +332,28 @@ def test_gates_of_laguna_s_layers_are_read(changes: dict[str, Any], elements: in
     """One for each head, or one for each of its 128 elements, in all layers or in those that are listed."""
     spec = spec_of({**published_config("Laguna-XS"), **changes})
     assert spec.parameter_count == 33_189_975_808 + elements
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_keys_and_values_that_no_layer_uses_are_told_and_not_planned(model_type: str, tmp_path: Path) -> None:
+    """Google's files have them in layers that share those of others; transformers' class drops them as it loads."""
+    keys = {**_SHARING, "head_dim": 4}
+    config = hub_config({"model_type": model_type, **keys})
+    model = build(config)
+    tensors = saved_tensors(model)
+    own = sum(tensor.nbytes for tensor in tensors.values())
+    dropped = [name for name in model.model._keys_to_ignore_on_load_unexpected if name.startswith("layers.")]
+    assert len(dropped) == 4 * config.num_kv_shared_layers
+    unused = {f"model.{name}.weight": torch.zeros(7, 3) for name in dropped}
+    unused |= {f"model.{name}.weight_scale": torch.zeros(7) for name in dropped if name.endswith("_proj")}
+    save_file({**tensors, **unused}, tmp_path / "model.safetensors")
+    config.save_pretrained(tmp_path)
+    spec = tpplan.read_model(tmp_path)
+    assert spec.weight_bytes == own
+    assert [part.bytes for part in spec.not_planned] == [sum(tensor.nbytes for tensor in unused.values())]
+    save_file({**tensors, "model.layers.0.self_attn.k_extra.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="does not ask for"):
+        tpplan.read_model(tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -162,12 +162,12 @@ _CALIBRATED: Final = re.compile(
     r"\.(?:self_attn|attn|attention|self_attention|mixer)(?:\.\w+)*?"
     r"\.(?:(?:q|k|v|kv|qk|p|prob|prob_output|softmax)_(?:scale|zero_point|global_scale|offset)|output_(?:scale|zero_point))$"
 )
-#: The projections that they come with.
-_CACHED: Final = {"k_proj": "k", "v_proj": "v"}
-
 #: What layers that attend to the keys and values of others may have of these nevertheless, which nothing reads.
 _UNREAD: Final = re.compile(r"self_attn\.[kv]_(?:proj|norm)(?:\.|$)")
 _UNREAD_TEXT: Final = "key and value projections that no layer uses"
+
+#: The projections that they come with.
+_CACHED: Final = {"k_proj": "k", "v_proj": "v"}
 
 #: Dtypes of tables of tokens, which say nothing of the weights.
 _TABLES: Final = frozenset({"I32", "I64"})
