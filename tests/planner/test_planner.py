@@ -260,6 +260,33 @@ def test_kv_heads_that_serve_other_numbers_of_query_heads_are_cut_apart(strategy
     assert differences(found, model) == []
 
 
+@few
+@given(st.data())
+def test_layers_with_other_heads_have_right_plans(data: st.DataObject) -> None:
+    """Whatever heads layers with windows have beside the others, splits and ledger are those of the cuts."""
+    pick = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
+    kv = pick(1, 2, 4, 8)
+    keys = {"model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"], "sliding_window": 32}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": kv, "head_dim": 32, "v_head_dim": pick(16, 32)}
+    sliding = pick(1, 2, 4, 8)
+    own = {"swa_num_key_value_heads": sliding, "swa_num_attention_heads": sliding * pick(1, 2, 4)}
+    model = spec(**keys, **_NARROW, **_EXPERTS, **heads, **own, num_hidden_layers=pick(2, 6, 7))
+    devices = [
+        Device(name=str(i), budget_bytes=GIB, bandwidth_bytes_per_second=pick(1, 2, 3) * 10**12)
+        for i in range(pick(1, 2, 3, 5, 8, 16))
+    ]
+    asked = {"strategy": pick("balanced", "latency", "auto"), "kv": pick("idle", "replicate"), "layout": pick(*LAYOUTS)}
+    found = plan(model, devices, cache=Cache("fp16", 64), **asked)
+    assert problems(found) == ()
+    assert differences(found, model) == []
+    held = Counter(dict.fromkeys(range(len(devices)), 0))
+    for part in iter_slices(found, model):
+        held[part.device] += part.nbytes
+    assert held == dict(enumerate(entry.weights_bytes for entry in found.memory))
+    workspace = workspace_bytes(found.splits, "bfloat16", found.request)
+    assert tuple(entry.workspace_bytes for entry in found.memory) == workspace
+
+
 @pytest.mark.parametrize("count", [4, 8])
 def test_replicated_heads_are_others_than_as_many_that_are_not(count: int) -> None:
     """Twice 4 KV heads of full attention are not the 8 of layers with windows, but query heads of both share a cut."""
