@@ -264,7 +264,10 @@ def test_kv_heads_that_serve_other_numbers_of_query_heads_are_cut_apart(strategy
 @given(st.data())
 def test_layers_with_other_heads_have_right_plans(data: st.DataObject) -> None:
     """Whatever heads layers with windows have beside the others, splits and ledger are those of the cuts."""
-    pick = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
+
+    def pick(*values: Any) -> Any:
+        return data.draw(st.sampled_from(values))
+
     kv = pick(1, 2, 4, 8)
     keys = {"model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"], "sliding_window": 32}
     heads = {"num_attention_heads": 16, "num_key_value_heads": kv, "head_dim": 32, "v_head_dim": pick(16, 32)}
