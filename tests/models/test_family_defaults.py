@@ -84,7 +84,7 @@ def small(model_type: str, inner: str) -> dict[str, Any]:
     text.update({key: value for key, value in SMALL.items() if text.get(key) is not None})
     for key in (
         *("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"),
-        *("indexer_types", "activation_sparsity_pattern"),
+        *("indexer_types", "activation_sparsity_pattern", "num_attention_heads_per_layer"),
     ):
         if text.get(key):
             text[key] = text[key][:5]

@@ -97,14 +97,69 @@ def test_a_language_model_in_an_unknown_one_can_be_planned_alone(path: tuple[str
         spec_of(raw)
     start = f"its {'.'.join(path)} is of the type mistral, which is supported: save it as a config.json of its own"
     assert caught.value.hint.startswith(start)
-    assert "complete" not in caught.value.hint
+    assert "not as it is" not in caught.value.hint
     section = raw
     for key in path:
         section = section[key]
     assert spec_of(section).layer_count == 32
     del section["hidden_size"]
-    with pytest.raises(ModelError, match=r"complete it: config.json: .*hidden_size or n_embd or n_embed is missing"):
+    with pytest.raises(ModelError, match=r"not as it is: config.json: .*hidden_size or n_embd or n_embed is missing"):
         spec_of(raw)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "words"),
+    [
+        *(("laguna", {"gating": value}, "gating is") for value in (["per-head"], {}, {"a": 1}, 1.5, "gated")),
+        ("laguna", {"gating_types": ["per_head"] * 3}, "gating_types has 3 entries for 2 layers"),
+        ("laguna", {"gating_types": ["per_head", "none"]}, "gating is 'none', known are per-head"),
+        ("laguna", {"num_attention_heads_per_layer": [8]}, "num_attention_heads_per_layer has 1 entries for 2 layers"),
+        (
+            "mimo_v2_flash",
+            {"hybrid_layer_pattern": [0, 1, 1]},
+            "hybrid_layer_pattern is not a list of 2 zeros and ones",
+        ),
+        ("mimo_v2_flash", {"moe_layer_freq": [0, 2]}, "moe_layer_freq is not a list of 2 zeros and ones"),
+        ("mimo_v2_flash", {"moe_layer_freq": 1}, "moe_layer_freq is 1"),
+        ("mimo_v2_flash", {"swa_num_key_value_heads": 3}, "8 query heads .* not a multiple of 3"),
+    ],
+)
+def test_keys_of_layers_that_are_wrong_are_named(model_type: str, change: dict[str, Any], words: str) -> None:
+    """Whatever their type, they end in an error with the key, and never are taken for something else."""
+    shape = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "head_dim": 8}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64, "num_experts": 4}
+    raw = {"model_type": model_type, **shape, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    assert spec_of(raw).layer_count == 2
+    with pytest.raises(ModelError, match=words):
+        spec_of(raw | change)
+
+
+#: Kimi K3's keys beside those of Kimi Linear, with its own values.
+KIMI_K3: dict[str, Any] = {
+    "routed_expert_hidden_size": 3584,
+    "latent_moe_use_norm": True,
+    "mla_use_output_gate": True,
+    "attn_res_block_size": 12,
+    "linear_attn_config": {"head_dim": 128, "num_heads": 96, "short_conv_kernel_size": 4, "use_full_rank_gate": True},
+}
+
+
+@pytest.mark.parametrize("key", KIMI_K3)
+def test_kimi_k3_is_no_kimi_linear(key: str) -> None:
+    """Its text part calls itself so, but has other tensors: any of its own keys is refused, null and false are not."""
+    shape = {"vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 4, "num_attention_heads": 96}
+    shape |= {"intermediate_size": 33792, "q_lora_rank": 1536, "kv_lora_rank": 512, "max_position_embeddings": 64}
+    shape |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    text = {"model_type": "kimi_linear", **shape}
+    spec = spec_of(text | {"linear_attn_config": {"use_full_rank_gate": False}, "attn_res_block_size": None})
+    assert spec.layer_count == 4
+    name = "use_full_rank_gate" if key == "linear_attn_config" else key
+    with pytest.raises(ModelError, match=f"{name} is .*, of which Kimi Linear has no tensors"):
+        spec_of(text | {key: KIMI_K3[key]})
+    with pytest.raises(ModelError, match=r"'kimi_k3' .*") as caught:
+        spec_of({"model_type": "kimi_k3", "text_config": text | {key: KIMI_K3[key]}, "vision_config": {}})
+    assert name in caught.value.hint
+    assert "save it" not in caught.value.hint
 
 
 @pytest.mark.parametrize(

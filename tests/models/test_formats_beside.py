@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -58,6 +59,21 @@ def test_calibrated_scales_are_counted(
     assert {p.home for p in scales} <= {Axis.KV_HEADS, Axis.RESIDUAL}
     if shape == (2, 1, 1) and "fp8" not in case:
         assert {p.dims[0][0].axis for p in scales} == {Axis.KV_HEADS}
+
+
+def test_scales_of_layers_that_are_called_mixers_are_counted(tmp_path: Path) -> None:
+    """NVIDIA's FP8 of Nemotron 3 has scales of keys and values beside projections in 16 bits, named as Mamba's are."""
+    config: dict[str, Any] = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "vocab_size": 64}
+    config |= {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": 32, "mamba_num_heads": 4, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 16}
+    config |= {"hybrid_override_pattern": "M-*", "num_hidden_layers": 3, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scales: Tensors = {f"backbone.layers.2.mixer.{part}_proj.{part}_scale": ("F32", ()) for part in "kv"}
+    tensors = stored(read_model(tmp_path / "config.json"))
+    assert tensors["backbone.layers.2.mixer.k_proj.weight"] == ("BF16", (64, 128))
+    spec = read_model(write_checkpoint(tmp_path / "m", config, tensors | scales))
+    assert stored(spec) == tensors | scales
+    assert {p.home for p in spec.blocks[2].parameters if p.name.endswith("_scale")} == {Axis.KV_HEADS}
 
 
 def test_layers_with_scales_are_blocks_of_their_own(tmp_path: Path) -> None:

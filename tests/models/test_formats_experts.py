@@ -6,9 +6,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.format_cases import exl2, gptq_config, parameter, stored
+from tests.later import transformers
 from tpplan.core.axes import Axis
 from tpplan.core.model import Segment
 from tpplan.errors import ModelError
@@ -97,6 +99,156 @@ GPT_OSS_20B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
 }
+
+
+#: DeepSeek-V4-Flash as on the hub; and with fewer and narrower layers, one of each kind.
+DEEPSEEK_V4: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "q_lora_rank": 1024,
+    "qk_rope_head_dim": 64,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "num_hash_layers": 3,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "hc_mult": 4,
+    "expert_dtype": "fp4",
+    "max_position_embeddings": 1048576,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+    "tie_word_embeddings": False,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+}
+SMALL_V4 = DEEPSEEK_V4 | {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "head_dim": 128,
+    "q_lora_rank": 128,
+    "o_lora_rank": 128,
+    "o_groups": 2,
+    "n_routed_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "index_n_heads": 2,
+    "index_head_dim": 128,
+    "compress_ratios": [0, 0, 4, 128, 0],
+}
+
+
+def deepseek_v4(config: dict[str, Any], norm: str, bits: int = 4) -> Tensors:
+    """Return the tensors of a DeepSeek-V4 as its published files name, type and shape them; ``bits`` of experts."""
+    h, vocab, rank, out = (config[key] for key in ("hidden_size", "vocab_size", "q_lora_rank", "o_lora_rank"))
+    heads, dim, groups, mlp = (
+        config[key] for key in ("num_attention_heads", "head_dim", "o_groups", "moe_intermediate_size")
+    )
+    tensors: Tensors = dict.fromkeys(("embed.weight", "head.weight"), ("BF16", (vocab, h)))
+    tensors |= {"norm.weight": ("BF16", (h,)), "hc_head_fn": ("F32", (4, 4 * h))}
+    tensors |= {"hc_head_base": ("F32", (4,)), "hc_head_scale": ("F32", (1,))}
+
+    def coded(name: str, rows: int, columns: int, bits: int = 8) -> None:
+        packed = columns * bits // 8
+        block = (rows // 128, columns // 128) if bits == 8 else (rows, columns // 32)
+        tensors[f"{name}.weight"] = ("F8_E4M3" if bits == 8 else "I8", (rows, packed))
+        tensors[f"{name}.scale"] = ("F8_E8M0", block)
+
+    def compressor(at: str, ratio: int, size: int) -> None:
+        width = 2 * size if ratio == 4 else size
+        tensors.update({f"{at}.{name}.weight": ("BF16", (width, h)) for name in ("wkv", "wgate")})
+        tensors.update({f"{at}.ape": ("F32", (ratio, width)), f"{at}.norm.weight": ("BF16", (size,))})
+
+    for layer in range(config["num_hidden_layers"]):
+        start, ratio = f"layers.{layer}.", config["compress_ratios"][layer]
+        sizes = {"fn": (24, 4 * h), "base": (24,), "scale": (3,)}
+        tensors |= {f"{start}hc_{part}_{n}": ("F32", sizes[n]) for part in ("attn", "ffn") for n in sizes}
+        tensors |= {f"{start}{part}_norm.weight": ("BF16", (h,)) for part in ("attn", "ffn")}
+        attention = f"{start}attn."
+        tensors |= {
+            f"{attention}q_norm.weight": ("BF16", (rank,)),
+            f"{attention}{norm}.weight": ("BF16", (dim,)),
+            f"{attention}attn_sink": ("F32", (heads,)),
+        }
+        for name, rows, columns in (
+            *(("wq_a", rank, h), ("wq_b", heads * dim, rank), ("wkv", dim, h)),
+            *(("wo_a", groups * out, heads * dim // groups), ("wo_b", h, groups * out)),
+        ):
+            coded(attention + name, rows, columns)
+        if ratio:
+            compressor(f"{attention}compressor", ratio, dim)
+        if ratio == 4:
+            index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
+            compressor(f"{attention}indexer.compressor", ratio, index_dim)
+            coded(f"{attention}indexer.wq_b", index_heads * index_dim, rank)
+            tensors[f"{attention}indexer.weights_proj.weight"] = ("BF16", (index_heads, h))
+        router, count = f"{start}ffn.gate.", config["n_routed_experts"]
+        tensors[f"{router}weight"] = ("BF16", (count, h))
+        if layer < config["num_hash_layers"]:
+            tensors[f"{router}tid2eid"] = ("I64", (vocab, config["num_experts_per_tok"]))
+        else:
+            tensors[f"{router}bias"] = ("F32", (count,))
+        for name, rows, columns in (("w1", mlp, h), ("w2", h, mlp), ("w3", mlp, h)):
+            coded(f"{start}ffn.shared_experts.{name}", rows, columns)
+            for expert in range(count):
+                coded(f"{start}ffn.experts.{expert}.{name}", rows, columns, bits)
+    return tensors
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["V4", "V4.1"])
+def test_deepseek_v4_flash_has_the_bytes_of_its_published_index(moved: bool, tmp_path: Path) -> None:
+    """With 4-bit experts by formula: the total_size, 166,878,536,440 bytes, less the three stages that draft tokens."""
+    config = DEEPSEEK_V4 | {"quantization_config": {**DEEPSEEK_V4["quantization_config"], "expert_dtype": "fp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"expert_dtype": None} if moved else DEEPSEEK_V4))
+    spec = read_model(tmp_path / "config.json")
+    # Each is a layer without a compressor; the first joins three states, the last has a norm, streams and two heads.
+    one_layer = DEEPSEEK_V4 | {"num_hidden_layers": 1, "num_hash_layers": 0}
+    tensors = deepseek_v4(one_layer, "kv_norm")
+    layer = tensor_bytes({name: tensor for name, tensor in tensors.items() if name.startswith("layers.")})
+    first = 4096 * 3 * 4096 + 32 * 3 * 32 + 2 * 4096
+    last = 2 * 4096 + 4 * (4 * 4 * 4096 + 4 + 1) + 2 * 2 * 129280 * 256 + 2 * (4096 + 256)
+    assert spec.weight_bytes == 166_878_536_440 - 3 * layer - first - last
+    assert spec.weight_format == "MXFP4"
+
+
+@pytest.mark.parametrize("norm", ["norm", "kv_norm"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_files_of_deepseek_v4_are_read_to_the_byte(bits: int, norm: str, tmp_path: Path) -> None:
+    """As published, and with the name that transformers gives the norm of keys; so is their config alone."""
+    tensors = deepseek_v4(SMALL_V4, norm, bits)
+    path = write_checkpoint(tmp_path / "m", SMALL_V4 | {"expert_dtype": f"fp{bits}"}, tensors)
+    spec = read_model(path)
+    assert spec.weight_bytes == tensor_bytes(tensors)
+    assert read_model(path / "config.json") == spec
+    start = "model.layers.{layer}."
+    (gate,) = [p for p in spec.blocks[0].parameters if p.name == f"{start}ffn.experts.{{expert}}.w1.weight"]
+    assert gate.copies == 3
+    assert (gate.dtype, gate.shape) == tensors["layers.0.ffn.experts.0.w1.weight"]
+    assert gate.dims[0] == (Segment(Axis.EXPERT_INTERMEDIATE, 128),)
+
+
+def test_other_dtypes_of_experts_are_refused(tmp_path: Path) -> None:
+    """A config alone says too little of them."""
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_V4 | {"expert_dtype": "fp6"}))
+    with pytest.raises(ModelError, match="expert_dtype is 'fp6'"):
+        read_model(tmp_path / "config.json")
 
 
 def test_gpt_oss_20b_has_the_bytes_of_its_published_index(tmp_path: Path) -> None:
@@ -312,6 +464,21 @@ FORMS: dict[str, tuple[str, dict[str, Any], Tensors]] = {
             "feed_forward.experts.down_proj_scale": ("F32", (4, 256, 1)),
         },
     ),
+    # One scale of each expert, and one of what enters it, as the hub has Mistral Small 4's.
+    "llama4, FP8 per tensor": (
+        "llama4_text",
+        {},
+        _LLAMA4
+        | {
+            f"feed_forward.experts.{name}{suffix}": tensor
+            for name, inputs in (("gate_up_proj", 256), ("down_proj", 128))
+            for suffix, tensor in {
+                "": ("F8_E4M3", (4, 256, inputs)),
+                "_scale_inv": ("BF16", (4, 1, 1)),
+                "_activation_scale": ("BF16", (4,)),
+            }.items()
+        },
+    ),
     "gpt_oss, one by one": (
         "gpt_oss",
         {},
@@ -398,3 +565,67 @@ def test_experts_saved_with_inputs_and_outputs_exchanged(tmp_path: Path) -> None
     down = parameter(spec, "experts.down_proj")
     assert down.dims[1:] == ((Segment(Axis.RESIDUAL, 256),), (Segment(Axis.EXPERT_INTERMEDIATE, 128),))
     assert down.out == 1
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_experts_in_fp8_are_read_as_transformers_keeps_them(scheme: str, tmp_path: Path) -> None:
+    """In one tensor, with scales of blocks, and of what enters each expert where that is not measured anew."""
+    config = transformers.LlamaConfig(hidden_size=256)
+    config.num_local_experts, config.moe_intermediate_size = 4, 128
+    kept = transformers.integrations.finegrained_fp8.FP8Experts(config, block_size=(128, 128), activation_scheme=scheme)
+    dtypes = {torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
+    experts: Tensors = {
+        f"feed_forward.experts.{n}": (dtypes[p.dtype], tuple(p.shape)) for n, p in kept.named_parameters()
+    }
+    assert len(experts) == (6 if scheme == "static" else 4)
+    data, tensors = moe("llama4_text", _LLAMA4 | experts)
+    spec = read_model(write_checkpoint(tmp_path / "m", data, tensors))
+    assert spec.weight_bytes == tensor_bytes(tensors)
+    assert spec.weight_format == "FP8 block 128x128"
+    assert parameter(spec, "down_proj_scale_inv").dims[1] == (Segment(Axis.RESIDUAL, 2),)
+
+
+def step_fp8(shape: tuple[int, ...]) -> Tensors:
+    """Return a matrix, or those of all experts, in blocks of FP8."""
+    *lead, rows, columns = shape
+    return {
+        ".weight": ("F8_E4M3", shape),
+        ".weight_scale_inv": ("F32", (*lead, rows // 128, columns // 128)),
+    }
+
+
+def step_nvfp4(shape: tuple[int, ...]) -> Tensors:
+    """Return a matrix, or those of all experts, in ModelOpt's NVFP4: each expert has two scales of its own."""
+    *lead, rows, columns = shape
+    return {
+        ".weight": ("U8", (*lead, rows, columns // 2)),
+        ".weight_scale": ("F8_E4M3", (*lead, rows, columns // 16)),
+        ".weight_scale_2": ("F32", (*lead,)),
+        ".input_scale": ("F32", (*lead,)),
+    }
+
+
+@pytest.mark.parametrize(("matrix", "text"), [(step_fp8, "FP8 block 128x128"), (step_nvfp4, "NVFP4")])
+def test_step_s_quantised_experts_are_in_one_tensor(
+    matrix: Callable[[tuple[int, ...]], Tensors], text: str, tmp_path: Path
+) -> None:
+    """As published of Step 3.5 (FP8) and 3.7 (NVFP4): tensors of three dimensions, with scales of as many."""
+    config: dict[str, Any] = {"model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"], "moe_layers_enum": "1"}
+    config |= {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config |= {"num_key_value_heads": 1, "head_dim": 128, "vocab_size": 64, "num_experts": 6, "num_experts_per_tok": 2}
+    config |= {"moe_intermediate_size": 256, "share_expert_dim": 128, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors: Tensors = {}
+    for name, tensor in stored(read_model(tmp_path / "config.json")).items():
+        if name.endswith("_proj.weight") and ".g_proj" not in name:
+            tensors |= {name.removesuffix(".weight") + suffix: each for suffix, each in matrix(tensor[1]).items()}
+        else:
+            tensors[name] = tensor
+    assert len(tensors["model.layers.1.moe.down_proj.weight"][1]) == 3
+    spec = read_model(write_checkpoint(tmp_path / "m", config, tensors))
+    assert stored(spec) == tensors
+    assert spec.weight_format == text
+    for name in ("weight", "weight_scale_inv" if text != "NVFP4" else "weight_scale"):
+        (gate,) = [p for p in spec.blocks[1].parameters if p.name.endswith(f"moe.gate_proj.{name}")]
+        assert gate.out == 1
+        assert gate.cut_dim("gather") == 1

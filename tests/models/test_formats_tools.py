@@ -18,6 +18,8 @@ from tests.checkpoints import write_checkpoint
 from tests.examples import examples
 from tests.format_cases import gptq_config, stored
 from tpplan.errors import ModelError
+from tpplan.models.config import read_config
+from tpplan.models.formats import read_scheme
 from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
@@ -803,6 +805,22 @@ def test_layers_of_mixed_precision_are_those_that_are_named(tmp_path: Path) -> N
     assert tensors["model.layers.1.self_attn.o_proj.weight"] == ("F8_E4M3", (256, 512))
 
 
+def test_each_of_very_many_experts_may_be_named(tmp_path: Path) -> None:
+    """NVIDIA's Nemotron-3-Super names 512 experts of 40 layers, of two matrices each, and some more: 41,100 modules."""
+    fp4 = {"quant_algo": "NVFP4", "group_size": 16}
+    names = [
+        f"model.layers.{i}.mixer.experts.{e}.{m}_proj" for i in range(40) for e in range(512) for m in ("up", "down")
+    ]
+    names += [f"model.layers.{i}.mlp.{m}_proj" for i in range(47) for m in ("up", "down", "gate")][
+        : 41_100 - len(names)
+    ]
+    assert len(names) == 41_100
+    told = {"quant_algo": "MIXED_PRECISION", "quantized_layers": dict.fromkeys(names, fp4)}
+    tensors = stored(read_model(described(tmp_path, told)))
+    assert tensors["model.layers.1.mlp.down_proj.weight"] == ("U8", (256, 384))
+    assert tensors["model.layers.1.self_attn.k_proj.weight"] == ("BF16", (128, 256))
+
+
 def test_fbgemm_has_scales_of_rows(tmp_path: Path) -> None:
     """As in transformers' FbgemmFp8Linear: a 32-bit scale for each row, and no other tensor that is saved."""
     told = {
@@ -825,6 +843,39 @@ def test_scales_of_a_cache_are_counted(tmp_path: Path, strategy: str, shape: tup
     tensors = stored(read_model(described(tmp_path, told)))
     names = {f"model.layers.{layer}.self_attn.{part}_scale" for layer in range(2) for part in "kv"}
     assert {name: tensors[name] for name in names} == dict.fromkeys(names, ("F16", shape))
+
+
+def transformed(*places: object) -> dict[str, Any]:
+    """Return what compressed-tensors says of weights with a Hadamard transform in these places."""
+    apply = [{"targets": ["re:.*down_proj$"], "location": place, "inverse": False, "ignore": []} for place in places]
+    groups = {"R4": {"type": "hadamard", "apply": apply, "randomize": False, "requires_grad": False}}
+    return WRITTEN["float-quantized, channel"][0] | {"transform_config": {"config_groups": groups}}
+
+
+@pytest.mark.parametrize("places", [("input", "weight_input"), ("output",), ("q_attn", "k_cache"), (None,), (["x"],)])
+def test_transforms_that_are_left_to_whoever_runs_a_model_are_refused(
+    tmp_path: Path, places: tuple[object, ...]
+) -> None:
+    """What enters a matrix is another thing then, though no tensor tells; files are planned, with a note."""
+    path = described(tmp_path, transformed(*places))
+    config = read_config(path)
+    assert "transform 'R4' is applied to" in str(read_scheme(config, path).problem)
+    with pytest.raises(ModelError, match="transform 'R4' is applied to"):
+        read_model(path)
+    (tmp_path / "plain").mkdir()
+    plain = read_model(described(tmp_path / "plain", WRITTEN["float-quantized, channel"][0]))
+    spec = read_model(write_checkpoint(tmp_path, json.loads((path / "config.json").read_text()), stored(plain)))
+    assert spec.weight_bytes == plain.weight_bytes
+    assert any("transform 'R4'" in note for note in spec.notes)
+
+
+@pytest.mark.parametrize("transforms", [transformed("weight_input", "weight_output"), {"transform_config": {}}])
+def test_transforms_of_weights_are_in_the_weights(tmp_path: Path, transforms: dict[str, Any]) -> None:
+    """Nothing is left to compute; an empty description says as little as none."""
+    told = WRITTEN["float-quantized, channel"][0]
+    (tmp_path / "plain").mkdir()
+    spec = read_model(described(tmp_path, told | transforms))
+    assert stored(spec) == stored(read_model(described(tmp_path / "plain", told)))
 
 
 KIMI = r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"

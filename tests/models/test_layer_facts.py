@@ -15,6 +15,7 @@ from tests.family_configs import configs
 from tests.family_models import assert_same_tensors, build, hub_config, meta_model, saved_tensors, spec_of
 from tests.later import transformers
 from tpplan.core.plan import LAYOUTS, Cache
+from tpplan.errors import ModelError
 from tpplan.planfile.verify import problems
 from tpplan.planner.ledger import cache_bytes_per_token, sequence_cache_bytes, state_bytes
 from tpplan.reports.check import check
@@ -158,6 +159,12 @@ PUBLISHED |= {
 EAGER = {"experts_implementation": "eager"}
 
 
+def published_config(name: str) -> dict[str, Any]:
+    """Return the config of a published model, but for what a hub's config says in other words."""
+    data: dict[str, Any] = hub_config(PUBLISHED[name][0]).to_dict()
+    return {key: value for key, value in data.items() if key not in {"layer_types", "mlp_layer_types"}}
+
+
 def published(name: str) -> ModelSpec:
     """Return a published model."""
     return spec_of(hub_config(PUBLISHED[name][0]).to_dict())
@@ -275,6 +282,78 @@ def test_published_sizes(name: str) -> None:
     spec = published(name)
     assert spec.parameter_count == parameters
     assert cache_bytes_per_token(spec, "fp16") == 2 * elements
+
+
+#: What the hub's config of MiMo-V2-Flash says of its layers, and transformers' class takes for granted.
+_MIMO: dict[str, Any] = {
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, *[1, 1, 1, 1, 1, 0] * 7],
+    "moe_layer_freq": [0] + [1] * 47,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "elements"),
+    [
+        ({}, 0),
+        ({"swa_num_key_value_heads": 4}, -39 * 4 * (192 + 128) * 4096),
+        ({"swa_num_attention_heads": 32}, -39 * 32 * ((192 + 128) * 4096 + 1)),
+        ({"swa_head_dim": 128}, -39 * (64 + 8) * 64 * 4096),
+        ({"swa_v_head_dim": 64}, -39 * (64 + 8) * 64 * 4096),
+        ({"add_full_attention_sink_bias": True}, 9 * 64),
+        ({"add_swa_attention_sink_bias": False}, -39 * 64),
+        # Dense layers of 16384 instead of 256 experts of 2048 and their router.
+        ({"moe_layer_freq": [0, 0, 0, *[1] * 45]}, 2 * (3 * (16384 - 256 * 2048) * 4096 - 256 * 4097)),
+        # Seven layers more with full attention, which have half as many KV heads and no sinks.
+        ({"hybrid_layer_pattern": [0, 1, 1] * 16}, -7 * (4 * (192 + 128) * 4096 + 64)),
+    ],
+)
+def test_what_the_hub_says_of_mimo_s_layers_is_read(changes: dict[str, Any], elements: int) -> None:
+    """Each key adds or takes the elements that it stands for."""
+    spec = spec_of({**published_config("MiMo-V2-Flash"), **_MIMO, **changes})
+    assert spec.parameter_count == 308_778_780_864 + elements
+
+
+@pytest.mark.parametrize(
+    ("changes", "elements"),
+    [
+        ({"gating": "per-head", "gating_types": ["per_head"] * 40}, 0),
+        ({"gating_types": ["per_head", "per_element"] * 20}, 20 * 48 * 127 * 2048),
+        ({"gating": "per-element"}, 40 * 48 * 127 * 2048),
+        ({"gating": "per-element", "gating_types": ["per_head"] * 40}, 0),
+    ],
+)
+def test_gates_of_laguna_s_layers_are_read(changes: dict[str, Any], elements: int) -> None:
+    """One for each head, or one for each of its 128 elements, in all layers or in those that are listed."""
+    spec = spec_of({**published_config("Laguna-XS"), **changes})
+    assert spec.parameter_count == 33_189_975_808 + elements
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_keys_and_values_that_no_layer_uses_are_told_and_not_planned(model_type: str, tmp_path: Path) -> None:
+    """Google's files have them in layers that share those of others; transformers' class drops them as it loads."""
+    keys = {**_SHARING, "head_dim": 4}
+    config = hub_config({"model_type": model_type, **keys})
+    model = build(config)
+    tensors = saved_tensors(model)
+    own = sum(tensor.nbytes for tensor in tensors.values())
+    dropped = [name for name in model.model._keys_to_ignore_on_load_unexpected if name.startswith("layers.")]
+    assert len(dropped) == 4 * config.num_kv_shared_layers
+    unused = {f"model.{name}.weight": torch.zeros(7, 3) for name in dropped}
+    unused |= {f"model.{name}.weight_scale": torch.zeros(7) for name in dropped if name.endswith("_proj")}
+    save_file({**tensors, **unused}, tmp_path / "model.safetensors")
+    config.save_pretrained(tmp_path)
+    spec = tpplan.read_model(tmp_path)
+    assert spec.weight_bytes == own
+    assert [part.bytes for part in spec.not_planned] == [sum(tensor.nbytes for tensor in unused.values())]
+    save_file({**tensors, "model.layers.0.self_attn.k_extra.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="does not ask for"):
+        tpplan.read_model(tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -166,6 +166,11 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
         {"splits": with_extra(ID, layers="3")},
         "the same cut of intermediate as in splits[2]: layers 0-1 and 3 belong in one entry",
     ),
+    (
+        "TP013",
+        {"splits": with_extra(KV, layers="5"), f"splits[{KV}].layers": "0-4"},
+        "the same cut of kv_heads as in splits[0]: layers 0-4 and 5 belong in one entry",
+    ),
     ("TP014", {"splits": reordered(KV, Q, ID, RS, EX, EX5, SX)}, "has 0 entries for vocab, expected 1"),
     ("TP014", {"splits": reordered(KV, Q, ID, VC, RS, RS, EX, EX5, SX)}, "has 2 entries for residual, expected 1"),
     ("TP015", {"splits": reordered(KV, Q, ID, RS, VC, EX, EX5, SX)}, "splits[4]: vocab comes after residual"),

@@ -17,14 +17,17 @@ from tests.planning_cases import MIB, Case, case, spec
 from tpplan.core.axes import Axis, unit_count
 from tpplan.core.device import Device
 from tpplan.core.plan import LAYOUTS, STRATEGIES, Cache, SplitPlan
+from tpplan.core.workspace import workspace_bytes
 from tpplan.errors import RequestError
 from tpplan.files.codec import dumps
-from tpplan.planfile.codec import fingerprint
+from tpplan.planfile.codec import fingerprint, loads
 from tpplan.planfile.verify import problems
 from tpplan.planner.attempt import attempt
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.ledger import demands, ledger
 from tpplan.planner.plan import plan, replan
+from tpplan.planner.recount import differences
+from tpplan.weights import iter_slices
 
 if TYPE_CHECKING:
     import random
@@ -230,6 +233,81 @@ def test_layers_that_differ_are_cut_each_in_their_way() -> None:
     assert found.split(Axis.INTERMEDIATE, 0).layers == "0"
     assert found.split(Axis.EXPERT_INTERMEDIATE, 2).layers == found.split(Axis.SHARED_INTERMEDIATE, 2).layers == "1-2"
     assert found.split(Axis.KV_HEADS, 1).layers == "0-2"
+
+
+_NARROW = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "max_position_embeddings": 64}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "latency", "auto"])
+def test_kv_heads_that_serve_other_numbers_of_query_heads_are_cut_apart(strategy: str) -> None:
+    """They may be cut alike: layers of 8 and of 16 query heads over 4 KV heads; buffers of both are counted."""
+    keys = {"model_type": "laguna", "architectures": ["LagunaForCausalLM"], "num_attention_heads_per_layer": [8, 16]}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    model = spec(**keys, **_NARROW, **_EXPERTS, **heads, num_hidden_layers=2)
+    devices = [Device(name=name, budget_bytes=GIB, bandwidth_bytes_per_second=10**12) for name in "ab"]
+    found = plan(model, devices, strategy=strategy)
+    cuts = {(s.axis, s.layers): s.bounds for s in found.splits if s.axis in {Axis.KV_HEADS, Axis.Q_HEADS}}
+    assert cuts == {
+        **{(Axis.KV_HEADS, layer): (0, 2, 4) for layer in "01"},
+        (Axis.Q_HEADS, "0"): (0, 4, 8),
+        (Axis.Q_HEADS, "1"): (0, 8, 16),
+    }
+    assert [entry.workspace_bytes for entry in found.memory] == [
+        *workspace_bytes(found.splits, "bfloat16", found.request)
+    ]
+    assert loads(dumps(found)) == found
+    assert differences(found, model) == []
+
+
+@few
+@given(st.data())
+def test_layers_with_other_heads_have_right_plans(data: st.DataObject) -> None:
+    """Whatever heads layers with windows have beside the others, splits and ledger are those of the cuts."""
+
+    def pick(*values: Any) -> Any:
+        return data.draw(st.sampled_from(values))
+
+    kv = pick(1, 2, 4, 8)
+    keys = {"model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"], "sliding_window": 32}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": kv, "head_dim": 32, "v_head_dim": pick(16, 32)}
+    sliding = pick(1, 2, 4, 8)
+    own = {"swa_num_key_value_heads": sliding, "swa_num_attention_heads": sliding * pick(1, 2, 4)}
+    model = spec(**keys, **_NARROW, **_EXPERTS, **heads, **own, num_hidden_layers=pick(2, 6, 7))
+    devices = [
+        Device(name=str(i), budget_bytes=GIB, bandwidth_bytes_per_second=pick(1, 2, 3) * 10**12)
+        for i in range(pick(1, 2, 3, 5, 8, 16))
+    ]
+    asked = {"strategy": pick("balanced", "latency", "auto"), "kv": pick("idle", "replicate"), "layout": pick(*LAYOUTS)}
+    found = plan(model, devices, cache=Cache("fp16", 64), **asked)
+    assert problems(found) == ()
+    assert differences(found, model) == []
+    held = Counter(dict.fromkeys(range(len(devices)), 0))
+    for part in iter_slices(found, model):
+        held[part.device] += part.nbytes
+    assert held == dict(enumerate(entry.weights_bytes for entry in found.memory))
+    workspace = workspace_bytes(found.splits, "bfloat16", found.request)
+    assert tuple(entry.workspace_bytes for entry in found.memory) == workspace
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_replicated_heads_are_others_than_as_many_that_are_not(count: int) -> None:
+    """Twice 4 KV heads of full attention are not the 8 of layers with windows, but query heads of both share a cut."""
+    keys = {"model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"], "sliding_window": 32}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 32, "v_head_dim": 16}
+    model = spec(**keys, **_NARROW, **_EXPERTS, **heads, num_hidden_layers=2)
+    devices = [Device(name=str(i), budget_bytes=GIB, bandwidth_bytes_per_second=10**12) for i in range(count)]
+    found = plan(model, devices, cache=Cache("fp16", 64), strategy="latency", kv="replicate")
+    assert found.split(Axis.KV_HEADS, 0).replicas == count // 4
+    assert found.split(Axis.KV_HEADS, 1).replicas == 1
+    assert found.split(Axis.Q_HEADS, 0).layers == ("0-1" if count == 8 else "0")
+    full, sliding = 64 * (32 + 16) * 2, 32 * (32 + 16) * 2
+    assert sum(entry.cache_bytes for entry in found.memory) == max(4, count) * full + 8 * sliding
+    held = Counter(dict.fromkeys(range(count), 0))
+    for part in iter_slices(found, model):
+        held[part.device] += part.nbytes
+    assert held == dict(enumerate(entry.weights_bytes for entry in found.memory))
+    assert differences(found, model) == []
 
 
 @pytest.mark.parametrize("strategy", ["balanced", "latency"])

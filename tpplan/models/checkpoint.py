@@ -87,15 +87,19 @@ class Headers:
         """Return the same tensors with prefixes of their names replaced.
 
         Args:
-            starts: replacement for each prefix; no tensor's name may have more than one of the prefixes.
+            starts: replacement for each prefix; no tensor's name may have more than one of the prefixes. What begins
+                with a dot is replaced within names.
 
         Raises:
             ModelError: two tensors would have the same name.
         """
         tensors: dict[str, Tensor] = {}
+        inner = [part for part in starts if part.startswith(".")]
         for name, tensor in self.tensors.items():
             start = next(filter(name.startswith, starts), "")
             own = starts.get(start, "") + name.removeprefix(start)
+            for part in inner:
+                own = own.replace(part, starts[part])
             if own in tensors:
                 raise ModelError(f"the checkpoint has {own[:120]!r} twice, also as {name[:120]!r}", _MIXED)
             tensors[own] = tensor

@@ -112,10 +112,12 @@ def layers_once(plan: SplitPlan) -> Iterator[Finding]:
 
 
 def alike_together(plan: SplitPlan) -> Iterator[Finding]:
-    """Layers whose axis is split alike share one entry."""
+    """Layers whose axis is split alike share one entry; KV heads that serve other numbers of query heads do not."""
+    queries = {n: s.size for s in plan.splits if s.axis == Axis.Q_HEADS for n in _layers(s.layers) or ()}
     seen: dict[tuple[object, ...], int] = {}
     for i, s in enumerate(plan.splits):
-        first = seen.setdefault((s.axis, s.size, s.unit, s.width, s.replicas, s.bounds), i)
+        served = queries.get(min(_layers(s.layers) or (-1,))) if s.axis == Axis.KV_HEADS else None
+        first = seen.setdefault((s.axis, s.size, s.unit, s.width, s.replicas, s.bounds, served), i)
         if first != i and s.axis not in _OUTSIDE:
             same = f"the same cut of {s.axis} as in splits[{first}]"
             yield f"splits[{i}]", f"is {same}: layers {plan.splits[first].layers} and {s.layers} belong in one entry"

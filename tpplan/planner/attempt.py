@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from tpplan.core.axes import Axis, bounds_of, minimum_units
+from tpplan.core.axes import Axis, bounds_of, format_layers, minimum_units, parse_layers
 from tpplan.core.device import Device
 from tpplan.core.model import GGUF, ModelSpec
 from tpplan.core.plan import DeviceMemory, PlanModel, Request, Split, SplitPlan, least_version
@@ -208,8 +208,11 @@ def described(model: ModelSpec) -> PlanModel:
 
 
 def splits_of(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:
-    """Return the splits of a plan, given the cut points of each axis; query heads are cut where their KV heads are."""
-    found = []
+    """Return the splits of a plan, given the cut points of each axis; query heads are cut where their KV heads are.
+
+    Layers whose query heads are cut alike share a split of them, though their KV heads may be others.
+    """
+    found, queries = [], dict[Split, list[int]]()
     for d, cuts in zip(axes, bounds, strict=True):
         split = Split(
             axis=d.axis, layers=d.layers, size=d.size, unit=d.unit, width=d.width, replicas=d.replicas, bounds=cuts
@@ -218,5 +221,7 @@ def splits_of(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tupl
         if d.axis is Axis.KV_HEADS:
             heads = tuple(cut * d.group for cut in cuts)
             size, unit = d.size * d.group, d.unit * d.group
-            found.append(evolve(split, axis=Axis.Q_HEADS, size=size, unit=unit, replicas=1, bounds=heads))
+            alike = evolve(split, axis=Axis.Q_HEADS, layers="", size=size, unit=unit, replicas=1, bounds=heads)
+            queries.setdefault(alike, []).extend(parse_layers(d.layers))
+    found += [evolve(split, layers=format_layers(layers)) for split, layers in queries.items()]
     return tuple(sorted(found, key=lambda split: list(Axis).index(split.axis)))

@@ -138,7 +138,7 @@ def demands(
     for block in model.blocks:
         own = dict(shared)
         for axis, group in _layer_groups(block, request, device_count):
-            key = (axis, group.size, group.width, group.group, cut_of(axis, block.layers[0]))
+            key = (axis, group.size, group.width, group.group, group.share, cut_of(axis, block.layers[0]))
             own[axis] = groups.setdefault(key, group)
             own[axis].layers.extend(block.layers)
         if block.attention:

@@ -83,7 +83,7 @@ class Tolerated:
     Attributes:
         ignored: patterns (fnmatch) of names that no plan needs.
         prefix: the start of names that some checkpoints leave out, empty if none does.
-        renamed: starts of names that some checkpoints have, and what the family has in their place.
+        renamed: starts of names (with a dot: parts) that some checkpoints have, and what the tables have there.
         extra_layers: whether layers beyond the config's ``num_hidden_layers`` may be there (multi-token prediction).
     """
 
@@ -214,13 +214,13 @@ def _text_part(config: Config) -> str:
     for path, part in _parts(config):
         inner = part.raw("model_type")
         if isinstance(inner, str) and inner in FAMILIES:
-            alone = "save it as a config.json of its own to plan for that part; what is around it is then not counted"
-            hint = f"its {path} is of the type {inner}, which is supported: {alone}"
+            hint = f"its {path} is of the type {inner}, which is supported"
             try:
                 spec_from_config(part, inner)
             except ModelError as error:
-                return f"{hint}; but first complete it: {error.message}"
-            return hint
+                return f"{hint}, but not as it is: {error.message}"
+            alone = "save it as a config.json of its own to plan for that part; what is around it is then not counted"
+            return f"{hint}: {alone}"
     return ""
 
 

@@ -182,11 +182,12 @@ COMPRESSED: Final[dict[str, Family]] = {
             *numbered("ffn.experts.{expert}", "EX"),
             *numbered("ffn.shared_experts", "SX"),
         ),
-        # transformers writes the names of layers, but not these, as they are on the hub.
+        # transformers writes the names of layers, but for one, and not the others as they are on the hub.
         renamed={
             "embed.": "model.embed_tokens.",
             "layers.": "model.layers.",
             "norm.": "model.norm.",
+            ".attn.kv_norm.": ".attn.norm.",
             **{f"hc_head_{part}": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")},
         },
         ignored=("*.rotary_emb.inv_freq", "mtp.*"),

@@ -91,8 +91,24 @@ _QWEN3_5 = {
 }
 
 
+#: Keys of Kimi K3, which has other tensors by them: experts of a narrower stream, gates, and sums over layers.
+_KIMI_K3: Final = (
+    *("routed_expert_hidden_size", "latent_moe_use_norm", "mla_use_output_gate"),
+    *("use_full_rank_gate", "attn_res_block_size"),
+)
+
+
 def _kimi(config: Config) -> Config:
-    """Read the section ``linear_attn_config``, which numbers layers from 1, and the context by its name."""
+    """Read the section ``linear_attn_config``, which numbers layers from 1, and the context by its name.
+
+    Raises:
+        ModelError: the config is of a later model with other tensors, or its layers are not all told.
+    """
+    parts = (config, config.section("linear_attn_config")) if config.raw("linear_attn_config") else (config,)
+    if told := next(((part, key) for part in parts for key in _KIMI_K3 if part.raw(key)), None):
+        part, key = told
+        problem = f"{key} is {str(part.raw(key))[:60]}, of which Kimi Linear has no tensors"
+        raise part.error(problem, "the model is a later one, which is not supported")
     if config.raw("max_position_embeddings") is None and config.raw("model_max_length") is not None:
         config = config.having("max_position_embeddings", config.raw("model_max_length"))
     if config.raw("linear_attn_config") is None:

@@ -38,28 +38,64 @@ def _after_first(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG0
     return (False,) + (True,) * (layers - 1)
 
 
-def _laguna_heads(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
-    """Tell the query heads of each layer.
+#: What Laguna's ``gating`` says, one gate for each head or for each of its elements; and whether it is the former.
+_GATES: Final = ((None, True), (True, True), ("per_head", True), (False, False), ("per_element", False))
+
+
+def _laguna_layers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
+    """Tell the query heads of each layer, and its gates.
 
     Raises:
         ModelError: they are listed for another number of layers.
     """
-    heads = config.numbers("num_attention_heads_per_layer")
-    if heads and len(heads) != layers:
-        raise config.error(f"num_attention_heads_per_layer has {len(heads)} entries for {layers} layers")
-    return tuple({"num_attention_heads": each} for each in heads) or ({},) * layers
+    found: list[dict[str, object]] = [{} for _ in range(layers)]
+    listed = {
+        ("num_attention_heads_per_layer", "num_attention_heads"): config.numbers("num_attention_heads_per_layer"),
+        ("gating_types", "gating"): config.texts("gating_types"),
+    }
+    for (key, own), values in listed.items():
+        if values and len(values) != layers:
+            raise config.error(f"{key} has {len(values)} entries for {layers} layers (num_hidden_layers)")
+        for layer, value in zip(found, values, strict=False):
+            layer[own] = value
+    return tuple(found)
 
 
 def _laguna(config: Config, shape: Shape) -> Shape:
-    """Add the shared expert, and tell whether each head has one gate."""
-    one = config.raw("gating") in {True, "per-head", None}
+    """Add the shared expert, and tell whether each head has one gate.
+
+    Raises:
+        ModelError: the gates are of no known kind.
+    """
+    given = config.raw("gating")
+    told = given.replace("-", "_") if isinstance(given, str) else given
+    one = next((one for known, one in _GATES if told == known), None)
+    if one is None:
+        raise config.error(f"gating is {str(given)[:60]!r}, known are per-head (or true) and per-element (or false)")
     return shared_expert(512)(config, shape.having("gate_per_head") if one else shape)
 
 
+def _mimo_marked(config: Config, key: str, layers: int) -> tuple[bool, ...]:
+    """Select the layers for which ``key`` lists a 1; empty without such a key.
+
+    Raises:
+        ModelError: it is no list of as many zeros and ones.
+    """
+    marks = config.numbers(key)
+    if marks and (len(marks) != layers or not {*marks} <= {0, 1}):
+        raise config.error(f"{key} is not a list of {layers} zeros and ones, one for each layer (num_hidden_layers)")
+    return tuple(map(bool, marks))
+
+
 def _mimo_sliding(config: Config, layers: int) -> tuple[bool, ...]:
-    """Select the layers with windows: all but the first, and every sixth."""
-    given = layer_types(config, layers, _SLIDING)
+    """Select the layers with windows: those that the config says, or all but the first and every sixth."""
+    given = layer_types(config, layers, _SLIDING) or _mimo_marked(config, "hybrid_layer_pattern", layers)
     return given or tuple(layer > 0 and (layer + 1) % 6 != 0 for layer in range(layers))
+
+
+def _mimo_sparse(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select the layers with experts: those that the config marks, or all but the first."""
+    return _mimo_marked(config, "moe_layer_freq", layers) or _after_first(config, layers)
 
 
 def _mimo_windows(config: Config, layers: int) -> tuple[int, ...]:
@@ -70,10 +106,14 @@ def _mimo_windows(config: Config, layers: int) -> tuple[int, ...]:
 
 
 def _mimo_heads(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
-    """Tell the KV heads of layers with windows, which are twice those of the others, and that they have sinks."""
-    heads = 2 * config.count("num_key_value_heads", default=4)
-    slides = {"num_key_value_heads": heads, _SINKS: True}
-    return tuple(slides if each else {} for each in _mimo_sliding(config, layers))
+    """Tell the heads of layers with windows, whose KV heads are twice as many if no key says so, and who has sinks."""
+    slides: dict[str, object] = {"num_key_value_heads": 2 * config.count("num_key_value_heads", default=4)}
+    for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"):
+        own = config.optional_count(f"swa_{key}")
+        slides |= {key: own} if own else {}
+    slides[_SINKS] = config.flag("add_swa_attention_sink_bias", default=True)
+    full = {_SINKS: config.flag("add_full_attention_sink_bias")}
+    return tuple(slides if each else full for each in _mimo_sliding(config, layers))
 
 
 def _mimo(config: Config, shape: Shape) -> Shape:
@@ -144,7 +184,7 @@ LAYERED: Final[dict[str, Family]] = {
         flags={"attention_bias": False},
         window=windows(512, no_layer),
         moe=mlp_types(_after_first),
-        own=_laguna_heads,
+        own=_laguna_layers,
         adapt=_laguna,
     ),
     "mimo_v2_flash": Family(
@@ -157,7 +197,7 @@ LAYERED: Final[dict[str, Family]] = {
         defaults={"num_key_value_heads": 4, "head_dim": 192, "num_experts_per_tok": 8},
         flags={"attention_bias": False, _SINKS: False},
         window=_mimo_windows,
-        moe=mlp_types(_after_first),
+        moe=mlp_types(_mimo_sparse),
         own=_mimo_heads,
         adapt=_mimo,
     ),

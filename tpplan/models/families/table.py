@@ -229,7 +229,7 @@ class Family:
         layers: how the names of a layer's tensors start.
         root: how all names start.
         prefix: the start of names that some checkpoints leave out.
-        renamed: starts of names that some checkpoints have, and what the tables have in their place.
+        renamed: starts of names (with a dot: parts) that some checkpoints have, and what the tables have there.
         ignored: patterns (fnmatch) of names in checkpoints that no plan needs, such as buffers and vision towers.
         extra_layers: whether checkpoints may hold layers beyond ``num_hidden_layers`` (multi-token prediction).
         defaults: values of keys that a config.json may leave out, as in transformers' configuration classes.

@@ -159,9 +159,13 @@ _FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("g
 
 #: Scales that a calibrated cache or attention has, and their zero points.
 _CALIBRATED: Final = re.compile(
-    r"\.(?:self_attn|attn|attention|self_attention)(?:\.\w+)*?"
+    r"\.(?:self_attn|attn|attention|self_attention|mixer)(?:\.\w+)*?"
     r"\.(?:(?:q|k|v|kv|qk|p|prob|prob_output|softmax)_(?:scale|zero_point|global_scale|offset)|output_(?:scale|zero_point))$"
 )
+#: What layers that attend to the keys and values of others may have of these nevertheless, which nothing reads.
+_UNREAD: Final = re.compile(r"self_attn\.[kv]_(?:proj|norm)(?:\.|$)")
+_UNREAD_TEXT: Final = "key and value projections that no layer uses"
+
 #: The projections that they come with.
 _CACHED: Final = {"k_proj": "k", "v_proj": "v"}
 
@@ -249,9 +253,13 @@ class _Match:
         ignored = re.compile("|".join(map(translate, tolerated.ignored)) or r"(?!)")
         self.found: dict[str, dict[str, Tensor]] = {}
         self.scales: dict[int, list[str]] = {}
+        shares = {n for block in logical.blocks if block.attention and block.attention.shared for n in block.layers}
         for name, tensor in headers.tensors.items():
-            layer = _number(self.layers.match(name))
-            if tolerated.extra_layers and layer >= logical.layer_count:
+            at = self.layers.match(name)
+            layer = _number(at)
+            if at and layer in shares and _UNREAD.match(name, at.end()):
+                self.aside[_UNREAD_TEXT] += tensor.nbytes
+            elif tolerated.extra_layers and layer >= logical.layer_count:
                 self.aside[PREDICTION] += tensor.nbytes
             elif ignored.match(name):
                 self.aside[label(name, tensor) or BUFFERS] += tensor.nbytes

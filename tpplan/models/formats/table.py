@@ -144,8 +144,8 @@ def _format(text: str, lines: str, gather_only: str = "") -> Format:
 
 
 _SCALARS = """
-    .input_scale?       F32,BF16,F16    |1
-    .activation_scale?  F32,BF16,F16    |1
+    .input_scale?       F32,BF16,F16    |1|lead
+    .activation_scale?  F32,BF16,F16    |1|lead
     .output_scale?      F32,BF16,F16    |1|any any any
     .k_scale?           F32,BF16,F16    |1|any any any
     .v_scale?           F32,BF16,F16    |1|any any any
@@ -196,10 +196,25 @@ FORMATS: Final[dict[str, Format]] = {
     "fp8-block": _format(
         "FP8 block {rows}x{columns}",
         """
-        .weight             F8_E4M3,F8_E5M2         out in
-        .weight_scale_inv   F32,BF16,F16,F8_E8M0    out/rows in/columns
+        .weight             F8_E4M3,F8_E5M2         lead out in
+        .weight_scale_inv   F32,BF16,F16,F8_E8M0    lead out/rows in/columns
         """
         + _SCALARS,
+    ),
+    # DeepSeek's own files from its fourth version on: scales are powers of two, and experts have 4 bits.
+    "fp8-deepseek": _format(
+        "FP8 block {rows}x{columns}",
+        """
+        .weight     F8_E4M3         out in
+        .scale      F8_E8M0,F32     out/rows in/columns
+        """,
+    ),
+    "fp4-deepseek": _format(
+        "MXFP4",
+        """
+        .weight     I8          out in/2
+        .scale      F8_E8M0     out in/32
+        """,
     ),
     "fp8-tensor": _format(
         "FP8 per tensor",
@@ -322,9 +337,9 @@ FORMATS: Final[dict[str, Format]] = {
     "nvfp4": _format(
         "NVFP4",
         """
-        .weight             U8          out in/2
-        .weight_scale       F8_E4M3     out in/16
-        .weight_scale_2     F32         |1
+        .weight             U8          lead out in/2
+        .weight_scale       F8_E4M3     lead out in/16
+        .weight_scale_2     F32         |1|lead
         """
         + _SCALARS,
     ),
@@ -408,11 +423,20 @@ FORMATS: Final[dict[str, Format]] = {
         + _SCALARS,
     ),
     # All experts of a layer in one tensor, rows and columns in either order.
+    "fp8-experts-tensor": _format(
+        "FP8 per tensor",
+        """
+        -                   F8_E4M3,F8_E5M2     lead rows cols
+        _scale_inv          F32,BF16,F16        lead 1 1
+        _activation_scale?  F32,BF16,F16        |1|lead|lead 1 1
+        """,
+    ),
     "fp8-experts-block": _format(
         "FP8 block {r}x{c}",
         """
-        -               F8_E4M3,F8_E5M2         lead rows cols
-        _scale_inv      F32,BF16,F16,F8_E8M0    lead rows/r cols/c
+        -                   F8_E4M3,F8_E5M2         lead rows cols
+        _scale_inv          F32,BF16,F16,F8_E8M0    lead rows/r cols/c
+        _activation_scale?  F32,BF16,F16            |1|lead|lead 1 1
         """,
     ),
     "fp8-experts": _format(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: The most entries for single modules that are followed.
-_MOST_MODULES: Final = 20_000
+_MOST_MODULES: Final = 200_000
 
 #: Where a config.json describes the quantisation.
 _KEYS: Final = ("quantization_config", "compression_config", "quantization")
@@ -81,6 +81,9 @@ def _described(config: Config, directory: Path | None) -> tuple[str, Config | No
     section = next((part.section(key) for part in parts for key in _KEYS if part.raw(key) is not None), None)
     if section is not None and "quantization_config" in section:  # as in some of the first compression_configs
         section = section.section("quantization_config")
+    told = next((part.raw("expert_dtype") for part in parts if part.raw("expert_dtype") is not None), None)
+    if section is not None and told is not None and "expert_dtype" not in section:  # DeepSeek-V4, of which 4.1 moved it
+        section = section.having("expert_dtype", told)
     method = "" if section is None else section.text("quant_method").lower()
     if section is not None and not method:  # ModelOpt has both keys
         method = "modelopt" if "quant_algo" in section else "compressed-tensors" if "config_groups" in section else ""
@@ -149,6 +152,9 @@ def _all_but(
 def _fp8(section: Config) -> Scheme:
     block = _block(section, "weight_block_size")
     static = section.text("activation_scheme") == "static"
+    skipped = section.texts("modules_to_not_convert") + section.texts("ignored_layers")
+    if experts := section.text("expert_dtype"):
+        return _deepseek(section, block, experts, skipped)
     if block:
         form = Form(format="fp8-block", known=block)
     elif "weight_block_size" in section:  # transformers writes the key even if it is null
@@ -157,7 +163,19 @@ def _fp8(section: Config) -> Scheme:
         form = Form(format="fp8-tensor")
     scale = ".input_scale" if form.format == "fp8-tensor" else ".activation_scale"
     form = evolve(form, extra=(scale,) if static else ())
-    return _all_but(section, "fp8", form, section.texts("modules_to_not_convert") + section.texts("ignored_layers"))
+    return _all_but(section, "fp8", form, skipped)
+
+
+def _deepseek(section: Config, block: dict[str, int], experts: str, skipped: tuple[str, ...]) -> Scheme:
+    """Return the scheme of DeepSeek's own files, whose experts may have 4 bits; what compresses tokens has 16."""
+    if not block or experts not in {"fp4", "fp8"}:
+        problem = f"expert_dtype is {experts[:60]!r}" if block else "weight_block_size is missing"
+        raise section.error(f"{problem}; experts of blocks in FP8, or of fp4 beside these, are known")
+    scales = "F8_E8M0" if section.text("scale_fmt") == "ue8m0" else "F32"
+    form = Form(format="fp8-deepseek", known=block, dtypes={".scale": scales})
+    plain = Rule(form=None, names=(*skipped, "compressor.wkv", "compressor.wgate"), kinds=_ALL)
+    routed = Rule(form=Form(format="fp4-deepseek") if experts == "fp4" else form, names=("experts.*",), kinds=_LAYERS)
+    return Scheme(method="fp8", rules=(plain, routed, Rule(form=form, kinds=_LAYERS)), source=section.source)
 
 
 def _block(section: Config, key: str) -> dict[str, int]:
@@ -197,9 +215,27 @@ def _compressed(section: Config) -> Scheme:
         dims = ("heads", "1", "1") if cache.text("strategy") == "attn_head" else ("1",)
         caches = None if cache.flag("dynamic") else CacheScales(in_projections=False, dtype="", dims=dims)
     rules = (ignored, *named, *others)
+    _check_transforms(section)
     if len(rules) == 1 and section.raw("kv_cache_scheme") is None:
         raise section.error("config_groups tells nothing of weights")
     return Scheme(method="compressed-tensors", rules=rules, caches=caches, source=section.source)
+
+
+def _check_transforms(section: Config) -> None:
+    """Check that no transform is left to whoever runs the model: what is stored does not say what is computed then.
+
+    Raises:
+        ModelError: one is applied to anything but weights, which are stored with it.
+    """
+    if not section.raw("transform_config"):
+        return
+    for name, transform in _sections(section.section("transform_config"), "config_groups").items():
+        applied = transform.raw("apply")
+        for each in applied if isinstance(applied, list) else [applied]:
+            place = each.get("location") if isinstance(each, dict) else None
+            if place not in ("weight_input", "weight_output"):
+                where = f"transform {name[:60]!r} is applied to {str(place)[:60]!r} as the model runs"
+                raise section.error(f"{where}, which is not followed; those of weights alone are")
 
 
 _CLASSES: Final = {"Linear": _LAYERS | {HEAD}, "Embedding": frozenset({EMBEDDING})}
