@@ -17,18 +17,54 @@ from tests.later import transformers
 from tpplan.core.plan import Cache, Request
 from tpplan.exec import compile as compile_plan
 from tpplan.transformers import shard
-from tpplan.transformers.trial import small
+from tpplan.transformers.small import small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tpplan.core.plan import SplitPlan
 
+_SLIDING_FIVE = [*["sliding_attention"] * 4, "full_attention"]
+
+#: Models that a family's default config is not like.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gemma4 that shares keys": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 10,
+        "layer_types": _SLIDING_FIVE * 2,
+        "num_kv_shared_layers": 5,
+        "use_double_wide_mlp": True,
+        "num_key_value_heads": 2,
+    },
+    "gemma4 of experts": {
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_key_value_heads": 8,
+        "top_k_experts": 8,
+    },
+    "granitemoehybrid without experts": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["linear_attention", "full_attention"] * 16,
+        "mamba_n_groups": 2,
+        "num_experts_per_tok": 0,
+        "num_key_value_heads": 8,
+        "num_local_experts": 0,
+    },
+    "nemotron_h with a latent": {"model_type": "nemotron_h", "moe_latent_size": 1024},
+    "falcon_h1 with a norm": {"model_type": "falcon_h1", "mamba_n_groups": 2, "mamba_rms_norm": True},
+}
+
 #: One family of each kind: grouped heads, fused projections, windows and sinks, experts, latent and linear attention,
-#: norms over all heads, heads of the hidden size.
+#: norms over all heads, heads of the hidden size, layers that differ in heads, Mamba-2 that shares B and C.
 KINDS = (
     *("llama", "phi3", "gemma3_text", "gpt_oss", "mixtral", "qwen2_moe", "deepseek_v3", "qwen3_next", "olmo2"),
-    *("gpt2", "stablelm"),
+    *("gpt2", "stablelm", "gemma3n_text", "mimo_v2_flash", "granitemoehybrid", *VARIANTS),
 )
 
 _KEPT: list[TemporaryDirectory[str]] = []
@@ -48,7 +84,9 @@ class Model:
 
 
 def default_config(model_type: str) -> Any:
-    """Return transformers' default config of a family."""
+    """Return transformers' default config of a family, or that of a variant."""
+    if model_type in VARIANTS:
+        return hub_config(VARIANTS[model_type])
     return hub_config({"model_type": model_type, **INCOMPLETE_DEFAULTS.get(model_type, {})})
 
 

@@ -19,6 +19,7 @@ from tpplan.transformers.heads import read_by_index
 from tpplan.transformers.layers import Layers, Operations
 from tpplan.transformers.load import Names, Stored
 from tpplan.transformers.lockstep import Lockstep
+from tpplan.transformers.mamba import divide_mamba
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,8 +59,9 @@ def assemble(
         models[index], counts[index] = build(plan, source.model, config, index)
         fill(models[index], names, tensors[index], counts[index], device.device, tied=source.model.tied_embeddings)
         missing = {layer: each.missing for layer, each in enumerate(counts[index])}
-        Layers(models[index], index, operations, missing).change(names.sources)
+        Layers(models[index], index, operations, missing, source.model.by_layer).change(names.sources)
         read_by_index(models[index], counts[index], device.device)
+        divide_mamba(models[index], counts[index], [*source.model.by_layer.values()], device.device)
     return _joined(models, counts, operations, source)
 
 

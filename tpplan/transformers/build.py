@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tpplan.transformers.counts import BY_ATTRIBUTE, Counts, count_heads, settings
+from tpplan.transformers.counts import BY_ATTRIBUTE, Counts, count_channels, count_heads, settings
 from tpplan.transformers.load import dtypes, put
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ def build(plan: SplitPlan, model: ModelSpec, config: Any, device: int) -> tuple[
         if signature not in others:
             others[signature] = on_meta(_having(config, other))
         layers_of(made)[layer] = layers_of(others[signature])[layer]
-    if config.model_type in BY_ATTRIBUTE:
-        for module, own, block in zip(layers_of(made), counts, blocks, strict=True):
+    for module, own, block in zip(layers_of(made), counts, blocks, strict=True):
+        count_channels(module, own, block)
+        if config.model_type in BY_ATTRIBUTE:
             count_heads(module, own, block)
     return made, counts
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from transformers.cache_utils import DummyLayer
+
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
@@ -75,7 +77,8 @@ class PerDeviceLayer:
 
 def own_layers(cache: Any) -> list[Any]:
     """Return the layers of all devices of a cache that :func:`split_cache` has divided."""
-    every = [own for layer in cache.layers for own in layer._layers.values()]  # noqa: SLF001 (of this module)
+    parts = [layer for layer in cache.layers if type(layer) is PerDeviceLayer]
+    every = [own for layer in parts for own in layer._layers.values()]  # noqa: SLF001 (of this module)
     return [own._layer if type(own) is HeadlessLayer else own for own in every]  # noqa: SLF001
 
 
@@ -106,6 +109,8 @@ def split_cache(cache: Any, layers: int, lockstep: Lockstep, headless: Mapping[i
         cache.layers = [*cache.layers, *(made() for _ in range(layers - len(cache.layers)))]
         cache.layer_class_to_replicate = None
     for number, layer in enumerate(cache.layers):
+        if type(layer) is DummyLayer:  # of a layer that caches nothing
+            continue
         if type(layer) is PerDeviceLayer and layer._lockstep is lockstep:  # noqa: SLF001 (of this module)
             continue
         if type(layer) is PerDeviceLayer:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from tpplan.core.axes import Axis
 from tpplan.errors import RequestError
 from tpplan.exec.context import TPContext
+from tpplan.transformers.divided import norm_groups, sparsify
 from tpplan.transformers.lockstep import Lockstep, Operation
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.core.model import Block
     from tpplan.transformers.load import Stored
 
 
@@ -100,7 +102,14 @@ class Operations:
 class Layers:
     """Changes the modules of one device's model."""
 
-    def __init__(self, model: Any, device: int, operations: Operations, missing: Mapping[int, frozenset[Axis]]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: int,
+        operations: Operations,
+        missing: Mapping[int, frozenset[Axis]],
+        blocks: Mapping[int, Block],
+    ) -> None:
         """Change nothing yet.
 
         Args:
@@ -108,8 +117,10 @@ class Layers:
             device: index of the device.
             operations: the context's.
             missing: for each layer the axes of which the device has no part.
+            blocks: what each layer is.
         """
-        self._model, self._device, self._operations, self._missing = model, device, operations, missing
+        self._model, self._device, self._operations = model, device, operations
+        self._missing, self._blocks = missing, blocks
         self._context = operations.context
         self._layout = self._context.plan.request.layout
 
@@ -128,6 +139,11 @@ class Layers:
             by_module.setdefault(path, {})[leaf] = stored
         for path, leaves in by_module.items():
             self._change(path, self._model.get_submodule(path), leaves)
+        for path, module in self._model.named_modules():
+            if getattr(module, "activation_sparsity", 0):
+                layer = by_module[f"{path}.gate_proj"]["weight"].layer or 0
+                lacks, columns = self._lacks(Axis.INTERMEDIATE, layer), self._blocks[layer].intermediate
+                sparsify(path, module, self._operations, layer, columns, lacks=lacks)
         head = self._model.get_output_embeddings()
         if head.weight is (embedding := self._model.get_input_embeddings()).weight:
             path = next(name for name, module in self._model.named_modules() if module is embedding)
@@ -285,6 +301,10 @@ class Layers:
             message = f"{path} ({type(module).__name__}) normalises columns that the plan divides"
             raise RequestError(message, "run it by tpplan's decoder (--engine tpplan)")
         layer, columns = weight.layer, weight.parameter.shape[0]
+        linear = self._blocks[layer].linear if layer is not None else None
+        if axis is Axis.LINEAR_HEADS and linear and layer is not None:
+            norm_groups(path, module, self._operations, linear, layer, device=self._device, epsilon=epsilon)
+            return
         lacks = self._lacks(axis, layer)
 
         def forward(x: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ follows rules; the trial finds where they do not hold.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
@@ -24,122 +23,19 @@ from tpplan.exec import compile as compile_plan
 from tpplan.planner.attempt import Attempt
 from tpplan.planner.ledger import demands, ledger
 from tpplan.transformers.assembly import assemble
+from tpplan.transformers.small import small
 from tpplan.weights import load_weights
 from tpplan.weights.source import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from tpplan.core.plan import SplitPlan
     from tpplan.planner.costs import Demand
 
 #: Tokens of the trial's prompt, and those that follow.
 _PROMPT: Final = 11
 _NEW: Final = 3
-_VOCAB: Final = 256
-_HEAD: Final = 16
 #: Most difference of logits, as a part of the largest; sums of float32 in other orders differ by a hundredth of it.
 _MOST_ERROR: Final = 1e-4
-
-#: Largest values of keys in the small config; keys that it lacks stay away.
-_MOST: Final[Mapping[str, int]] = {
-    "head_dim": _HEAD,
-    "intermediate_size": 512,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 64,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "shared_expert_intermediate_size": 64,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "index_head_dim": 16,
-    "index_n_heads": 4,
-    "index_topk": 4,
-    "linear_num_key_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "sliding_window": 6,
-    "max_position_embeddings": 512,
-    "sliding_window_pattern": 2,
-    "rotary_dim": 8,
-}
-#: Keys of tokens, which a small vocabulary may lack.
-_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def small(config: Any) -> Any:
-    """Return a config of the same kind whose model is small.
-
-    Kinds of layers, ratios of heads, windows and gates stay; sizes, and the number of layers, shrink.
-
-    Args:
-        config: a language model's config, of transformers.
-    """
-    made = deepcopy(config)
-    heads = made.num_attention_heads
-    kv_heads = getattr(made, "num_key_value_heads", None) or heads
-    few = min(kv_heads, 4)
-    group = min(heads // kv_heads, 3 if kv_heads > 1 else 4)
-    layers = _layers(made)
-    values = {
-        "vocab_size": min(made.vocab_size, _VOCAB),
-        "hidden_size": few * group * _HEAD,
-        "num_attention_heads": few * group,
-        "num_key_value_heads": few,
-        "num_kv_heads": few,
-        "num_hidden_layers": layers,
-        "max_window_layers": min(getattr(made, "max_window_layers", 0), 1),
-        **{key: min(most, value) for key, most in _MOST.items() if isinstance(value := getattr(made, key, None), int)},
-    }
-    ratio = (getattr(made, "linear_num_value_heads", 0) or 1) // (getattr(made, "linear_num_key_heads", 0) or 1)
-    values["linear_num_value_heads"] = values.get("linear_num_key_heads", 1) * min(ratio, 2)
-    old = made.num_hidden_layers
-    if getattr(made, "head_dim", None) == getattr(made, "qk_rope_head_dim", None):
-        values["head_dim"] = values.get("qk_rope_head_dim", _HEAD)
-    if getattr(made, "word_embed_proj_dim", None) == made.hidden_size:
-        values["word_embed_proj_dim"] = values["hidden_size"]
-    for key, value in values.items():
-        if isinstance(getattr(made, key, None), int) and not isinstance(getattr(type(made), key, None), property):
-            setattr(made, key, value)
-    for key, value in vars(made).items():
-        if isinstance(value, list) and len(value) == old and not key.startswith("_"):
-            setattr(made, key, value[:layers])
-    for key in _TOKENS:
-        if getattr(made, key, None) is not None:
-            setattr(made, key, values["vocab_size"] - 1)
-    _shrink_rope(made)
-    made.dtype = torch.float32
-    return made
-
-
-def _layers(config: Any) -> int:
-    """Return the fewest layers, at least two, that have all kinds, and at most six if no list tells the kinds."""
-    count: int = config.num_hidden_layers
-    lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == count]
-    if not lists:
-        return min(count, 6)
-    kinds = [*zip(*(map(str, values) for values in lists), strict=True)]
-    return max(2, 1 + max(kinds.index(kind) for kind in set(kinds)))
-
-
-def _shrink_rope(config: Any) -> None:
-    """Divide sections of RoPE's frequencies as a small head does."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    half = int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
-    for factors in ("short_factor", "long_factor"):
-        if factors in rope:
-            rope[factors] = rope[factors][:half]
-    if rope.get("mrope_section"):
-        third = half // 3
-        rope["mrope_section"] = [half - 2 * third, third, third]
 
 
 def check_small_model(config: Any, layout: str, kv: str) -> None:
