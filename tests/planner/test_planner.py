@@ -25,6 +25,7 @@ from tpplan.planner.attempt import attempt
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.ledger import demands, ledger
 from tpplan.planner.plan import plan, replan
+from tpplan.planner.recount import differences
 
 if TYPE_CHECKING:
     import random
@@ -230,6 +231,20 @@ def test_layers_that_differ_are_cut_each_in_their_way() -> None:
     assert found.split(Axis.INTERMEDIATE, 0).layers == "0"
     assert found.split(Axis.EXPERT_INTERMEDIATE, 2).layers == found.split(Axis.SHARED_INTERMEDIATE, 2).layers == "1-2"
     assert found.split(Axis.KV_HEADS, 1).layers == "0-2"
+
+
+def test_layers_that_differ_only_in_query_heads_share_the_cut_of_their_kv_heads() -> None:
+    """KV heads that serve other numbers of query heads, but are cut alike, are one split; counting again agrees."""
+    keys = {"model_type": "laguna", "architectures": ["LagunaForCausalLM"], "num_attention_heads_per_layer": [8, 16]}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "max_position_embeddings": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = spec(
+        **keys, **sizes, **experts, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=32
+    )
+    found = plan(model, (Device(name="a", budget_bytes=GIB), Device(name="b", budget_bytes=GIB)))
+    cuts = [(split.layers, split.size) for split in found.splits if split.axis in {Axis.KV_HEADS, Axis.Q_HEADS}]
+    assert cuts == [("0-1", 4), ("0", 8), ("1", 16)]
+    assert differences(found, model) == []
 
 
 @pytest.mark.parametrize("strategy", ["balanced", "latency"])

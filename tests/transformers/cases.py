@@ -12,8 +12,8 @@ import torch
 from attrs import frozen
 
 from tests.decoder_cases import plan_of
-from tests.family_models import INCOMPLETE_DEFAULTS, hub_config
-from tests.later import transformers
+from tests.family_configs import VISION
+from tests.family_models import INCOMPLETE_DEFAULTS, build, hub_config, save_model
 from tpplan.core.plan import Cache, Request
 from tpplan.exec import compile as compile_plan
 from tpplan.transformers import shard
@@ -60,11 +60,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "falcon_h1 with a norm": {"model_type": "falcon_h1", "mamba_n_groups": 2, "mamba_rms_norm": True},
 }
 
+#: Models whose language model transformers has only within one that reads images, of the smallest kind.
+WITH_IMAGES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("glm46v", "glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")},
+    "step3p7": {
+        "text_config": {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 15,
+            "num_sliding_attention_heads": 96,
+            "sliding_window": 512,
+            "moe_layers_enum": "1,2",
+        }
+    },
+}
+
 #: One family of each kind: grouped heads, fused projections, windows and sinks, experts, latent and linear attention,
 #: norms over all heads, heads of the hidden size, layers that differ in heads, Mamba-2 that shares B and C.
 KINDS = (
     *("llama", "phi3", "gemma3_text", "gpt_oss", "mixtral", "qwen2_moe", "deepseek_v3", "qwen3_next", "olmo2"),
     *("gpt2", "stablelm", "gemma3n_text", "mimo_v2_flash", "granitemoehybrid", *VARIANTS),
+    *("qwen2_5_vl", "qwen3_vl_moe", "step3p7"),
 )
 
 _KEPT: list[TemporaryDirectory[str]] = []
@@ -87,6 +101,8 @@ def default_config(model_type: str) -> Any:
     """Return transformers' default config of a family, or that of a variant."""
     if model_type in VARIANTS:
         return hub_config(VARIANTS[model_type])
+    if model_type in WITH_IMAGES:
+        return hub_config({"model_type": model_type, "vision_config": VISION[model_type], **WITH_IMAGES[model_type]})
     return hub_config({"model_type": model_type, **INCOMPLETE_DEFAULTS.get(model_type, {})})
 
 
@@ -94,11 +110,11 @@ def default_config(model_type: str) -> Any:
 def model_of(model_type: str, dtype: torch.dtype = torch.float32) -> Model:
     """Make a family's model, once."""
     torch.manual_seed(sum(map(ord, model_type)))
-    whole = transformers.AutoModelForCausalLM.from_config(small(default_config(model_type)), dtype=dtype).eval()
+    whole = build(small(default_config(model_type)), dtype=dtype).eval()
     for parameter in whole.parameters():
         parameter.data.normal_(0 if parameter.dim() > 1 else 0.5, 0.1)
     _KEPT.append(TemporaryDirectory())
-    whole.save_pretrained(_KEPT[-1].name)
+    save_model(whole, Path(_KEPT[-1].name), "1GB")
     return Model(Path(_KEPT[-1].name), whole)
 
 

@@ -13,12 +13,13 @@ from attrs import evolve
 
 from tests.command import command
 from tests.family_models import NOT_IN_TRANSFORMERS, SAME
-from tests.later import transformers
-from tests.transformers.cases import KINDS, Model, cut, default_config, model_of, prompt, sharded
+from tests.transformers.cases import KINDS, WITH_IMAGES, Model, cut, default_config, model_of, prompt, sharded
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.plan import Cache, Request
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.models import families
+from tpplan.models.families.wrappers import WRAPPERS
+from tpplan.transformers.classes import runnable
 from tpplan.transformers.sharding import config_of
 from tpplan.transformers.trial import check_small_model
 from tpplan.weights.source import Source
@@ -203,15 +204,28 @@ def test_a_part_alone() -> None:
 
 @pytest.mark.parametrize("model_type", sorted({*families.LANGUAGE_MODELS} - {*SAME, *NOT_IN_TRANSFORMERS}))
 def test_every_family_is_tried(model_type: str) -> None:
-    """Every planned family that transformers has alone runs on three devices, or is refused by name."""
-    config = default_config(model_type)
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        pytest.skip("transformers has it only with images")
+    """Every planned family runs on three devices, if need be within one that reads images, or is refused by name."""
+    config = runnable(default_config(model_type))
+    if config is None:
+        config = default_config(next(name for name in WITH_IMAGES if WRAPPERS[name].text == model_type))
     if model_type in REFUSED:
         with pytest.raises(RequestError, match="does not run on several devices: "):
             check_small_model(config, "reduce", "idle")
     else:
         check_small_model(config, "reduce", "idle")
+
+
+def test_text_of_a_model_for_images() -> None:
+    """A model that reads images is sharded without that part: text goes through its class, images are refused."""
+    model, tokens = model_of("qwen2_5_vl"), prompt()
+    with sharded(model, cut(model, 3, seed=1)) as parts:
+        assert type(parts) is type(model.whole)
+        assert not any("visual" in name for name, _ in parts.named_parameters())
+        refusal = "was sharded for text, without what reads "
+        with pytest.raises(RequestError, match=f"{refusal}pixel_values"):
+            parts(tokens, pixel_values=torch.zeros(4, 8))
+        with pytest.raises(RequestError, match=refusal):
+            parts.generate(tokens, pixel_values=torch.zeros(4, 8), max_new_tokens=2)
 
 
 def test_what_cannot_be_kept_is_refused() -> None:

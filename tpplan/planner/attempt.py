@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from tpplan.core.axes import Axis, bounds_of, minimum_units
+from tpplan.core.axes import Axis, bounds_of, format_layers, minimum_units, parse_layers
 from tpplan.core.device import Device
 from tpplan.core.model import GGUF, ModelSpec
 from tpplan.core.plan import DeviceMemory, PlanModel, Request, Split, SplitPlan, least_version
@@ -208,15 +208,24 @@ def described(model: ModelSpec) -> PlanModel:
 
 
 def splits_of(axes: Sequence[Demand], bounds: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:
-    """Return the splits of a plan, given the cut points of each axis; query heads are cut where their KV heads are."""
-    found = []
+    """Return the splits of a plan, given the cut points of each axis; query heads are cut where their KV heads are.
+
+    Layers whose KV heads serve other numbers of query heads are placed apart, and are one split if they are cut alike.
+    """
+    found: dict[Split, frozenset[int]] = {}
+
+    def add(split: Split) -> None:
+        key = evolve(split, layers="")
+        found[key] = found.get(key, frozenset()) | (parse_layers(split.layers) if split.layers else frozenset())
+
     for d, cuts in zip(axes, bounds, strict=True):
         split = Split(
             axis=d.axis, layers=d.layers, size=d.size, unit=d.unit, width=d.width, replicas=d.replicas, bounds=cuts
         )
-        found.append(split)
+        add(split)
         if d.axis is Axis.KV_HEADS:
             heads = tuple(cut * d.group for cut in cuts)
             size, unit = d.size * d.group, d.unit * d.group
-            found.append(evolve(split, axis=Axis.Q_HEADS, size=size, unit=unit, replicas=1, bounds=heads))
-    return tuple(sorted(found, key=lambda split: list(Axis).index(split.axis)))
+            add(evolve(split, axis=Axis.Q_HEADS, size=size, unit=unit, replicas=1, bounds=heads))
+    splits = [evolve(split, layers=format_layers(layers)) for split, layers in found.items()]
+    return tuple(sorted(splits, key=lambda split: list(Axis).index(split.axis)))

@@ -52,8 +52,8 @@ def differences(plan: SplitPlan, model: ModelSpec) -> list[str]:
     count = len(plan.devices)
     wanted = demands(parted, plan.request, count, lambda axis, layer: entries.get((axis, layer)))
     planned = {(split.axis, split.layers): split for split in plan.splits}
-    keys = [(demand.axis, demand.layers) for demand in wanted.axes]
-    bounds = [planned[key].bounds if key in planned else (0,) * (count + 1) for key in keys]
+    keys = [(demand.axis, min(parse_layers(demand.layers)) if demand.layers else None) for demand in wanted.axes]
+    bounds = [plan.splits[entries[key]].bounds if key in entries else (0,) * (count + 1) for key in keys]
     right = {(split.axis, split.layers): split for split in splits_of(wanted.axes, bounds)}
     for i, (key, split) in enumerate(planned.items()):
         name = f"{split.axis} of layers {split.layers}" if split.layers else split.axis
@@ -86,12 +86,12 @@ def check_ledger(plan: SplitPlan, model: ModelSpec, source: object) -> None:
         raise PlanError(f"the plan for {plan.model.name} is not right for {source}:{lines}", HINT)
 
 
-def _places(split: Split) -> Iterator[tuple[Axis, int]]:
-    """Yield the axis and each layer of a split."""
-    return ((split.axis, layer) for layer in (parse_layers(split.layers) if split.layers else ()))
+def _places(split: Split) -> Iterator[tuple[Axis, int | None]]:
+    """Yield the axis and each layer of a split, None outside of layers."""
+    return ((split.axis, layer) for layer in (parse_layers(split.layers) if split.layers else (None,)))
 
 
-def _parts(block: Block, entries: dict[tuple[Axis, int], int]) -> Iterator[Block]:
+def _parts(block: Block, entries: dict[tuple[Axis, int | None], int]) -> Iterator[Block]:
     """Yield the parts of a block whose layers share all their cuts in a plan; as a rule, the block itself."""
     axes = [axis for axis, _ in block.sizes()]
     layers: dict[tuple[int | None, ...], list[int]] = {}

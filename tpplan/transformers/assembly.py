@@ -12,14 +12,16 @@ from transformers import DynamicCache, GenerationConfig
 from tpplan.core.axes import Axis
 from tpplan.errors import RequestError
 from tpplan.models.families.wrappers import WRAPPERS
-from tpplan.transformers.build import build, fill, on_meta
+from tpplan.transformers.build import build, fill
 from tpplan.transformers.cache import split_cache
+from tpplan.transformers.classes import check_arguments, on_meta, refuse_images, starts, text_of
 from tpplan.transformers.graphs import captures, step
 from tpplan.transformers.heads import read_by_index
-from tpplan.transformers.layers import Layers, Operations
+from tpplan.transformers.layers import Layers
 from tpplan.transformers.load import Names, Stored
 from tpplan.transformers.lockstep import Lockstep
 from tpplan.transformers.mamba import divide_mamba
+from tpplan.transformers.operations import Operations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +43,7 @@ def assemble(
         source: the checkpoint.
         plan: the plan that cuts it.
         ctx: the compiled plan.
-        config: that of the language model, of transformers.
+        config: of transformers, that of a class that has the language model.
         tensors: slices of each device of this process, by name.
 
     Raises:
@@ -51,7 +53,8 @@ def assemble(
     stored = {name: Stored(parameter, layer) for name, parameter, layer in source.model.tensors()}
     root = WRAPPERS[source.model.model_type].root if source.model.model_type in WRAPPERS else ""
     config.dtype = getattr(torch, source.model.dtype)
-    names = Names(on_meta(config), stored, {root: ""} if root else {})
+    whole = on_meta(config)
+    names = Names(whole, stored, starts(whole, root))
     lockstep = Lockstep({index: device.device for index, device in ctx.devices.items()})
     operations = Operations(ctx, lockstep)
     models, counts = {}, {}
@@ -79,7 +82,10 @@ def _joined(
         for index, own in counts.items()
     }
     layers = len(next(iter(counts.values())))
-    front.captures_steps = captures(source.model, front.config)
+    text = text_of(front.config)
+    front.captures_steps = captures(source.model, text)
+    if text is not front.config:
+        refuse_images(front)
 
     def run(given: Mapping[str, Any]) -> Any:
         own = {
@@ -92,9 +98,10 @@ def _joined(
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
+        check_arguments(given)
         given = _on(given, next(iter(devices.values())))
         caches = given.get("use_cache")
-        caches = front.config.use_cache if caches is None else caches
+        caches = text.use_cache if caches is None else caches
         if given.get("past_key_values") is None and caches:
             given["past_key_values"] = DynamicCache(config=front.config)
         cache = given.get("past_key_values")

@@ -95,7 +95,8 @@ KEYS: Final[Mapping[Axis, tuple[str, ...]]] = {
 BY_ATTRIBUTE: Final = frozenset(
     {
         *("falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "stablelm"),
-        *("gemma4_text", "gemma4_unified_text", "mimo_v2_flash"),  # of which layers differ in their heads
+        *("glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text"),
+        *("gemma4_text", "gemma4_unified_text", "mimo_v2_flash", "step3p5"),  # of which layers differ in their heads
     }
 )
 _ATTRIBUTES: Final[Mapping[Axis, tuple[str, ...]]] = {

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.core.model import LinearAttention
-    from tpplan.transformers.layers import Operations
+    from tpplan.transformers.operations import Operations
 
 
 def norm_groups(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from tpplan.transformers.classes import text_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -47,6 +49,7 @@ _MOST: Final[Mapping[str, int]] = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": _VOCAB,
     "laurel_rank": 8,
+    "share_expert_dim": 64,
     "shared_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 64,
     "moe_latent_size": 24,
@@ -60,8 +63,17 @@ _MOST: Final[Mapping[str, int]] = {
     "mamba_chunk_size": 4,
     "chunk_size": 4,
 }
-#: Query heads for each KV head, by family, where layers have KV heads of different number.
-_GROUPS: Final = {"mimo_v2_flash": 4}
+#: Query heads for each KV head, by family, where layers differ in their heads.
+_GROUPS: Final = {"mimo_v2_flash": 4, "step3p5": 4}
+
+#: Families whose RoPE has sections for each direction of an image, also where the config has none.
+_SECTIONED: Final = frozenset({"glm4v_moe_text", "glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text"})
+
+#: Columns that the hidden size has beyond those of heads, by family, so that matrices are told from transposed ones.
+_WIDER: Final = {"qwen3_vl_moe_text": 16}
+
+#: Keys of which layers may have values of their own.
+_HEADS: Final = ("head_dim", "num_key_value_heads", "num_attention_heads", "num_sliding_attention_heads")
 
 #: Keys of tokens, which a small vocabulary may lack.
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -71,14 +83,21 @@ def small(config: Any) -> Any:
     """Return a config of the same kind whose model is small.
 
     Args:
-        config: a language model's config, of transformers.
+        config: of transformers, with a language model.
     """
     made = deepcopy(config)
+    _shrink(text_of(made))
+    made.dtype = torch.float32
+    return made
+
+
+def _shrink(made: Any) -> None:
+    """Make a language model's config small."""
     per_layer = getattr(made, "_heterogeneity_spec", None)
     overrides = per_layer.per_layer_overrides if per_layer else {}
     made.per_layer_config = None
     old, chosen = made.num_hidden_layers, _layers(made, overrides)
-    whole = {key: getattr(made, key, None) for key in ("head_dim", "num_key_value_heads")}
+    whole = {key: getattr(made, key, None) for key in _HEADS}
     for key, value in _sizes(made, len(chosen)).items():
         if isinstance(getattr(made, key, None), int) and not isinstance(getattr(type(made), key, None), property):
             setattr(made, key, value)
@@ -98,7 +117,6 @@ def small(config: Any) -> Any:
             setattr(made, key, made.vocab_size - 1)
     _shrink_rope(made)
     made.dtype = torch.float32
-    return made
 
 
 def _sizes(config: Any, layers: int) -> Mapping[str, int]:
@@ -107,12 +125,14 @@ def _sizes(config: Any, layers: int) -> Mapping[str, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     few = min(kv_heads, 4)
     group = min(heads // kv_heads, _GROUPS.get(config.model_type, 3) if kv_heads > 1 else 4)
+    sliding = getattr(config, "num_sliding_attention_heads", None) or heads
     values = {
         "vocab_size": min(config.vocab_size, _VOCAB),
-        "hidden_size": few * group * _HEAD,
+        "hidden_size": few * group * _HEAD + _WIDER.get(config.model_type, 0),
         "num_attention_heads": few * group,
         "num_key_value_heads": few,
         "num_kv_heads": few,
+        "num_sliding_attention_heads": few * group * sliding // heads,
         "num_hidden_layers": layers,
         "max_window_layers": min(getattr(config, "max_window_layers", 0), 1),
         **{key: _least(key, value) for key in _MOST if isinstance(value := getattr(config, key, None), int)},
@@ -161,6 +181,6 @@ def _shrink_rope(config: Any) -> None:
     for factors in ("short_factor", "long_factor"):
         if factors in rope:
             rope[factors] = rope[factors][:half]
-    if rope.get("mrope_section"):
+    if rope.get("mrope_section") or config.model_type in _SECTIONED:
         third = half // 3
         rope["mrope_section"] = [half - 2 * third, third, third]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from tpplan.core.axes import bounds_of, minimum_units
@@ -23,6 +23,8 @@ from tpplan.exec import compile as compile_plan
 from tpplan.planner.attempt import Attempt
 from tpplan.planner.ledger import demands, ledger
 from tpplan.transformers.assembly import assemble
+from tpplan.transformers.build import initialise_buffers
+from tpplan.transformers.classes import on_meta, runnable, text_of
 from tpplan.transformers.small import small
 from tpplan.weights import load_weights
 from tpplan.weights.source import Source
@@ -73,18 +75,28 @@ def _difference(config: Any, layout: str, kv: str) -> float:
     tiny = small(config)
     with torch.random.fork_rng(devices=[]), TemporaryDirectory() as name:
         torch.manual_seed(0)
-        whole = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32).eval()
-        for parameter in whole.parameters():
-            parameter.data.normal_(0 if parameter.dim() > 1 else 0.5, 0.1)
+        whole = _random_model(tiny)
         _save(whole, name)
-        tokens = torch.randint(0, tiny.vocab_size, (2, _PROMPT + _NEW))
+        tokens = torch.randint(0, text_of(tiny).vocab_size, (2, _PROMPT + _NEW))
         source = Source.read(Path(name))
         plan = uneven_plan(source, layout, kv)
         with compile_plan(plan, backend="cpu", scratch=False) as context, torch.no_grad():
             weights = load_weights(plan, source, context)
-            sharded = assemble(source, plan, context, AutoConfig.from_pretrained(name), weights.tensors)
+            sharded = assemble(source, plan, context, runnable(AutoConfig.from_pretrained(name)), weights.tensors)
             wanted, found = (_logits(model, tokens) for model in (whole, sharded))
     return float((wanted - found).abs().max() / wanted.abs().max())
+
+
+def _random_model(config: Any) -> Any:
+    """Return a model with random values."""
+    made = on_meta(config).to_empty(device="cpu").eval()
+    made.tie_weights()
+    for buffer in made.buffers():
+        buffer.data.fill_(1)
+    initialise_buffers(made)
+    for parameter in made.parameters():
+        parameter.data.normal_(0 if parameter.dim() > 1 else 0.5, 0.1)
+    return made
 
 
 def _save(model: Any, directory: str) -> None:
