@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tpplan.core.plan import SplitPlan
 
 #: Families that transformers does not run on several devices, or of which no small model can be made.
-REFUSED = {"bloom", "deepseek_v4", "kimi_linear", "olmo_hybrid"}
+REFUSED = {"bloom", "deepseek_v4"}
 
 
 def assert_same(model: Model, plan: SplitPlan, new: int = 32) -> None:

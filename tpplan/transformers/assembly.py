@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.core.model import ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
     from tpplan.transformers.counts import Counts
@@ -50,11 +51,8 @@ def assemble(
         ModelError: transformers has no place for a tensor.
         RequestError: the plan cuts what transformers does not compute in parts.
     """
-    stored = {name: Stored(parameter, layer) for name, parameter, layer in source.model.tensors()}
-    root = WRAPPERS[source.model.model_type].root if source.model.model_type in WRAPPERS else ""
     config.dtype = getattr(torch, source.model.dtype)
-    whole = on_meta(config)
-    names = Names(whole, stored, starts(whole, root))
+    names = names_of(source.model, on_meta(config))
     lockstep = Lockstep({index: device.device for index, device in ctx.devices.items()})
     operations = Operations(ctx, lockstep)
     models, counts = {}, {}
@@ -66,6 +64,21 @@ def assemble(
         read_by_index(models[index], counts[index], device.device)
         divide_mamba(models[index], counts[index], [*source.model.by_layer.values()], device.device)
     return _joined(models, counts, operations, source)
+
+
+def names_of(model: ModelSpec, whole: Any) -> Names:
+    """Return where a model of transformers has the tensors of its checkpoints.
+
+    Args:
+        model: the model as planned.
+        whole: of transformers.
+
+    Raises:
+        ModelError: transformers has no place for a tensor.
+    """
+    stored = {name: Stored(parameter, layer) for name, parameter, layer in model.tensors()}
+    root = WRAPPERS[model.model_type].root if model.model_type in WRAPPERS else ""
+    return Names(whole, stored, starts(whole, root))
 
 
 def _joined(

@@ -100,7 +100,7 @@ def fill(
         filled.add(name)
     for name, tensor in made.state_dict().items():
         if name in names.sources and name not in filled:
-            shape = _least(names.sources[name], counts, tensor.shape)
+            shape = tensor.shape if names.converts(name) else _least(names.sources[name], counts, tensor.shape)
             put(made, name, torch.zeros((), dtype=tensor.dtype, device=place).expand(shape))
     if tied:
         made.get_output_embeddings().weight = made.get_input_embeddings().weight

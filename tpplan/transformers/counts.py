@@ -139,6 +139,11 @@ def count_channels(layer: Any, counts: Counts, block: Block) -> None:
         block: the layer's.
     """
     linear = block.linear
+    if linear and not linear.shared_keys:
+        for module in layer.modules():
+            if hasattr(module, "qkv_dim"):
+                module.num_heads = counts.size(Axis.LINEAR_HEADS)
+                module.qkv_dim = module.num_heads * linear.value_head_dim
     if not linear or not linear.shared_keys:
         return
     for module in layer.modules():
