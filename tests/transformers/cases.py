@@ -77,7 +77,7 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
 #: norms over all heads, heads of the hidden size, layers that differ in heads, Mamba-2 that shares B and C.
 KINDS = (
     *("llama", "phi3", "gemma3_text", "gpt_oss", "mixtral", "qwen2_moe", "deepseek_v3", "qwen3_next", "olmo2"),
-    *("gpt2", "stablelm", "gemma3n_text", "mimo_v2_flash", "granitemoehybrid", "olmo_hybrid", *VARIANTS),
+    *("gpt2", "stablelm", "gemma3n_text", "mimo_v2_flash", "granitemoehybrid", "olmo_hybrid", "kimi_linear", *VARIANTS),
     *("qwen2_5_vl", "qwen3_vl_moe", "step3p7"),
 )
 

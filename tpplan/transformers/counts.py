@@ -83,7 +83,7 @@ class Counts:
 KEYS: Final[Mapping[Axis, tuple[str, ...]]] = {
     Axis.Q_HEADS: ("num_attention_heads",),
     Axis.KV_HEADS: ("num_key_value_heads", "num_kv_heads"),
-    Axis.LINEAR_HEADS: ("linear_num_key_heads",),
+    Axis.LINEAR_HEADS: ("linear_num_key_heads", "linear_num_heads"),
     Axis.INTERMEDIATE: ("intermediate_size",),
     Axis.EXPERT_INTERMEDIATE: ("moe_intermediate_size", "intermediate_size"),
     Axis.SHARED_INTERMEDIATE: ("shared_expert_intermediate_size",),
@@ -139,11 +139,6 @@ def count_channels(layer: Any, counts: Counts, block: Block) -> None:
         block: the layer's.
     """
     linear = block.linear
-    if linear and not linear.shared_keys:
-        for module in layer.modules():
-            if hasattr(module, "qkv_dim"):
-                module.num_heads = counts.size(Axis.LINEAR_HEADS)
-                module.qkv_dim = module.num_heads * linear.value_head_dim
     if not linear or not linear.shared_keys:
         return
     for module in layer.modules():

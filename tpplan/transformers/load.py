@@ -75,18 +75,22 @@ class Names:
             self.sources[target] = stored[name]
         self._made = {target for target, pattern in self._targets.values() if pattern is not None}
 
-    def written(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield a model's tensors as its checkpoints have them, if those are parts of the model's, by their first rows.
+    def written(self, state: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield a model's tensors as its checkpoints have them.
 
         Args:
             state: what the model has, by its own names.
+            known: some of the tensors; others are rows of the model's.
         """
-        together: dict[str, dict[int, str]] = {}
+        together: dict[str, list[tuple[int, str]]] = {}
         for name, (target, pattern) in self._targets.items():
             place = self._converter[pattern].source_patterns.index(pattern) if pattern else 0
-            together.setdefault(target, {})[place] = name
+            together.setdefault(target, []).append((place, name))
         for target, places in together.items():
-            parts = [places[place] for place in sorted(places)]
+            parts = [name for _, name in sorted(places)]
+            if known.keys() >= {*parts}:
+                yield from ((name, known[name]) for name in parts)
+                continue
             rows = [self._stored[name].parameter.shape[0] for name in parts]
             yield from zip(parts, torch.split(state[target], rows), strict=True)
 

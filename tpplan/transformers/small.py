@@ -38,6 +38,8 @@ _MOST: Final[Mapping[str, int]] = {
     "index_n_heads": 4,
     "index_topk": 4,
     "linear_num_key_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "sliding_window": 6,
@@ -115,6 +117,8 @@ def _shrink(made: Any) -> None:
     for key in _TOKENS:
         if getattr(made, key, None) is not None:
             setattr(made, key, made.vocab_size - 1)
+    if isinstance(inner := getattr(made, "linear_attn_config", None), dict):
+        made.linear_attn_config = inner | {"head_dim": made.linear_head_dim, "num_heads": made.linear_num_heads}
     _shrink_rope(made)
     made.dtype = torch.float32
 

@@ -40,8 +40,9 @@ _NEW: Final = 3
 #: Most difference of logits, as a part of the largest; sums of float32 in other orders differ by a hundredth of it.
 _MOST_ERROR: Final = 1e-4
 
-#: Families of which transformers writes some tensors under names that it gives to others, though it reads both.
-_MISNAMED: Final = frozenset({"olmo_hybrid"})
+#: Families of which transformers writes tensors under names of others, though it reads both; and what is in the names
+#: of those that are right.
+_MISNAMED: Final = {"kimi_linear": ".experts.", "olmo_hybrid": "embed_tokens"}
 
 
 def check_small_model(config: Any, layout: str, kv: str) -> None:
@@ -109,10 +110,10 @@ def _save(model: Any, directory: str) -> None:
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     config = Path(directory, "config.json")
     config.write_text(model.config.to_json_string(use_diff=False), encoding="utf-8")
+    made = revert_weight_conversion(model, tensors)
     if model.config.model_type in _MISNAMED:
-        made = dict(names_of(read_model(config), model).written(tensors))
-    else:
-        made = revert_weight_conversion(model, tensors)
+        known = {name: made[name] for name in made if _MISNAMED[model.config.model_type] in name}
+        made = dict(names_of(read_model(config), model).written(tensors, known))
     save_file({name: tensor.contiguous() for name, tensor in made.items()}, Path(directory, "model.safetensors"))
 
 
