@@ -57,6 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
     },
     "nemotron_h with a latent": {"model_type": "nemotron_h", "moe_latent_size": 1024},
+    "falcon with ALiBi": {"model_type": "falcon", "alibi": True, "new_decoder_architecture": False},
     "falcon_h1 with a norm": {"model_type": "falcon_h1", "mamba_n_groups": 2, "mamba_rms_norm": True},
 }
 
@@ -77,7 +78,18 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
 #: norms over all heads, heads of the hidden size, layers that differ in heads, Mamba-2 that shares B and C.
 KINDS = (
     *("llama", "phi3", "gemma3_text", "gpt_oss", "mixtral", "qwen2_moe", "deepseek_v3", "qwen3_next", "olmo2"),
-    *("gpt2", "stablelm", "gemma3n_text", "mimo_v2_flash", "granitemoehybrid", "olmo_hybrid", "kimi_linear", *VARIANTS),
+    *(
+        "bloom",
+        "deepseek_v4",
+        "gpt2",
+        "stablelm",
+        "gemma3n_text",
+        "mimo_v2_flash",
+        "granitemoehybrid",
+        "olmo_hybrid",
+        "kimi_linear",
+        *VARIANTS,
+    ),
     *("qwen2_5_vl", "qwen3_vl_moe", "step3p7"),
 )
 

@@ -16,7 +16,7 @@ from tpplan.transformers.build import build, fill
 from tpplan.transformers.cache import split_cache
 from tpplan.transformers.classes import check_arguments, on_meta, refuse_images, starts, text_of
 from tpplan.transformers.graphs import captures, step
-from tpplan.transformers.heads import read_by_index
+from tpplan.transformers.heads import read_by_index, slice_alibi
 from tpplan.transformers.layers import Layers
 from tpplan.transformers.load import Names, Stored
 from tpplan.transformers.lockstep import Lockstep
@@ -62,6 +62,7 @@ def assemble(
         missing = {layer: each.missing for layer, each in enumerate(counts[index])}
         Layers(models[index], index, operations, missing, source.model.by_layer).change(names.sources)
         read_by_index(models[index], counts[index], device.device)
+        slice_alibi(models[index], plan, index)
         divide_mamba(models[index], counts[index], [*source.model.by_layer.values()], device.device)
     return _joined(models, counts, operations, source)
 

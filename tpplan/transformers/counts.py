@@ -82,7 +82,7 @@ class Counts:
 #: others. A key counts only where its value is the size of the whole axis.
 KEYS: Final[Mapping[Axis, tuple[str, ...]]] = {
     Axis.Q_HEADS: ("num_attention_heads",),
-    Axis.KV_HEADS: ("num_key_value_heads", "num_kv_heads"),
+    Axis.KV_HEADS: ("num_key_value_heads", "num_kv_heads", "o_groups"),
     Axis.LINEAR_HEADS: ("linear_num_key_heads", "linear_num_heads"),
     Axis.INTERMEDIATE: ("intermediate_size",),
     Axis.EXPERT_INTERMEDIATE: ("moe_intermediate_size", "intermediate_size"),
@@ -94,7 +94,7 @@ KEYS: Final[Mapping[Axis, tuple[str, ...]]] = {
 #: say that there are fewer. Their attributes are set instead, by what they count.
 BY_ATTRIBUTE: Final = frozenset(
     {
-        *("falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "stablelm"),
+        *("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "stablelm"),
         *("glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text"),
         *("gemma4_text", "gemma4_unified_text", "mimo_v2_flash", "step3p5"),  # of which layers differ in their heads
     }

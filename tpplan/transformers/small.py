@@ -37,6 +37,8 @@ _MOST: Final[Mapping[str, int]] = {
     "index_head_dim": 16,
     "index_n_heads": 4,
     "index_topk": 4,
+    "o_groups": 4,
+    "o_lora_rank": 8,
     "linear_num_key_heads": 4,
     "linear_num_heads": 4,
     "linear_head_dim": 8,
@@ -65,8 +67,8 @@ _MOST: Final[Mapping[str, int]] = {
     "mamba_chunk_size": 4,
     "chunk_size": 4,
 }
-#: Query heads for each KV head, by family, where layers differ in their heads.
-_GROUPS: Final = {"mimo_v2_flash": 4, "step3p5": 4}
+#: Query heads for each KV head, by family, where layers differ in their heads or heads are in groups of another kind.
+_GROUPS: Final = {"deepseek_v4": 8, "mimo_v2_flash": 4, "step3p5": 4}
 
 #: Families whose RoPE has sections for each direction of an image, also where the config has none.
 _SECTIONED: Final = frozenset({"glm4v_moe_text", "glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text"})
@@ -117,8 +119,7 @@ def _shrink(made: Any) -> None:
     for key in _TOKENS:
         if getattr(made, key, None) is not None:
             setattr(made, key, made.vocab_size - 1)
-    if isinstance(inner := getattr(made, "linear_attn_config", None), dict):
-        made.linear_attn_config = inner | {"head_dim": made.linear_head_dim, "num_heads": made.linear_num_heads}
+    _shrink_sections(made)
     _shrink_rope(made)
     made.dtype = torch.float32
 
@@ -128,7 +129,7 @@ def _sizes(config: Any, layers: int) -> Mapping[str, int]:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     few = min(kv_heads, 4)
-    group = min(heads // kv_heads, _GROUPS.get(config.model_type, 3) if kv_heads > 1 else 4)
+    group = min(heads // kv_heads, _GROUPS.get(config.model_type, 3 if kv_heads > 1 else 4))
     sliding = getattr(config, "num_sliding_attention_heads", None) or heads
     values = {
         "vocab_size": min(config.vocab_size, _VOCAB),
@@ -176,6 +177,14 @@ def _layers(config: Any, overrides: Mapping[int, Any]) -> list[int]:
 def _least(key: str, value: Any) -> Any:
     """Return a value of a layer, smaller if it is a size."""
     return min(_MOST[key], value) if key in _MOST and isinstance(value, int) else value
+
+
+def _shrink_sections(made: Any) -> None:
+    """Make small what a config says in sections of its own."""
+    if isinstance(inner := getattr(made, "linear_attn_config", None), dict):
+        made.linear_attn_config = inner | {"head_dim": made.linear_head_dim, "num_heads": made.linear_num_heads}
+    if isinstance(rates := getattr(made, "compress_rates", None), dict):
+        made.compress_rates = {kind: min(rate, 4) for kind, rate in rates.items()}
 
 
 def _shrink_rope(config: Any) -> None:
