@@ -13,12 +13,13 @@ from attrs import evolve
 
 from tests.command import command
 from tests.family_models import NOT_IN_TRANSFORMERS, SAME
-from tests.transformers.cases import KINDS, WITH_IMAGES, Model, cut, default_config, model_of, prompt, sharded
+from tests.transformers.cases import KINDS, Model, cut, default_config, model_of, prompt, sharded
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache, Request
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.models import families
-from tpplan.models.families.wrappers import WRAPPERS
+from tpplan.transformers.cache import PerDeviceLayer
 from tpplan.transformers.classes import runnable
 from tpplan.transformers.sharding import config_of
 from tpplan.transformers.trial import check_small_model
@@ -86,6 +87,37 @@ def _has_values(tensor: torch.Tensor) -> bool:
 def _buffers(model: Any) -> set[str]:
     """Return the names of buffers that a checkpoint has."""
     return {*model.state_dict()} - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def layers_of(cache: Any, device: int) -> dict[int, Any]:
+    """Return the layers of a device's cache, those that have one."""
+    return {i: layer._layers[device] for i, layer in enumerate(cache.layers) if type(layer) is PerDeviceLayer}
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma4 that shares keys", "granitemoehybrid without experts", "falcon_h1 with a norm"]
+)
+def test_caches_are_of_own_heads(model_type: str) -> None:
+    """A device caches keys of the KV heads that the plan gives it, and states of its linear heads."""
+    model = model_of(model_type)
+    plan, blocks = cut(model, 3, seed=2), Source.read(model.directory).model.by_layer
+    with sharded(model, plan) as parts, torch.no_grad():
+        cache = parts(prompt(), use_cache=True).past_key_values
+    for layer, block in blocks.items():
+        for device in range(3):
+            own = layers_of(cache, device).get(layer)
+            if own is None:
+                assert block.attention is not None
+                assert block.attention.shared
+                continue
+            for axis, _ in block.sizes():
+                start, end = plan.split(axis, layer).bounds[device : device + 2]
+                if axis is Axis.KV_HEADS and end > start:
+                    assert own.keys.shape[1] == end - start
+                elif axis is Axis.KV_HEADS:
+                    assert own.keys.numel() <= prompt().numel()
+                elif axis is Axis.LINEAR_HEADS:
+                    assert own.recurrent_states[0].shape[1] == max(1, end - start)
 
 
 def test_sixteen_bits() -> None:
@@ -202,10 +234,7 @@ def test_a_part_alone() -> None:
 @pytest.mark.parametrize("model_type", sorted({*families.LANGUAGE_MODELS} - {*SAME, *NOT_IN_TRANSFORMERS}))
 def test_every_family_is_tried(model_type: str) -> None:
     """Every planned family runs on three devices, if need be within one that reads images."""
-    config = runnable(default_config(model_type))
-    if config is None:
-        config = default_config(next(name for name in WITH_IMAGES if WRAPPERS[name].text == model_type))
-    check_small_model(config, "reduce", "idle")
+    check_small_model(runnable(default_config(model_type)), "reduce", "idle")
 
 
 def test_text_of_a_model_for_images() -> None:

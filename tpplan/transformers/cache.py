@@ -46,6 +46,11 @@ class HeadlessLayer:
             kept.expand(-1, new.shape[1], -1, new.shape[3]) for kept, new in zip(found, (keys, values), strict=True)
         )
 
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """Count tokens that were compressed; return zeros as all of them (DeepSeek-V4)."""
+        found: Tensor = self._layer.update_compressor_states(name, compressed[..., :1])
+        return found.expand(*found.shape[:-1], compressed.shape[-1])
+
 
 class PerDeviceLayer:
     """A layer of a cache, of each device its own: in a model's forward pass the device's, otherwise all of them.

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
 from tpplan.errors import RequestError
+from tpplan.models.families.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +26,13 @@ def text_of(config: Any) -> Any:
 
 def runnable(config: Any) -> Any:
     """Return a config whose class has the language model, alone if transformers has that; None without any."""
-    return next((each for each in (text_of(config), config) if _class_of(each) is not None), None)
+    text = text_of(config)
+    found = next((each for each in (text, config) if _class_of(each) is not None), None)
+    around = next((name for name, each in WRAPPERS.items() if each.text == text.model_type), None)
+    if found is not None or around is None:
+        return found
+    tied = getattr(text, "tie_word_embeddings", False)
+    return AutoConfig.for_model(around, text_config=text.to_dict(), tie_word_embeddings=tied)
 
 
 def _class_of(config: Any) -> Any:

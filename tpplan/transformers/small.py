@@ -37,6 +37,8 @@ _MOST: Final[Mapping[str, int]] = {
     "index_head_dim": 16,
     "index_n_heads": 4,
     "index_topk": 4,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 3,
     "o_groups": 4,
     "o_lora_rank": 8,
     "linear_num_key_heads": 4,
