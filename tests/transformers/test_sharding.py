@@ -18,6 +18,7 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache, Request
 from tpplan.errors import ExecutionError, RequestError
+from tpplan.exec.context import TPContext
 from tpplan.models import families
 from tpplan.transformers.cache import PerDeviceLayer
 from tpplan.transformers.classes import runnable
@@ -131,7 +132,7 @@ def test_sixteen_bits() -> None:
     assert 0 < (found - right).norm() < 2 * (lost - right).norm()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "gemma3_text", "gemma4 that shares keys"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -222,6 +223,39 @@ def test_after_an_error() -> None:
         with pytest.raises(RuntimeError):
             parts(tokens, position_ids=torch.tensor([[[0]]]))
         torch.testing.assert_close(parts(tokens).logits, model.whole(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "deepseek_v3", "gemma4 of experts"])
+def test_one_device_routes_for_all(model_type: str) -> None:
+    """What another device would choose at a near tie does not matter: here its router says something else."""
+    model, tokens = model_of(model_type), prompt()
+    plan = cut(model, 3, seed=5)
+    with sharded(model, plan) as parts, torch.no_grad():
+        holders = [each.device for each in plan.slices(Axis.EXPERT_INTERMEDIATE)]
+        assert len(holders) > 1
+        for device in holders[1:]:
+            for name, tensor in parts.device_models[device].named_parameters():
+                if tensor.dim() > 1 and ("router" in name or name.endswith("gate.weight")):
+                    tensor.normal_()
+        torch.testing.assert_close(parts(tokens).logits, model.whole(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_what_cannot_be_captured_runs_as_usual(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where torch cannot capture a step, the model says so once and goes on without graphs."""
+    model, tokens = model_of("llama"), prompt()
+    monkeypatch.setattr(TPContext, "can_capture", True)
+    with sharded(model, cut(model, 3, seed=1)) as parts:
+        assert parts.captures_steps
+        options = {"cache_implementation": "static", "max_new_tokens": 8, "do_sample": False}
+        wanted = model.whole.generate(tokens, **options).tolist()
+        assert parts.generate(tokens, **options).tolist() == wanted  # virtual devices refuse to be captured
+        assert parts.generate(tokens, **options).tolist() == wanted
+        assert not parts.captures_steps
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "decoding steps run without a CUDA graph, which could not be captured"
+    ]
 
 
 def test_a_part_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from tpplan.models.families.wrappers import WRAPPERS
 from tpplan.transformers.build import build, fill
 from tpplan.transformers.cache import split_cache
 from tpplan.transformers.classes import check_arguments, on_meta, refuse_images, starts, text_of
-from tpplan.transformers.graphs import captures, step
+from tpplan.transformers.graphs import NotCapturedError, captures, step
 from tpplan.transformers.heads import read_by_index, slice_alibi
 from tpplan.transformers.layers import Layers
 from tpplan.transformers.load import Names, Stored
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
     from tpplan.transformers.counts import Counts
     from tpplan.weights.source import Source
+
+_LOG = logging.getLogger(__name__)
 
 
 def assemble(
@@ -122,7 +125,12 @@ def _joined(
         if cache is not None:
             split_cache(cache, layers, lockstep, headless)
         _check_tokens(given.get("input_ids"), context.plan.split(Axis.VOCAB).size)
-        output = step(context, cache, given, run) if front.captures_steps else None
+        output = None
+        try:
+            output = step(context, cache, given, run) if front.captures_steps else None
+        except NotCapturedError as error:
+            _LOG.warning("decoding steps run without a CUDA graph, which could not be captured: %s", error)
+            front.captures_steps = False
         return run(given) if output is None else output
 
     front.forward, front.device_models = forward, models

@@ -6,10 +6,11 @@ outputs are summed; ``gather`` cuts them by their outputs, so that inputs and ou
 
 from __future__ import annotations
 
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tpplan.core.axes import Axis
@@ -18,8 +19,6 @@ from tpplan.transformers.divided import norm_groups, sparsify
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import Tensor
 
     from tpplan.core.model import Block
     from tpplan.transformers.load import Stored
@@ -82,6 +81,9 @@ class Layers:
             if cut.get("weight") is Axis.VOCAB:
                 self._embed(path, module)
             return
+        if "weight" in leaves and self._routes(leaves["weight"]):
+            self._decide(path, module, leaves["weight"].layer)
+            return
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             self._project(path, module, leaves["weight"])
             return
@@ -109,6 +111,29 @@ class Layers:
             self._sum_linear(path, module, axis, weight.layer)
         elif axis is None and weight.parameter.home is Axis.SHARED_INTERMEDIATE:
             self._spread_behind(path, module, weight.layer)
+
+    def _routes(self, stored: Stored) -> bool:
+        """Tell whether a tensor is a router's matrix, which every device with experts has and none cuts."""
+        parameter, layer = stored.parameter, stored.layer
+        if layer is None or parameter.home is not Axis.EXPERT_INTERMEDIATE or len(parameter.shape) == 1:
+            return False
+        whole = all(segment.axis is None for dim in parameter.dims for segment in dim)
+        return whole and parameter.shape[0] == self._blocks[layer].experts
+
+    def _decide(self, path: str, module: Any, layer: int | None) -> None:
+        """Let the first device with experts route tokens for all: unlike GPUs may choose differently at a near tie."""
+        before, axis = module.forward, Axis.EXPERT_INTERMEDIATE
+        if len(self._context.devices_of(axis, layer)) == 1:
+            return
+
+        def spread(part: int, x: Any) -> Any:
+            return self._operations.spread(f"{path}[{part}]", x, axis, layer) if isinstance(x, Tensor) else x
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            found = before(*args, **kwargs)
+            return tuple(starmap(spread, enumerate(found))) if isinstance(found, tuple) else spread(0, found)
+
+        module.forward = forward
 
     def _cut(self, stored: Stored) -> Axis | None:
         """Return the axis by which a tensor is cut; None if it is not."""
