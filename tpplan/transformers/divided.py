@@ -31,7 +31,7 @@ def norm_groups(
         device: index of the device.
         epsilon: what is added to the mean of squares.
     """
-    parts = operations.context.split(Axis.LINEAR_HEADS, layer)
+    parts = operations.context.plan.slices(Axis.LINEAR_HEADS, layer)
     own = next((range(part.start, part.end) for part in parts if part.device == device), range(1))
     lacks = all(part.device != device for part in parts)
     shares = any(part.start % linear.group for part in parts)

@@ -123,7 +123,7 @@ class Layers:
     def _decide(self, path: str, module: Any, layer: int | None) -> None:
         """Let the first device with experts route tokens for all: unlike GPUs may choose differently at a near tie."""
         before, axis = module.forward, Axis.EXPERT_INTERMEDIATE
-        if len(self._context.devices_of(axis, layer)) == 1:
+        if len(self._context.plan.slices(axis, layer)) == 1:
             return
 
         def spread(part: int, x: Any) -> Any:
