@@ -48,6 +48,9 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
+    "step3p5": {"sliding_window": 512},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "bamba": {"attn_layer_indices": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
 }

@@ -13,12 +13,15 @@ from attrs import evolve
 
 from tests.command import command
 from tests.family_models import NOT_IN_TRANSFORMERS, SAME
-from tests.later import transformers
 from tests.transformers.cases import KINDS, Model, cut, default_config, model_of, prompt, sharded
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache, Request
 from tpplan.errors import ExecutionError, RequestError
+from tpplan.exec.context import TPContext
 from tpplan.models import families
+from tpplan.transformers.cache import PerDeviceLayer
+from tpplan.transformers.classes import runnable
 from tpplan.transformers.sharding import config_of
 from tpplan.transformers.trial import check_small_model
 from tpplan.weights.source import Source
@@ -27,12 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tpplan.core.plan import SplitPlan
-
-#: Families that transformers does not run on several devices, or of which no small model can be made.
-REFUSED = {
-    *("bamba", "bloom", "deepseek_v4", "falcon_h1", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
-    *("granitemoehybrid", "kimi_linear", "mimo_v2_flash", "nemotron_h", "olmo_hybrid"),
-}
 
 
 def assert_same(model: Model, plan: SplitPlan, new: int = 32) -> None:
@@ -76,16 +73,52 @@ def test_weights_are_those_of_the_ledger(model_type: str) -> None:
     with sharded(model, plan) as parts:
         for device, own in parts.device_models.items():
             stored = {**dict(own.named_parameters()), **{name: own.get_buffer(name) for name in _buffers(own)}}
-            real = [t for t in stored.values() if t.untyped_storage().nbytes() >= t.nbytes and t.numel() > 1]
+            real = [t for t in stored.values() if t.untyped_storage().nbytes() >= t.nbytes and _has_values(t)]
             assert sum(tensor.nbytes for tensor in real) == plan.memory[device].weights_bytes
             stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in real}
             # They are aligned, and biases that count on another device are zeros here.
             assert sum(stores.values()) <= 1.02 * plan.memory[device].weights_bytes + 64 * len(real)
 
 
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is more than the one zero that takes the place of what a device lacks."""
+    return tensor.numel() > 1 or bool(tensor.any())
+
+
 def _buffers(model: Any) -> set[str]:
     """Return the names of buffers that a checkpoint has."""
     return {*model.state_dict()} - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def layers_of(cache: Any, device: int) -> dict[int, Any]:
+    """Return the layers of a device's cache, those that have one."""
+    return {i: layer._layers[device] for i, layer in enumerate(cache.layers) if type(layer) is PerDeviceLayer}
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma4 that shares keys", "granitemoehybrid without experts", "falcon_h1 with a norm"]
+)
+def test_caches_are_of_own_heads(model_type: str) -> None:
+    """A device caches keys of the KV heads that the plan gives it, and states of its linear heads."""
+    model = model_of(model_type)
+    plan, blocks = cut(model, 3, seed=2), Source.read(model.directory).model.by_layer
+    with sharded(model, plan) as parts, torch.no_grad():
+        cache = parts(prompt(), use_cache=True).past_key_values
+    for layer, block in blocks.items():
+        for device in range(3):
+            own = layers_of(cache, device).get(layer)
+            if own is None:
+                assert block.attention is not None
+                assert block.attention.shared
+                continue
+            for axis, _ in block.sizes():
+                start, end = plan.split(axis, layer).bounds[device : device + 2]
+                if axis is Axis.KV_HEADS and end > start:
+                    assert own.keys.shape[1] == end - start
+                elif axis is Axis.KV_HEADS:
+                    assert own.keys.numel() <= prompt().numel()
+                elif axis is Axis.LINEAR_HEADS:
+                    assert own.recurrent_states[0].shape[1] == max(1, end - start)
 
 
 def test_sixteen_bits() -> None:
@@ -99,7 +132,7 @@ def test_sixteen_bits() -> None:
     assert 0 < (found - right).norm() < 2 * (lost - right).norm()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "gemma3_text", "gemma4 that shares keys"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -192,6 +225,39 @@ def test_after_an_error() -> None:
         torch.testing.assert_close(parts(tokens).logits, model.whole(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "deepseek_v3", "gemma4 of experts"])
+def test_one_device_routes_for_all(model_type: str) -> None:
+    """What another device would choose at a near tie does not matter: here its router says something else."""
+    model, tokens = model_of(model_type), prompt()
+    plan = cut(model, 3, seed=5)
+    with sharded(model, plan) as parts, torch.no_grad():
+        holders = [each.device for each in plan.slices(Axis.EXPERT_INTERMEDIATE)]
+        assert len(holders) > 1
+        for device in holders[1:]:
+            for name, tensor in parts.device_models[device].named_parameters():
+                if tensor.dim() > 1 and ("router" in name or name.endswith("gate.weight")):
+                    tensor.normal_()
+        torch.testing.assert_close(parts(tokens).logits, model.whole(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_what_cannot_be_captured_runs_as_usual(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where torch cannot capture a step, the model says so once and goes on without graphs."""
+    model, tokens = model_of("llama"), prompt()
+    monkeypatch.setattr(TPContext, "can_capture", True)
+    with sharded(model, cut(model, 3, seed=1)) as parts:
+        assert parts.captures_steps
+        options = {"cache_implementation": "static", "max_new_tokens": 8, "do_sample": False}
+        wanted = model.whole.generate(tokens, **options).tolist()
+        assert parts.generate(tokens, **options).tolist() == wanted  # virtual devices refuse to be captured
+        assert parts.generate(tokens, **options).tolist() == wanted
+        assert not parts.captures_steps
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "decoding steps run without a CUDA graph, which could not be captured"
+    ]
+
+
 def test_a_part_alone() -> None:
     """A part of a sharded model cannot be called by itself, and says so."""
     model = model_of("llama")
@@ -201,15 +267,21 @@ def test_a_part_alone() -> None:
 
 @pytest.mark.parametrize("model_type", sorted({*families.LANGUAGE_MODELS} - {*SAME, *NOT_IN_TRANSFORMERS}))
 def test_every_family_is_tried(model_type: str) -> None:
-    """Every planned family that transformers has alone runs on three devices, or is refused by name."""
-    config = default_config(model_type)
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        pytest.skip("transformers has it only with images")
-    if model_type in REFUSED:
-        with pytest.raises(RequestError, match="does not run on several devices: "):
-            check_small_model(config, "reduce", "idle")
-    else:
-        check_small_model(config, "reduce", "idle")
+    """Every planned family runs on three devices, if need be within one that reads images."""
+    check_small_model(runnable(default_config(model_type)), "reduce", "idle")
+
+
+def test_text_of_a_model_for_images() -> None:
+    """A model that reads images is sharded without that part: text goes through its class, images are refused."""
+    model, tokens = model_of("qwen2_5_vl"), prompt()
+    with sharded(model, cut(model, 3, seed=1)) as parts:
+        assert type(parts) is type(model.whole)
+        assert not any("visual" in name for name, _ in parts.named_parameters())
+        refusal = "was sharded for text, without what reads "
+        with pytest.raises(RequestError, match=f"{refusal}pixel_values"):
+            parts(tokens, pixel_values=torch.zeros(4, 8))
+        with pytest.raises(RequestError, match=refusal):
+            parts.generate(tokens, pixel_values=torch.zeros(4, 8), max_new_tokens=2)
 
 
 def test_what_cannot_be_kept_is_refused() -> None:

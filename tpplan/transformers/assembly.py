@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +13,29 @@ from transformers import DynamicCache, GenerationConfig
 from tpplan.core.axes import Axis
 from tpplan.errors import RequestError
 from tpplan.models.families.wrappers import WRAPPERS
-from tpplan.transformers.build import build, fill, on_meta
+from tpplan.transformers.build import build, fill
 from tpplan.transformers.cache import split_cache
-from tpplan.transformers.graphs import captures, step
-from tpplan.transformers.heads import read_by_index
-from tpplan.transformers.layers import Layers, Operations
+from tpplan.transformers.classes import check_arguments, on_meta, refuse_images, starts, text_of
+from tpplan.transformers.graphs import NotCapturedError, captures, step
+from tpplan.transformers.heads import read_by_index, slice_alibi
+from tpplan.transformers.layers import Layers
 from tpplan.transformers.load import Names, Stored
 from tpplan.transformers.lockstep import Lockstep
+from tpplan.transformers.mamba import divide_mamba
+from tpplan.transformers.operations import Operations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
+    from tpplan.core.model import ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
     from tpplan.transformers.counts import Counts
     from tpplan.weights.source import Source
+
+_LOG = logging.getLogger(__name__)
 
 
 def assemble(
@@ -40,17 +47,15 @@ def assemble(
         source: the checkpoint.
         plan: the plan that cuts it.
         ctx: the compiled plan.
-        config: that of the language model, of transformers.
+        config: of transformers, that of a class that has the language model.
         tensors: slices of each device of this process, by name.
 
     Raises:
         ModelError: transformers has no place for a tensor.
         RequestError: the plan cuts what transformers does not compute in parts.
     """
-    stored = {name: Stored(parameter, layer) for name, parameter, layer in source.model.tensors()}
-    root = WRAPPERS[source.model.model_type].root if source.model.model_type in WRAPPERS else ""
     config.dtype = getattr(torch, source.model.dtype)
-    names = Names(on_meta(config), stored, {root: ""} if root else {})
+    names = names_of(source.model, on_meta(config))
     lockstep = Lockstep({index: device.device for index, device in ctx.devices.items()})
     operations = Operations(ctx, lockstep)
     models, counts = {}, {}
@@ -58,9 +63,26 @@ def assemble(
         models[index], counts[index] = build(plan, source.model, config, index)
         fill(models[index], names, tensors[index], counts[index], device.device, tied=source.model.tied_embeddings)
         missing = {layer: each.missing for layer, each in enumerate(counts[index])}
-        Layers(models[index], index, operations, missing).change(names.sources)
+        Layers(models[index], index, operations, missing, source.model.by_layer).change(names.sources)
         read_by_index(models[index], counts[index], device.device)
+        slice_alibi(models[index], plan, index)
+        divide_mamba(models[index], counts[index], [*source.model.by_layer.values()], device.device)
     return _joined(models, counts, operations, source)
+
+
+def names_of(model: ModelSpec, whole: Any) -> Names:
+    """Return where a model of transformers has the tensors of its checkpoints.
+
+    Args:
+        model: the model as planned.
+        whole: of transformers.
+
+    Raises:
+        ModelError: transformers has no place for a tensor.
+    """
+    stored = {name: Stored(parameter, layer) for name, parameter, layer in model.tensors()}
+    root = WRAPPERS[model.model_type].root if model.model_type in WRAPPERS else ""
+    return Names(whole, stored, starts(whole, root))
 
 
 def _joined(
@@ -77,7 +99,10 @@ def _joined(
         for index, own in counts.items()
     }
     layers = len(next(iter(counts.values())))
-    front.captures_steps = captures(source.model, front.config)
+    text = text_of(front.config)
+    front.captures_steps = captures(source.model, text)
+    if text is not front.config:
+        refuse_images(front)
 
     def run(given: Mapping[str, Any]) -> Any:
         own = {
@@ -90,16 +115,22 @@ def _joined(
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
+        check_arguments(given)
         given = _on(given, next(iter(devices.values())))
         caches = given.get("use_cache")
-        caches = front.config.use_cache if caches is None else caches
+        caches = text.use_cache if caches is None else caches
         if given.get("past_key_values") is None and caches:
             given["past_key_values"] = DynamicCache(config=front.config)
         cache = given.get("past_key_values")
         if cache is not None:
             split_cache(cache, layers, lockstep, headless)
         _check_tokens(given.get("input_ids"), context.plan.split(Axis.VOCAB).size)
-        output = step(context, cache, given, run) if front.captures_steps else None
+        output = None
+        try:
+            output = step(context, cache, given, run) if front.captures_steps else None
+        except NotCapturedError as error:
+            _LOG.warning("decoding steps run without a CUDA graph, which could not be captured: %s", error)
+            front.captures_steps = False
         return run(given) if output is None else output
 
     front.forward, front.device_models = forward, models

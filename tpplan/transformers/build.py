@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from tpplan.transformers.counts import BY_ATTRIBUTE, Counts, count_heads, settings
+from tpplan.transformers.classes import on_meta, text_of
+from tpplan.transformers.counts import BY_ATTRIBUTE, Counts, count_channels, count_heads, settings
 from tpplan.transformers.load import dtypes, put
 
 if TYPE_CHECKING:
@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import SplitPlan
     from tpplan.transformers.load import Names, Stored
-
-
-def on_meta(config: Any) -> Any:
-    """Return a model of transformers whose tensors have no values."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=config.dtype)
 
 
 def build(plan: SplitPlan, model: ModelSpec, config: Any, device: int) -> tuple[Any, list[Counts]]:
@@ -41,7 +35,7 @@ def build(plan: SplitPlan, model: ModelSpec, config: Any, device: int) -> tuple[
     """
     blocks = [*model.by_layer.values()]
     counts = [Counts.of(plan, block, layer, device) for layer, block in enumerate(blocks)]
-    wanted = [settings(each, block, config) for each, block in zip(counts, blocks, strict=True)]
+    wanted = [settings(each, block, text_of(config)) for each, block in zip(counts, blocks, strict=True)]
     common: dict[str, int] = {}
     for each in wanted:
         for name, value in each.items():
@@ -56,8 +50,9 @@ def build(plan: SplitPlan, model: ModelSpec, config: Any, device: int) -> tuple[
         if signature not in others:
             others[signature] = on_meta(_having(config, other))
         layers_of(made)[layer] = layers_of(others[signature])[layer]
-    if config.model_type in BY_ATTRIBUTE:
-        for module, own, block in zip(layers_of(made), counts, blocks, strict=True):
+    for module, own, block in zip(layers_of(made), counts, blocks, strict=True):
+        count_channels(module, own, block)
+        if text_of(config).model_type in BY_ATTRIBUTE:
             count_heads(module, own, block)
     return made, counts
 
@@ -65,15 +60,16 @@ def build(plan: SplitPlan, model: ModelSpec, config: Any, device: int) -> tuple[
 def _having(config: Any, values: Mapping[str, int]) -> Any:
     """Return a config with other values of the keys that it has."""
     made = deepcopy(config)
+    text = text_of(made)
     for key, value in values.items():
-        if key == "head_dim" or hasattr(made, key):
-            setattr(made, key, value)
+        if key == "head_dim" or hasattr(text, key):
+            setattr(text, key, value)
     return made
 
 
 def layers_of(model: Any) -> nn.ModuleList:
     """Return the list of a model's layers."""
-    count = model.config.get_text_config().num_hidden_layers
+    count = text_of(model.config).num_hidden_layers
     return next(module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
 
 
@@ -104,7 +100,7 @@ def fill(
         filled.add(name)
     for name, tensor in made.state_dict().items():
         if name in names.sources and name not in filled:
-            shape = _least(names.sources[name], counts, tensor.shape)
+            shape = tensor.shape if names.converts(name) else _least(names.sources[name], counts, tensor.shape)
             put(made, name, torch.zeros((), dtype=tensor.dtype, device=place).expand(shape))
     if tied:
         made.get_output_embeddings().weight = made.get_input_embeddings().weight
@@ -112,7 +108,7 @@ def fill(
         for name, buffer in module._buffers.items():  # noqa: SLF001
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=place)  # noqa: SLF001
-    _initialise_buffers(made)
+    initialise_buffers(made)
     for module in made.modules():
         if hasattr(module, "nf"):  # what a Conv1D calls its outputs
             module.nf = module.weight.shape[1]
@@ -128,7 +124,7 @@ def _least(stored: Stored, counts: Sequence[Counts], built: Sequence[int]) -> Se
     return [sum(own.part(segment) for segment in dim) for dim in parameter.dims]
 
 
-def _initialise_buffers(made: Any) -> None:
+def initialise_buffers(made: Any) -> None:
     """Let transformers compute what no checkpoint has, such as frequencies of RoPE."""
     for tensor in made.parameters():
         tensor._is_hf_initialized = True  # noqa: SLF001 (by which transformers knows what is loaded)

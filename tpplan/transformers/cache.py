@@ -5,6 +5,8 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from transformers.cache_utils import DummyLayer
+
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
@@ -44,6 +46,11 @@ class HeadlessLayer:
             kept.expand(-1, new.shape[1], -1, new.shape[3]) for kept, new in zip(found, (keys, values), strict=True)
         )
 
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """Count tokens that were compressed; return zeros as all of them (DeepSeek-V4)."""
+        found: Tensor = self._layer.update_compressor_states(name, compressed[..., :1])
+        return found.expand(*found.shape[:-1], compressed.shape[-1])
+
 
 class PerDeviceLayer:
     """A layer of a cache, of each device its own: in a model's forward pass the device's, otherwise all of them.
@@ -75,7 +82,8 @@ class PerDeviceLayer:
 
 def own_layers(cache: Any) -> list[Any]:
     """Return the layers of all devices of a cache that :func:`split_cache` has divided."""
-    every = [own for layer in cache.layers for own in layer._layers.values()]  # noqa: SLF001 (of this module)
+    parts = [layer for layer in cache.layers if type(layer) is PerDeviceLayer]
+    every = [own for layer in parts for own in layer._layers.values()]  # noqa: SLF001 (of this module)
     return [own._layer if type(own) is HeadlessLayer else own for own in every]  # noqa: SLF001
 
 
@@ -106,6 +114,8 @@ def split_cache(cache: Any, layers: int, lockstep: Lockstep, headless: Mapping[i
         cache.layers = [*cache.layers, *(made() for _ in range(layers - len(cache.layers)))]
         cache.layer_class_to_replicate = None
     for number, layer in enumerate(cache.layers):
+        if type(layer) is DummyLayer:  # of a layer that caches nothing
+            continue
         if type(layer) is PerDeviceLayer and layer._lockstep is lockstep:  # noqa: SLF001 (of this module)
             continue
         if type(layer) is PerDeviceLayer:

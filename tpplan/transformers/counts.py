@@ -28,18 +28,23 @@ class Counts:
         missing: the axes of which the device has none.
         kv_head_of: for each query head of the device, which of its KV heads it reads, if that does not follow from
             their numbers; else empty.
+        groups: groups of linear heads that share a B and a C (Mamba-2) of which the device has any; 1 without.
+        group_of: for each linear head of the device, of which of these it is, if they are unlike in size; else empty.
     """
 
     sizes: tuple[tuple[Axis, int], ...]
     whole: tuple[tuple[Axis, int], ...]
     missing: frozenset[Axis]
     kv_head_of: tuple[int, ...] = ()
+    groups: int = 1
+    group_of: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, plan: SplitPlan, block: Block, layer: int, device: int) -> Counts:
         """Return what a device has of a layer by a plan."""
         sizes, missing = {}, set()
         heads: tuple[int, ...] = ()
+        groups: tuple[int, ...] = (0,)
         for axis, _ in block.sizes():
             split = plan.split(axis, layer)
             part = Slice(device, *split.bounds[device : device + 2])
@@ -52,7 +57,12 @@ class Counts:
                 sizes[axis] = len(queries)
                 if len({*queries}) > 1:
                     heads = tuple(head for head, count in enumerate(queries) for _ in range(count))
-        return cls(tuple(sizes.items()), tuple(block.sizes()), frozenset(missing), heads)
+            elif axis is Axis.LINEAR_HEADS and block.linear and block.linear.shared_keys:
+                each = block.linear.group
+                groups = tuple(head // each - part.start // each for head in range(part.start, part.end))
+        many, even = groups[-1] + 1, len({groups.count(group) for group in groups}) == 1
+        own = () if even else groups
+        return cls(tuple(sizes.items()), tuple(block.sizes()), frozenset(missing), heads, many, own)
 
     def size(self, axis: Axis) -> int:
         """Return the elements of an axis; 0 if the layer has no such axis."""
@@ -63,6 +73,8 @@ class Counts:
         whole = dict(self.whole)
         if segment.axis not in whole:
             return segment.length
+        if segment.shared:
+            return segment.length // segment.shared * self.groups
         return segment.length // whole[segment.axis] * self.size(segment.axis)
 
 
@@ -70,8 +82,8 @@ class Counts:
 #: others. A key counts only where its value is the size of the whole axis.
 KEYS: Final[Mapping[Axis, tuple[str, ...]]] = {
     Axis.Q_HEADS: ("num_attention_heads",),
-    Axis.KV_HEADS: ("num_key_value_heads", "num_kv_heads"),
-    Axis.LINEAR_HEADS: ("linear_num_key_heads",),
+    Axis.KV_HEADS: ("num_key_value_heads", "num_kv_heads", "o_groups"),
+    Axis.LINEAR_HEADS: ("linear_num_key_heads", "linear_num_heads"),
     Axis.INTERMEDIATE: ("intermediate_size",),
     Axis.EXPERT_INTERMEDIATE: ("moe_intermediate_size", "intermediate_size"),
     Axis.SHARED_INTERMEDIATE: ("shared_expert_intermediate_size",),
@@ -80,7 +92,13 @@ KEYS: Final[Mapping[Axis, tuple[str, ...]]] = {
 
 #: Families whose modules take the size of a head from the hidden size and the number of heads, so that a config cannot
 #: say that there are fewer. Their attributes are set instead, by what they count.
-BY_ATTRIBUTE: Final = frozenset({"falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "stablelm"})
+BY_ATTRIBUTE: Final = frozenset(
+    {
+        *("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "stablelm"),
+        *("glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text"),
+        *("gemma4_text", "gemma4_unified_text", "mimo_v2_flash", "step3p5"),  # of which layers differ in their heads
+    }
+)
 _ATTRIBUTES: Final[Mapping[Axis, tuple[str, ...]]] = {
     Axis.Q_HEADS: ("num_heads", "num_attention_heads"),
     Axis.KV_HEADS: ("num_kv_heads", "num_key_value_heads", "kv_heads"),
@@ -105,9 +123,30 @@ def count_heads(layer: Any, counts: Counts, block: Block) -> None:
             for name in names:
                 if getattr(module, name, None) == whole[axis]:
                     setattr(module, name, counts.size(axis))
+        if hasattr(module, "num_key_value_groups"):
+            module.num_key_value_groups = max(1, counts.size(Axis.Q_HEADS) // counts.size(Axis.KV_HEADS))
         for name in _COLUMNS:
             if block.attention and getattr(module, name, None) == block.attention.q_heads * block.attention.head_dim:
                 setattr(module, name, counts.size(Axis.Q_HEADS) * block.attention.head_dim)
+
+
+def count_channels(layer: Any, counts: Counts, block: Block) -> None:
+    """Set the attributes of a layer's Mamba-2 that count heads, groups and channels to what a device has.
+
+    Args:
+        layer: a module of transformers.
+        counts: what the device has of the layer.
+        block: the layer's.
+    """
+    linear = block.linear
+    if not linear or not linear.shared_keys:
+        return
+    for module in layer.modules():
+        if not hasattr(module, "n_groups") or not hasattr(module, "conv_dim"):
+            continue
+        module.num_heads, module.n_groups = counts.size(Axis.LINEAR_HEADS), counts.groups
+        module.intermediate_size = module.num_heads * linear.value_head_dim
+        module.conv_dim = module.intermediate_size + 2 * counts.groups * linear.key_head_dim
 
 
 _FUSED: Final = ("query_key_value", "c_attn")

@@ -28,6 +28,10 @@ _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits",
 _NAME = "_tpplan_steps"  # of what a cache keeps: graphs have its addresses, and end with it
 
 
+class NotCapturedError(Exception):
+    """A step could not be captured; nothing of it has run."""
+
+
 class Step:
     """A captured step: its inputs and output keep their places."""
 
@@ -38,11 +42,21 @@ class Step:
         run: Callable[[Mapping[str, Any]], Any],
         places: tuple[int, ...],
     ) -> None:
-        """Capture what ``run`` does with inputs, over a cache at these places."""
+        """Capture what ``run`` does with inputs, over a cache at these places.
+
+        Raises:
+            NotCapturedError: torch, or another process, could not.
+        """
         self.places = places
         own = {name: _mapped(value, torch.clone) for name, value in inputs.items()}
-        with context.capture() as graph:
-            output = run(own)
+        failure = ""
+        try:
+            with context.capture() as graph:
+                output = run(own)
+        except Exception as error:  # noqa: BLE001 (it is run as usual then, and fails again if it must)
+            failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if told := [each for each in context.tell(failure) if each]:
+            raise NotCapturedError(told[0])
         self._graph: Graph = graph
         # The cache keeps this object, which keeps none of it: both end at once, without the garbage collector.
         self._kind, self._logits = type(output), output.logits
@@ -82,6 +96,9 @@ def step(
         cache: the step's cache, which keeps the graphs.
         inputs: arguments of the model, tensors of which are on the first device.
         run: runs the model.
+
+    Raises:
+        NotCapturedError: the step cannot be captured.
     """
     if not _is_fixed(context, cache, inputs):
         return None

@@ -1,7 +1,8 @@
-"""Attention of a device whose query heads do not divide evenly among its KV heads, as where KV heads are replicated."""
+"""Attention of a device that reads what is whole, or not as its number of heads says: replicated KV heads, ALiBi."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -9,6 +10,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tpplan.core.axes import Axis
 from tpplan.errors import RequestError
 from tpplan.transformers.build import layers_of
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.core.plan import SplitPlan
     from tpplan.transformers.counts import Counts
 
 #: How attention functions are called that first give each query head its KV head.
@@ -46,6 +49,37 @@ def read_by_index(model: Any, counts: Sequence[Counts], place: torch.device) -> 
         kind = found[0].config._attn_implementation  # noqa: SLF001 (as modules read it)
         if not kind.startswith(_PREFIX):
             found[0].config._attn_implementation_internal = _registered(kind)  # noqa: SLF001
+
+
+def slice_alibi(model: Any, plan: SplitPlan, device: int) -> None:
+    """Let the attention of layers add the ALiBi slopes of a device's own heads, of which transformers passes all.
+
+    Args:
+        model: the device's model.
+        plan: the plan.
+        device: index of the device.
+    """
+    for number, layer in enumerate(layers_of(model)):
+        for module in layer.modules():
+            if hasattr(module, "query_key_value") and "alibi" in inspect.signature(module.forward).parameters:
+                split = plan.split(Axis.Q_HEADS, number)
+                first = min(split.bounds[device], split.size - 1)
+                module.register_forward_pre_hook(_own_slopes(first, split.size), with_kwargs=True)
+
+
+def _own_slopes(first: int, heads: int) -> Any:
+    def change(module: Any, args: Any, kwargs: Any) -> Any:
+        alibi: Tensor | None = kwargs.get("alibi")
+        if alibi is not None:
+            whole = alibi.dim() > 3  # noqa: PLR2004 ([texts, heads, …]; else the two are one dimension)
+            own = alibi.view(-1, heads, 1, alibi.shape[-1])[:, first : first + module.num_heads]
+            kwargs = kwargs | {"alibi": own if whole else own.flatten(0, 1)}
+        mask: Tensor | None = kwargs.get("attention_mask")
+        if mask is not None and mask.dim() > 3 and mask.shape[1] == heads:  # noqa: PLR2004 (slopes are in it)
+            kwargs = kwargs | {"attention_mask": mask[:, first : first + module.num_heads]}
+        return args, kwargs
+
+    return change
 
 
 def _registered(kind: str) -> str:

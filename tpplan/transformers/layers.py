@@ -6,101 +6,36 @@ outputs are summed; ``gather`` cuts them by their outputs, so that inputs and ou
 
 from __future__ import annotations
 
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tpplan.core.axes import Axis
 from tpplan.errors import RequestError
-from tpplan.exec.context import TPContext
-from tpplan.transformers.lockstep import Lockstep, Operation
+from tpplan.transformers.divided import norm_groups, sparsify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
-    from torch import Tensor
-
+    from tpplan.core.model import Block
     from tpplan.transformers.load import Stored
-
-
-@frozen
-class Operations:
-    """The context's operations, between models that run in lockstep.
-
-    Attributes:
-        context: the compiled plan.
-        lockstep: runs the models.
-    """
-
-    context: TPContext
-    lockstep: Lockstep
-
-    def sum(self, name: str, x: Tensor, axis: Axis, layer: int | None) -> Tensor:
-        """Return the sum over the devices that have a part of an axis; what others pass only has the right shape."""
-        owners = self.context.devices_of(axis, layer)
-
-        def run(operands: Mapping[int, Tensor], out: Sequence[Tensor]) -> None:
-            self.context.all_reduce([operands[each] for each in owners], axis=axis, layer=layer, out=out)
-
-        return self._in_passes(name, x, x.shape[-1], run)
-
-    def join(self, name: str, x: Tensor, axis: Axis, layer: int | None, *, columns: int, dim: int) -> Tensor:
-        """Return the columns of all devices side by side; what devices without a part of the axis pass is ignored.
-
-        Args:
-            name: of the module.
-            x: this device's columns.
-            axis: by which columns are cut.
-            layer: whose cut.
-            columns: of the result.
-            dim: columns for each element of the axis.
-        """
-        owners = self.context.devices_of(axis, layer)
-
-        def run(operands: Mapping[int, Tensor], out: Sequence[Tensor]) -> None:
-            self.context.allgather([operands[each] for each in owners], axis, dim=dim, layer=layer, out=out)
-
-        return self._in_passes(name, x, columns, run)
-
-    def spread(self, name: str, x: Tensor, axis: Axis, layer: int | None) -> Tensor:
-        """Return what the first device with a part of an axis has; what others pass only has the right shape."""
-        first = self.context.plan.slices(axis, layer)[0].device
-
-        def run(operands: Mapping[int, Tensor], out: Sequence[Tensor]) -> None:
-            own = operands[first] if first in operands else out[0].to("meta")
-            self.context.broadcast(own, source=first, out=out)
-
-        return self._in_passes(name, x, x.shape[-1], run)
-
-    def _in_passes(
-        self, name: str, x: Tensor, columns: int, run: Callable[[Mapping[int, Tensor], Sequence[Tensor]], None]
-    ) -> Tensor:
-        """Run an operation on as many rows at a time as the plan allows.
-
-        Args:
-            name: of the module.
-            x: this device's operand.
-            columns: of the result.
-            run: fills the results of all devices, given their operands by device.
-        """
-
-        def filled(operands: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-            out = [operand.new_empty(*operand.shape[:-1], columns) for operand in operands.values()]
-            run(operands, out)
-            return dict(zip(operands, out, strict=True))
-
-        operation, rows = Operation(name, filled), x.flatten(0, -2).contiguous()
-        done = [self.lockstep.meet(operation, part) for part in torch.split(rows, self.context.max_rows)]
-        return (done[0] if len(done) == 1 else torch.cat(done)).view(*x.shape[:-1], columns)
+    from tpplan.transformers.operations import Operations
 
 
 class Layers:
     """Changes the modules of one device's model."""
 
-    def __init__(self, model: Any, device: int, operations: Operations, missing: Mapping[int, frozenset[Axis]]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: int,
+        operations: Operations,
+        missing: Mapping[int, frozenset[Axis]],
+        blocks: Mapping[int, Block],
+    ) -> None:
         """Change nothing yet.
 
         Args:
@@ -108,8 +43,10 @@ class Layers:
             device: index of the device.
             operations: the context's.
             missing: for each layer the axes of which the device has no part.
+            blocks: what each layer is.
         """
-        self._model, self._device, self._operations, self._missing = model, device, operations, missing
+        self._model, self._device, self._operations = model, device, operations
+        self._missing, self._blocks = missing, blocks
         self._context = operations.context
         self._layout = self._context.plan.request.layout
 
@@ -128,6 +65,11 @@ class Layers:
             by_module.setdefault(path, {})[leaf] = stored
         for path, leaves in by_module.items():
             self._change(path, self._model.get_submodule(path), leaves)
+        for path, module in self._model.named_modules():
+            if getattr(module, "activation_sparsity", 0):
+                layer = by_module[f"{path}.gate_proj"]["weight"].layer or 0
+                lacks, columns = self._lacks(Axis.INTERMEDIATE, layer), self._blocks[layer].intermediate
+                sparsify(path, module, self._operations, layer, columns, lacks=lacks)
         head = self._model.get_output_embeddings()
         if head.weight is (embedding := self._model.get_input_embeddings()).weight:
             path = next(name for name, module in self._model.named_modules() if module is embedding)
@@ -138,6 +80,9 @@ class Layers:
         if isinstance(module, nn.Embedding):
             if cut.get("weight") is Axis.VOCAB:
                 self._embed(path, module)
+            return
+        if "weight" in leaves and self._routes(leaves["weight"]):
+            self._decide(path, module, leaves["weight"].layer)
             return
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             self._project(path, module, leaves["weight"])
@@ -166,6 +111,29 @@ class Layers:
             self._sum_linear(path, module, axis, weight.layer)
         elif axis is None and weight.parameter.home is Axis.SHARED_INTERMEDIATE:
             self._spread_behind(path, module, weight.layer)
+
+    def _routes(self, stored: Stored) -> bool:
+        """Tell whether a tensor is a router's matrix, which every device with experts has and none cuts."""
+        parameter, layer = stored.parameter, stored.layer
+        if layer is None or parameter.home is not Axis.EXPERT_INTERMEDIATE or len(parameter.shape) == 1:
+            return False
+        whole = all(segment.axis is None for dim in parameter.dims for segment in dim)
+        return whole and parameter.shape[0] == self._blocks[layer].experts
+
+    def _decide(self, path: str, module: Any, layer: int | None) -> None:
+        """Let the first device with experts route tokens for all: unlike GPUs may choose differently at a near tie."""
+        before, axis = module.forward, Axis.EXPERT_INTERMEDIATE
+        if len(self._context.plan.slices(axis, layer)) == 1:
+            return
+
+        def spread(part: int, x: Any) -> Any:
+            return self._operations.spread(f"{path}[{part}]", x, axis, layer) if isinstance(x, Tensor) else x
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            found = before(*args, **kwargs)
+            return tuple(starmap(spread, enumerate(found))) if isinstance(found, tuple) else spread(0, found)
+
+        module.forward = forward
 
     def _cut(self, stored: Stored) -> Axis | None:
         """Return the axis by which a tensor is cut; None if it is not."""
@@ -285,6 +253,10 @@ class Layers:
             message = f"{path} ({type(module).__name__}) normalises columns that the plan divides"
             raise RequestError(message, "run it by tpplan's decoder (--engine tpplan)")
         layer, columns = weight.layer, weight.parameter.shape[0]
+        linear = self._blocks[layer].linear if layer is not None else None
+        if axis is Axis.LINEAR_HEADS and linear and layer is not None:
+            norm_groups(path, module, self._operations, linear, layer, device=self._device, epsilon=epsilon)
+            return
         lacks = self._lacks(axis, layer)
 
         def forward(x: Tensor) -> Tensor:

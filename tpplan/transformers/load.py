@@ -56,6 +56,7 @@ class Names:
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self._converter = {pattern: each for each in converters for pattern in each.source_patterns}
+        self._stored = stored
         self._targets: dict[str, tuple[str, str | None]] = {}
         self.sources: dict[str, Stored] = {}
         known = model.state_dict()
@@ -72,6 +73,30 @@ class Names:
                 )
             self._targets[name] = target, pattern
             self.sources[target] = stored[name]
+        self._made = {target for target, pattern in self._targets.values() if pattern is not None}
+
+    def written(self, state: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield a model's tensors as its checkpoints have them.
+
+        Args:
+            state: what the model has, by its own names.
+            known: some of the tensors; others are rows of the model's.
+        """
+        together: dict[str, list[tuple[int, str]]] = {}
+        for name, (target, pattern) in self._targets.items():
+            place = self._converter[pattern].source_patterns.index(pattern) if pattern else 0
+            together.setdefault(target, []).append((place, name))
+        for target, places in together.items():
+            parts = [name for _, name in sorted(places)]
+            if known.keys() >= {*parts}:
+                yield from ((name, known[name]) for name in parts)
+                continue
+            rows = [self._stored[name].parameter.shape[0] for name in parts]
+            yield from zip(parts, torch.split(state[target], rows), strict=True)
+
+    def converts(self, target: str) -> bool:
+        """Tell whether a parameter of the model is made of tensors in a way of its own, such as several together."""
+        return target in self._made
 
     def stacks(self, tensors: Mapping[str, Tensor]) -> bool:
         """Tell whether some of a device's tensors are put together in new ones."""

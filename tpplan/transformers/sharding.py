@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import AutoConfig
 
 from tpplan.errors import RequestError
 from tpplan.transformers.assembly import assemble
+from tpplan.transformers.classes import runnable
 from tpplan.transformers.trial import check_small_model
 from tpplan.weights import load_weights
 from tpplan.weights.source import Source
@@ -52,7 +53,7 @@ def shard(directory: str | Path | Source, plan: SplitPlan, ctx: TPContext, *, tr
 
 
 def config_of(source: Source, plan: SplitPlan) -> Any:
-    """Return transformers' config of a checkpoint's language model.
+    """Return transformers' config of a checkpoint's language model, or of the model around it that has its only class.
 
     Raises:
         RequestError: transformers has no class for it, or the plan or the weights are not as that would have them.
@@ -69,8 +70,8 @@ def config_of(source: Source, plan: SplitPlan) -> Any:
     except (ValueError, KeyError, OSError) as error:
         message = f"transformers does not read the config of models of type {name}: {str(error).splitlines()[0]}"
         raise RequestError(message, "upgrade transformers") from error
-    text = config.get_text_config(decoder=True)
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        message = f"transformers has no class for the language model alone of models of type {name}"
+    found = runnable(config)
+    if found is None:
+        message = f"transformers has no class for models of type {name}"
         raise RequestError(message, "docs/run-a-model.md lists what runs")
-    return text
+    return found

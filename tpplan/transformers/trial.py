@@ -6,14 +6,13 @@ follows rules; the trial finds where they do not hold.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from tpplan.core.axes import bounds_of, minimum_units
@@ -21,125 +20,29 @@ from tpplan.core.device import Device
 from tpplan.core.plan import Cache, Request
 from tpplan.errors import RequestError, TpplanError
 from tpplan.exec import compile as compile_plan
+from tpplan.models.reader import read_model
 from tpplan.planner.attempt import Attempt
 from tpplan.planner.ledger import demands, ledger
-from tpplan.transformers.assembly import assemble
+from tpplan.transformers.assembly import assemble, names_of
+from tpplan.transformers.build import initialise_buffers
+from tpplan.transformers.classes import on_meta, runnable, text_of
+from tpplan.transformers.small import small
 from tpplan.weights import load_weights
 from tpplan.weights.source import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from tpplan.core.plan import SplitPlan
     from tpplan.planner.costs import Demand
 
 #: Tokens of the trial's prompt, and those that follow.
 _PROMPT: Final = 11
 _NEW: Final = 3
-_VOCAB: Final = 256
-_HEAD: Final = 16
 #: Most difference of logits, as a part of the largest; sums of float32 in other orders differ by a hundredth of it.
 _MOST_ERROR: Final = 1e-4
 
-#: Largest values of keys in the small config; keys that it lacks stay away.
-_MOST: Final[Mapping[str, int]] = {
-    "head_dim": _HEAD,
-    "intermediate_size": 512,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 64,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "shared_expert_intermediate_size": 64,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "index_head_dim": 16,
-    "index_n_heads": 4,
-    "index_topk": 4,
-    "linear_num_key_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "sliding_window": 6,
-    "max_position_embeddings": 512,
-    "sliding_window_pattern": 2,
-    "rotary_dim": 8,
-}
-#: Keys of tokens, which a small vocabulary may lack.
-_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def small(config: Any) -> Any:
-    """Return a config of the same kind whose model is small.
-
-    Kinds of layers, ratios of heads, windows and gates stay; sizes, and the number of layers, shrink.
-
-    Args:
-        config: a language model's config, of transformers.
-    """
-    made = deepcopy(config)
-    heads = made.num_attention_heads
-    kv_heads = getattr(made, "num_key_value_heads", None) or heads
-    few = min(kv_heads, 4)
-    group = min(heads // kv_heads, 3 if kv_heads > 1 else 4)
-    layers = _layers(made)
-    values = {
-        "vocab_size": min(made.vocab_size, _VOCAB),
-        "hidden_size": few * group * _HEAD,
-        "num_attention_heads": few * group,
-        "num_key_value_heads": few,
-        "num_kv_heads": few,
-        "num_hidden_layers": layers,
-        "max_window_layers": min(getattr(made, "max_window_layers", 0), 1),
-        **{key: min(most, value) for key, most in _MOST.items() if isinstance(value := getattr(made, key, None), int)},
-    }
-    ratio = (getattr(made, "linear_num_value_heads", 0) or 1) // (getattr(made, "linear_num_key_heads", 0) or 1)
-    values["linear_num_value_heads"] = values.get("linear_num_key_heads", 1) * min(ratio, 2)
-    old = made.num_hidden_layers
-    if getattr(made, "head_dim", None) == getattr(made, "qk_rope_head_dim", None):
-        values["head_dim"] = values.get("qk_rope_head_dim", _HEAD)
-    if getattr(made, "word_embed_proj_dim", None) == made.hidden_size:
-        values["word_embed_proj_dim"] = values["hidden_size"]
-    for key, value in values.items():
-        if isinstance(getattr(made, key, None), int) and not isinstance(getattr(type(made), key, None), property):
-            setattr(made, key, value)
-    for key, value in vars(made).items():
-        if isinstance(value, list) and len(value) == old and not key.startswith("_"):
-            setattr(made, key, value[:layers])
-    for key in _TOKENS:
-        if getattr(made, key, None) is not None:
-            setattr(made, key, values["vocab_size"] - 1)
-    _shrink_rope(made)
-    made.dtype = torch.float32
-    return made
-
-
-def _layers(config: Any) -> int:
-    """Return the fewest layers, at least two, that have all kinds, and at most six if no list tells the kinds."""
-    count: int = config.num_hidden_layers
-    lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == count]
-    if not lists:
-        return min(count, 6)
-    kinds = [*zip(*(map(str, values) for values in lists), strict=True)]
-    return max(2, 1 + max(kinds.index(kind) for kind in set(kinds)))
-
-
-def _shrink_rope(config: Any) -> None:
-    """Divide sections of RoPE's frequencies as a small head does."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    half = int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
-    for factors in ("short_factor", "long_factor"):
-        if factors in rope:
-            rope[factors] = rope[factors][:half]
-    if rope.get("mrope_section"):
-        third = half // 3
-        rope["mrope_section"] = [half - 2 * third, third, third]
+#: Families of which transformers writes tensors under names of others, though it reads both; and what is in the names
+#: of those that are right.
+_MISNAMED: Final = {"kimi_linear": ".experts.", "olmo_hybrid": "embed_tokens"}
 
 
 def check_small_model(config: Any, layout: str, kv: str) -> None:
@@ -177,27 +80,41 @@ def _difference(config: Any, layout: str, kv: str) -> float:
     tiny = small(config)
     with torch.random.fork_rng(devices=[]), TemporaryDirectory() as name:
         torch.manual_seed(0)
-        whole = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32).eval()
-        for parameter in whole.parameters():
-            parameter.data.normal_(0 if parameter.dim() > 1 else 0.5, 0.1)
+        whole = _random_model(tiny)
         _save(whole, name)
-        tokens = torch.randint(0, tiny.vocab_size, (2, _PROMPT + _NEW))
+        tokens = torch.randint(0, text_of(tiny).vocab_size, (2, _PROMPT + _NEW))
         source = Source.read(Path(name))
         plan = uneven_plan(source, layout, kv)
         with compile_plan(plan, backend="cpu", scratch=False) as context, torch.no_grad():
             weights = load_weights(plan, source, context)
-            sharded = assemble(source, plan, context, AutoConfig.from_pretrained(name), weights.tensors)
+            sharded = assemble(source, plan, context, runnable(AutoConfig.from_pretrained(name)), weights.tensors)
             wanted, found = (_logits(model, tokens) for model in (whole, sharded))
     return float((wanted - found).abs().max() / wanted.abs().max())
+
+
+def _random_model(config: Any) -> Any:
+    """Return a model with random values."""
+    made = on_meta(config).to_empty(device="cpu").eval()
+    made.tie_weights()
+    for buffer in made.buffers():
+        buffer.data.fill_(1)
+    initialise_buffers(made)
+    for parameter in made.parameters():
+        parameter.data.normal_(0 if parameter.dim() > 1 else 0.5, 0.1)
+    return made
 
 
 def _save(model: Any, directory: str) -> None:
     """Save a model in this process, whichever it is of a group: ``save_pretrained`` writes in the first one only."""
     tied = model.all_tied_weights_keys
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    config = Path(directory, "config.json")
+    config.write_text(model.config.to_json_string(use_diff=False), encoding="utf-8")
     made = revert_weight_conversion(model, tensors)
+    if model.config.model_type in _MISNAMED:
+        known = {name: made[name] for name in made if _MISNAMED[model.config.model_type] in name}
+        made = dict(names_of(read_model(config), model).written(tensors, known))
     save_file({name: tensor.contiguous() for name, tensor in made.items()}, Path(directory, "model.safetensors"))
-    Path(directory, "config.json").write_text(model.config.to_json_string(use_diff=False), encoding="utf-8")
 
 
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
