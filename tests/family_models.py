@@ -50,6 +50,10 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": {"head_dim": 128}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
+    "perception_lm": {"vision_config": {"model_type": "timm_wrapper", "model_args": {"embed_dim": 4}}},
+    "qwen2_5_omni": {"enable_audio_output": False},
+    "qwen3_omni_moe": {"enable_audio_output": False, "thinker_config": {"text_config": {"head_dim": 128}}},
+    "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
 }
 
 #: What transformers calls a family that the hub knows by another name.
@@ -63,8 +67,11 @@ VISION_OF_STEP = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers":
 #: Models that transformers lacks: their own code is on the hub.
 NOT_IN_TRANSFORMERS = {"nemotron-nas"}
 
+#: Models whose part that reads images needs a library of its own in transformers.
+WITHOUT_TIMM = {"gemma3n", "fast_vlm", "perception_lm"}
+
 #: Models that transformers saves in another form than they have on the hub.
-UNLIKE_HUB = {"kimi_k25", "qwen3_vl_moe"}
+UNLIKE_HUB = {"kimi_k25", "qianfan_ocr", "qwen3_vl_moe"}
 
 #: And those of which it saves some tensors under names of others.
 MISNAMED = {"kimi_linear", "olmo_hybrid"}
@@ -82,31 +89,36 @@ def hub_config(data: dict[str, Any]) -> Any:
 
 def build(config: Any, **options: Any) -> Any:
     """Build transformers' model of a config, with what reads images if the config has that."""
-    if config.model_type == "gemma3n":
+    if config.model_type in WITHOUT_TIMM:
         return _without_timm(config, **options)
     if config.model_type in ONLY_IN_WRAPPERS:
         whole = {"model_type": ONLY_IN_WRAPPERS[config.model_type], "tie_word_embeddings": config.tie_word_embeddings}
         config = hub_config({**whole, "vision_config": dict(VISION_OF_STEP), "text_config": config.to_dict()})
     if config.model_type == "mistral4":  # which AutoModelForCausalLM does not know
         return transformers.Mistral4ForCausalLM._from_config(config, **options)
-    auto = (
-        transformers.AutoModelForImageTextToText if config.model_type in WRAPPERS else transformers.AutoModelForCausalLM
-    )
-    return auto.from_config(config, **options)
+    if config.model_type in WRAPPERS:
+        return class_of(config.model_type)._from_config(config, **options)
+    return transformers.AutoModelForCausalLM.from_config(config, **options)
+
+
+def class_of(model_type: str) -> Any:
+    """Return transformers' class of a model around a language model."""
+    return getattr(transformers, WRAPPERS[model_type].architectures[0])
 
 
 def _without_timm(config: Any, **options: Any) -> Any:
-    """Build Gemma 3n with something else in place of what reads images, which needs a library of its own."""
+    """Build a model with something else in place of what reads images, which needs a library of its own."""
     import torch  # noqa: PLC0415 (where it is not installed, the tests without models run)
 
-    module = importlib.import_module("transformers.models.gemma3n.modeling_gemma3n")
+    module = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
     real = module.AutoModel.from_config
 
     def from_config(config: Any, **options: Any) -> Any:
-        return torch.nn.Linear(1, 1) if config.model_type == "gemma3n_vision" else real(config, **options)
+        is_timm = config.model_type in {"gemma3n_vision", "timm_wrapper"}
+        return torch.nn.Linear(1, 1) if is_timm else real(config, **options)
 
     with patch.object(module, "AutoModel", SimpleNamespace(from_config=from_config)):
-        return transformers.AutoModelForImageTextToText.from_config(config, **options)
+        return class_of(config.model_type)._from_config(config, **options)
 
 
 def meta_model(config: Any) -> Any:
@@ -145,9 +157,9 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     text = {name: tensor for name, tensor in tensors.items() if not any(fnmatch(name, p) for p in VISION)}
     if model.config.model_type == "qwen3_vl_moe":  # reads experts as [expert, in, out] too, which the hub has
         text = {name: tensor.mT if ".experts." in name else tensor for name, tensor in text.items()}
-    # Image blocks of Kimi are layers in transformers, which then writes its layers of text as blocks too.
-    blocks, layers = "language_model.model.blocks.", "language_model.model.layers."
-    return {renamed(name, wrapper.renamed).replace(blocks, layers): tensor for name, tensor in text.items()}
+    # Layers of what reads images have another name in transformers, which then writes its layers of text as such too.
+    blocks = re.compile(r"(?<=^language_model\.model\.)(?:blocks|encoder\.layers)\.")
+    return {blocks.sub("layers.", renamed(name, wrapper.renamed)): tensor for name, tensor in text.items()}
 
 
 def _olmo_hybrid(config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

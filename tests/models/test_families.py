@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.family_configs import FAMILY_KEYS, INNER, VISION, configs
+from tests.family_configs import FAMILY_KEYS, INNER, SECTIONS, configs
 from tests.family_models import (
     INCOMPLETE_DEFAULTS,
     NOT_IN_TRANSFORMERS,
@@ -82,7 +82,7 @@ def test_what_transformers_saves_is_read(model_type: str, data: st.DataObject) -
 
 def test_every_family_is_drawn() -> None:
     """No family escapes the comparison."""
-    assert {*FAMILY_KEYS, *VISION} == {*families.LANGUAGE_MODELS, *families.supported()}
+    assert {*FAMILY_KEYS, *SECTIONS} == {*families.LANGUAGE_MODELS, *families.supported()}
     assert {inner for each in INNER.values() for inner in each} >= set(PARTS)
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 BUFFERS: Final = "buffers"
+OTHERS: Final = "other parts"
 PREDICTION: Final = "prediction layers"
 
 #: What tensors are, by a part of their names; the first that matches decides.
@@ -254,7 +255,7 @@ class _Match:
             if tolerated.extra_layers and layer >= logical.layer_count:
                 self.aside[PREDICTION] += tensor.nbytes
             elif ignored.match(name):
-                self.aside[label(name, tensor) or BUFFERS] += tensor.nbytes
+                self.aside[label(name, tensor) or OTHERS] += tensor.nbytes
             else:
                 stem, suffix = split_name(name)
                 self.found.setdefault(stem, {})[suffix] = tensor
