@@ -492,6 +492,27 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         },
     ),
     "qwen3_vl_moe_text": (_EXPERTS, {**_SPARSE, **_HEAD, "attention_bias": _FLAG}),
+    "stablelm_epoch": ({}, {"use_qkv_bias": _FLAG}),
+    "qwen": (
+        {"intermediate_size": _SIZE.map(lambda width: 2 * width), "kv_channels": st.sampled_from((4, 8, 12))},
+        {"no_bias": _FLAG},
+    ),
+    "internlm2": ({}, {"bias": _FLAG}),
+    "baichuan": ({}, {}),
+    "chatglm": (
+        {"multi_query_attention": st.just(True), "kv_channels": st.sampled_from((4, 8, 12))},
+        dict.fromkeys(("add_qkv_bias", "add_bias_linear", "post_layer_norm"), _FLAG),
+    ),
+    "bailing_moe": (
+        _EXPERTS,
+        {
+            **_HEAD,
+            **_SHARED,
+            "moe_shared_expert_intermediate_size": _SIZE,
+            "first_k_dense_replace": st.integers(0, 3),
+            **dict.fromkeys(("use_bias", "use_qkv_bias", "use_qk_norm", "moe_router_enable_expert_bias"), _FLAG),
+        },
+    ),
     "glm_ocr_text": ({}, _HEAD),
     "granite_docling_text": ({}, _BIASES),
     "mllama_text_model": ({}, {"cross_attention_layers": st.lists(st.integers(0, 4), max_size=3)}),
@@ -519,6 +540,15 @@ _NAMES: dict[str, dict[str, str | None]] = {
     "gpt_neox": {"num_key_value_heads": None},
     "deepseek_v4": {"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None},
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": None},
+    "qwen": {"num_key_value_heads": None, "intermediate_size": None},
+    "baichuan": {"num_key_value_heads": None},
+    "chatglm": {
+        "vocab_size": "padded_vocab_size",
+        "intermediate_size": "ffn_hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_key_value_heads": "multi_query_group_num",
+        "max_position_embeddings": "seq_length",
+    },
 }
 
 _TOWER = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -577,11 +607,23 @@ VISION: dict[str, dict[str, Any]] = {
     "minicpmv4_6": _MERGING,
     "minicpmv4_7": _MERGING,
     "mllama": {
-        **{"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "attention_heads": 1},
-        **{"num_global_layers": 1, "vision_output_dim": 4, "image_size": 8, "patch_size": 4},
+        "hidden_size": 4,
+        "intermediate_size": 4,
+        "num_hidden_layers": 1,
+        "attention_heads": 1,
+        "num_global_layers": 1,
+        "vision_output_dim": 4,
+        "image_size": 8,
+        "patch_size": 4,
         "intermediate_layers_indices": [0],
     },
-    "nemotron_h_omni": {"model_type": "radio", **_TOWER, "image_size": 32, "max_img_size": 32, "video_temporal_patch_size": 2},
+    "nemotron_h_omni": {
+        "model_type": "radio",
+        **_TOWER,
+        "image_size": 32,
+        "max_img_size": 32,
+        "video_temporal_patch_size": 2,
+    },
     "paddleocr_vl": _TOWER,
     "perception_lm": {"model_type": "timm_wrapper", "architecture": "resnet50", "model_args": {"embed_dim": 4}},
     "pp_chart2table": {**_TOWER, "mlp_dim": 4, "output_channels": 4, "global_attn_indexes": [0]},
@@ -590,13 +632,22 @@ VISION: dict[str, dict[str, Any]] = {
 
 _EARS = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "num_mel_bins": 4}
 _WHISPER = {
-    **{"d_model": 4, "encoder_layers": 1, "encoder_attention_heads": 1, "encoder_ffn_dim": 4, "num_mel_bins": 4},
+    "d_model": 4,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 1,
+    "encoder_ffn_dim": 4,
+    "num_mel_bins": 4,
 }
 _QFORMER = {**_TOWER, "vocab_size": 4, "encoder_hidden_size": 4, "max_position_embeddings": 4}
 _BLIP = {"vision_config": {**_TOWER, "image_size": 8, "patch_size": 4}, "qformer_config": _QFORMER}
 _VIBE = {"hidden_size": 4, "num_filters": 2, "depths": [1, 1], "downsampling_ratios": [2]}
 _CONFORMER = {
-    **{"input_dim": 4, "num_layers": 2, "hidden_dim": 4, "num_heads": 1, "dim_head": 4, "output_dim": 4},
+    "input_dim": 4,
+    "num_layers": 2,
+    "hidden_dim": 4,
+    "num_heads": 1,
+    "dim_head": 4,
+    "output_dim": 4,
     "context_size": 4,
 }
 _GRANITE_SPEECH = {
@@ -624,8 +675,14 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "janus": {
         "vision_config": {**_TOWER, "image_size": 8, "patch_size": 4, "projection_dim": 4, "depth": 1},
         "vq_config": {
-            **{"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "projection_dim": 4},
-            **{"num_embeddings": 4, "num_hidden_layers": 1, "image_token_embed_dim": 4, "embed_dim": 2},
+            "base_channels": 32,
+            "channel_multiplier": [1],
+            "num_res_blocks": 1,
+            "projection_dim": 4,
+            "num_embeddings": 4,
+            "num_hidden_layers": 1,
+            "image_token_embed_dim": 4,
+            "embed_dim": 2,
             "latent_channels": 4,
         },
     },
@@ -648,6 +705,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
     },
     "voxtral": {"audio_config": _EARS},
     "voxtral_realtime": {"audio_config": {**_EARS, "num_key_value_heads": 1, "head_dim": 4}},
+    "internvl_chat": {"vision_config": _TOWER},
+    "minicpmo": {"vision_config": _TOWER, "audio_config": _EARS},
+    "minicpmv": {"vision_config": _TOWER},
 }
 SECTIONS |= {model_type: {"vision_config": part} for model_type, part in VISION.items()}
 
@@ -660,7 +720,7 @@ _MATCHING: dict[str, dict[str, dict[str, int]]] = {
 #: Those whose output matrix is the embedding if the language model's own config says so.
 _TIED_WITHIN = {
     *("blip-2", "instructblip", "instructblipvideo"),
-    *("voxtral", "voxtral_realtime", "glmasr", "granite_speech", "granite_speech_plus"),
+    *("voxtral_realtime", "glmasr", "granite_speech", "granite_speech_plus"),
 }
 
 
@@ -725,7 +785,7 @@ INNER = {
     "instructblip": ("opt", "llama"),
     "instructblipvideo": ("opt", "llama"),
     "janus": ("llama",),
-    "lfm2_vl": ("lfm2", "lfm2_moe"),
+    "lfm2_vl": ("lfm2",),
     "lfm3_vl": ("lfm3",),
     "minicpm_ocr": ("qwen3_5_text",),
     "minicpmv4_6": ("qwen3_5_text",),
@@ -748,6 +808,9 @@ INNER = {
     "vibevoice_asr": ("qwen2",),
     "voxtral": ("llama",),
     "voxtral_realtime": ("voxtral_realtime_text",),
+    "internvl_chat": ("internlm2", "qwen2", "llama", "qwen3", "qwen3_moe"),
+    "minicpmo": ("qwen2", "qwen3"),
+    "minicpmv": ("qwen2", "qwen3", "llama"),
 }
 
 #: What these language models always have in wrappers, of which transformers writes or ties others in a way of its own.
@@ -756,17 +819,17 @@ WITHIN: dict[str, dict[str, Any]] = {
     "llama4": {"tie_word_embeddings": False},
     "ovis2": {"tie_word_embeddings": True},
     "paddleocr_vl": {"tie_word_embeddings": True},
-    **dict.fromkeys(
-        ("audioflamingo3", "musicflamingo", "qwen2_audio", "vibevoice", "vibevoice_asr"),
-        {"tie_word_embeddings": False},
-    ),
+    **{
+        key: {"tie_word_embeddings": False}
+        for key in ("audioflamingo3", "musicflamingo", "qwen2_audio", "vibevoice", "vibevoice_asr", "voxtral")
+    },
 }
 
 #: Families whose latent attention or old form gives every query head its own keys.
 _UNGROUPED = {
     *("gpt2", "gpt_bigcode", "gptj", "bloom", "opt", "gpt_neox"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "kimi_linear", "mistral4"),
-    "glm4_moe_lite",
+    *("glm4_moe_lite", "qwen", "baichuan"),
 }
 
 
@@ -783,14 +846,17 @@ def speaking(whole: dict[str, Any]) -> dict[str, Any]:
 def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     """Draw a small config of a family: grouped, multi-query or plain, with and without the keys that it may have."""
     if model_type in WRAPPERS:
-        text = draw(configs(draw(st.sampled_from(INNER[model_type])))) | WITHIN.get(model_type, {})
+        inner = draw(st.sampled_from(INNER[model_type]))
+        text = draw(configs(inner)) | WITHIN.get(model_type, {})
         # Where neither config says whether the output matrix is the embedding, versions of transformers differ.
         tied = {"tie_word_embeddings": text.pop("tie_word_embeddings", draw(_FLAG))}
         text |= tied if model_type in _TIED_WITHIN else {}
         whole = {**tied, "model_type": model_type, **around(model_type, text)}
+        if versions := WRAPPERS[model_type].versions:
+            return {**text, **whole, "version": draw(st.sampled_from([v for v in versions if versions[v] == inner]))}
         if WRAPPERS[model_type].flat and draw(_FLAG):
             return {**text, **whole}
-        return speaking({**whole, "text_config": text})
+        return speaking({**whole, WRAPPERS[model_type].section: text})
     always, sometimes = FAMILY_KEYS[model_type]
     kv_heads = draw(st.integers(1, 3))
     q_heads = kv_heads * (1 if model_type in _UNGROUPED else draw(st.integers(1, 3)))

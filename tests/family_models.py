@@ -50,6 +50,7 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": {"head_dim": 128}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
+    "fun_asr_nano": {"text_config": {"model_type": "qwen3", "hidden_size": 1024}},
     "perception_lm": {"vision_config": {"model_type": "timm_wrapper", "model_args": {"embed_dim": 4}}},
     "qwen2_5_omni": {"enable_audio_output": False},
     "qwen3_omni_moe": {"enable_audio_output": False, "thinker_config": {"text_config": {"head_dim": 128}}},
@@ -57,7 +58,7 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 #: What transformers calls a family that the hub knows by another name.
-SAME = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+SAME = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "stablelm_epoch": "stablelm"}
 
 #: Language models that are models of their own on the hub, but in transformers only part of another one.
 ONLY_IN_WRAPPERS = {"step3p5": "step3p7"}
@@ -65,7 +66,10 @@ ONLY_IN_WRAPPERS = {"step3p5": "step3p7"}
 VISION_OF_STEP = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 #: Models that transformers lacks: their own code is on the hub.
-NOT_IN_TRANSFORMERS = {"nemotron-nas"}
+NOT_IN_TRANSFORMERS = {
+    *("nemotron-nas", "qwen", "internlm2", "baichuan", "chatglm", "bailing_moe"),
+    *("internvl_chat", "minicpmo", "minicpmv"),
+}
 
 #: Models whose part that reads images needs a library of its own in transformers.
 WITHOUT_TIMM = {"gemma3n", "fast_vlm", "perception_lm"}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Models that transformers can build: their types, and of language models within others those.
 KNOWN = [(name, "") for name in sorted({*families.FAMILIES} - SAME.keys() - NOT_IN_TRANSFORMERS)]
-KNOWN += [(name, inner) for name, inners in INNER.items() for inner in inners]
+KNOWN += [(name, inner) for name, inners in INNER.items() for inner in inners if name not in NOT_IN_TRANSFORMERS]
 
 #: Small sizes in place of the defaults, as far as a family calls them so.
 SMALL = {

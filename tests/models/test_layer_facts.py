@@ -154,6 +154,22 @@ PUBLISHED |= {
     "Gemma-3n-E4B": ({"model_type": "gemma3n_text"}, 6_835_235_568, 20 * 2 * 2 * 256),
 }
 
+PUBLISHED |= {
+    # The text part: a layer has 32 query and 8 KV heads of 128 and three matrices of 14,336; eight of 40 attend to
+    # images, by two norms and two gates more, and cache no text. The embedding has rows for eight more tokens than the
+    # output matrix.
+    "Llama-3.2-11B-Vision": (
+        {"model_type": "mllama"},
+        (2 * 128_256 + 8) * 4096
+        + 4096
+        + 40 * (2 * 4096 + 2 * (4096 + 1024) * 4096 + 3 * 4096 * 14_336)
+        + 8 * (2 * 128 + 2),
+        32 * 2 * 8 * 128,
+    ),
+    # The thinker is as large as Qwen2.5-7B.
+    "Qwen2.5-Omni-7B": ({"model_type": "qwen2_5_omni"}, 7_615_616_512, 28 * 2 * 4 * 128),
+}
+
 #: Plain matrix products, which know any width.
 EAGER = {"experts_implementation": "eager"}
 
@@ -266,6 +282,12 @@ def test_names_of_deepseek_v4_on_the_hub_are_known(tmp_path: Path) -> None:
     spec = tpplan.read_model(tmp_path)
     assert spec.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert [part.bytes for part in spec.not_planned] == [12]
+
+
+def test_a_plan_tells_of_images_that_are_cached() -> None:
+    """What layers of Llama 3.2 cache of images is in no plan, and its notes say so."""
+    (note,) = published("Llama-3.2-11B-Vision").notes
+    assert "attend to images" in note
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

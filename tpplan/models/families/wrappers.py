@@ -21,6 +21,9 @@ NESTED: Final = (TEXT, "llm_config", "language_config", "thinker_config", "text_
 #: How the names of the language model start in most models on the hub; in others they are those of a model alone.
 ROOT: Final = "language_model."
 
+#: And in MiniCPM's.
+LLM: Final = "llm."
+
 #: How they start in models that speak, where it is next to what makes speech of its tokens.
 THINKER: Final = "thinker."
 
@@ -35,6 +38,7 @@ _RENAMED: Final[dict[str, dict[str, str]]] = {
     },
     "": {"model.language_model.": "model.", "model.text_model.": "model."},
     THINKER: {},
+    LLM: {},
 }
 
 #: What reads images or sound, leads from there to the language model, or makes images or sound of what that says.
@@ -52,6 +56,7 @@ _VISION: Final = (
     *("encoder.*", "acoustic_*", "semantic_*", "sound_*"),  # Granite Speech, VibeVoice, Nemotron
     *("latent_*_factor", "diffusion_head.*", "prediction_head.*", "speech_*"),  # VibeVoice
     "mlp_AR.*",  # PaddleOCR-VL
+    *("vpm.*", "resampler.*", "apm.*", "audio_avg_pooler.*", "audio_projection_layer.*", "tts.*"),  # MiniCPM
 )
 VISION: Final = (
     *_VISION,
@@ -59,6 +64,9 @@ VISION: Final = (
     *("talker.*", "token2wav.*", "code2wav.*"),  # Qwen's Omni
 )
 
+
+#: Of MiniCPM-V 2, whose config is of no version, as that of 2.5 may be.
+_QUERIES_OF_V2: Final = 64
 
 #: What plans call the parts that read images, and sound.
 SEES: Final = "vision tower"
@@ -76,7 +84,10 @@ class Wrapper:
         flat: whether a config.json may have the language model's keys beside its own, without a config of its own.
         parts: what it has beside also if its config says nothing of it, see :mod:`~tpplan.models.families.aside`.
         usual: values of keys that the language model's config may leave out, where they are not those of its family.
-        within: the section of the config that has the language model's; empty for the whole.
+        within: the section of the config that has the language model's in one of its own; empty for the whole.
+        section: that section.
+        versions: the ``model_type`` of the language model by the config's ``version``, "" without one, of models whose
+            configs do not say it.
     """
 
     architectures: tuple[str, ...]
@@ -86,6 +97,8 @@ class Wrapper:
     parts: tuple[str, ...] = (SEES,)
     usual: Mapping[str, int] = field(factory=dict)
     within: str = ""
+    section: str = TEXT
+    versions: Mapping[str, str] = field(factory=dict)
 
     @property
     def renamed(self) -> Mapping[str, str]:
@@ -98,6 +111,15 @@ class Wrapper:
         return evolve(family, architectures=self.architectures, root=self.root, prefix="", ignored=ignored)
 
 
+_GLM_ASR: Final = {
+    "vocab_size": 59_264,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+}
 _VOXTRAL: Final = {
     "vocab_size": 131_072,
     "hidden_size": 3072,
@@ -110,9 +132,9 @@ _VOXTRAL: Final = {
 }
 
 
-def _hearing(architecture: str, text: str, root: str = ROOT, **usual: int) -> Wrapper:
+def _hearing(architecture: str, text: str, root: str = ROOT, usual: Mapping[str, int] | None = None) -> Wrapper:
     """Return a model of text and sound, see :class:`Wrapper`."""
-    return Wrapper((architecture,), text, root, parts=(HEARS,), usual=usual)
+    return Wrapper((architecture,), text, root, parts=(HEARS,), usual=usual or {})
 
 
 def _speaking(architecture: str, text: str) -> Wrapper:
@@ -173,6 +195,17 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "perception_lm": Wrapper(("PerceptionLMForConditionalGeneration",), "llama", root=""),
     "pp_chart2table": Wrapper(("GotOcr2ForConditionalGeneration",), "qwen2"),
     "qianfan_ocr": Wrapper(("QianfanOCRForConditionalGeneration",), "qwen3"),
+    "internvl_chat": Wrapper(("InternVLChatModel",), "internlm2", section="llm_config"),
+    "minicpmo": Wrapper(
+        ("MiniCPMO",), "qwen2", LLM, flat=True, parts=(SEES, HEARS), versions={"2.6": "qwen2", "4.5": "qwen3"}
+    ),
+    "minicpmv": Wrapper(
+        ("MiniCPMV",),
+        "qwen2",
+        LLM,
+        flat=True,
+        versions={"": "llama", "2.5": "llama", "2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"},
+    ),
     # Around mixtures of experts.
     "glm4v_moe": Wrapper(("Glm4vMoeForConditionalGeneration",), "glm4v_moe_text", root=""),
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
@@ -181,17 +214,7 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     # Those that hear.
     "audioflamingo3": _hearing("AudioFlamingo3ForConditionalGeneration", "qwen2"),
     "fun_asr_nano": _hearing("FunAsrNanoForConditionalGeneration", "qwen3", root=""),
-    "glmasr": _hearing(
-        "GlmAsrForConditionalGeneration",
-        "llama",
-        vocab_size=59_264,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-    ),
+    "glmasr": _hearing("GlmAsrForConditionalGeneration", "llama", usual=_GLM_ASR),
     "granite_speech": _hearing("GraniteSpeechForConditionalGeneration", "granite"),
     "granite_speech_plus": _hearing("GraniteSpeechPlusForConditionalGeneration", "granite"),
     "moss_transcribe_diarize": _hearing("MossTranscribeDiarizeForConditionalGeneration", "qwen3", root=""),
@@ -200,11 +223,11 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "qwen3_asr": _hearing("Qwen3ASRForConditionalGeneration", "qwen3", root=""),
     "vibevoice": _hearing("VibeVoiceForConditionalGeneration", "qwen2", root=""),
     "vibevoice_asr": _hearing("VibeVoiceAsrForConditionalGeneration", "qwen2"),
-    "voxtral": _hearing("VoxtralForConditionalGeneration", "llama", **_VOXTRAL),
+    "voxtral": _hearing("VoxtralForConditionalGeneration", "llama", usual=_VOXTRAL),
     "voxtral_realtime": _hearing(
         "VoxtralRealtimeForConditionalGeneration",
         "voxtral_realtime_text",
-        **{**_VOXTRAL, "intermediate_size": 9216, "num_hidden_layers": 26, "sliding_window": 8192},
+        usual={**_VOXTRAL, "intermediate_size": 9216, "num_hidden_layers": 26, "sliding_window": 8192},
     ),
     # Those that see, hear and speak.
     "qwen2_5_omni": _speaking("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni_text"),
@@ -229,10 +252,14 @@ _DEFAULTS: Final[dict[str, tuple[int, ...]]] = {
     "exaone4": (102_400, 4096, 16_384, 32, 32, 2048),
     "gemma": (256_000, 3072, 24_576, 28, 16, 8192),
     "gemma2": (256_000, 2304, 9216, 26, 8, 8192),
+    "granite": (32_000, 4096, 11_008, 32, 32, 2048),
+    "lfm2": (65_536, 2560, 12_288, 32, 32, 128_000),
     "llama": (32_000, 4096, 11_008, 32, 32, 2048),
     "ministral3": (131_072, 4096, 14_336, 34, 32, 262_144),
     "mistral": (32_000, 4096, 14_336, 32, 32, 131_072),
     "mistral4": (131_072, 4096, 12_288, 36, 32, 1_048_576),
+    "nemotron_h": (131_072, 4096, 21_504, 4, 32, 4096),
+    "opt": (50_272, 768, 3072, 12, 12, 2048),
     "qwen2": _QWEN,
     "qwen3": _QWEN,
     "qwen3_moe": (151_936, 2048, 6144, 24, 32, 32_768),
@@ -267,6 +294,7 @@ _EXPERTS: Final[dict[str, dict[str, int]]] = {
         "v_head_dim": 128,
     },
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "qwen3_omni_moe_text": {"num_experts": 128},
     "qwen3_vl_moe_text": {"num_experts": 60, "moe_intermediate_size": 1408},
 }
 
@@ -282,14 +310,30 @@ def text_part(config: Config) -> tuple[str, Config]:
     if wrapper is None:
         return model_type, config
     if wrapper.flat and TEXT not in config:
-        return wrapper.text, config
-    text = around_text(config).section(TEXT)
+        return _version(config, wrapper) if wrapper.versions else wrapper.text, config
+    text = around_text(config).section(wrapper.section)
     inner = text.text("model_type") or wrapper.text
     defaults = dict(zip(_KEYS, _DEFAULTS[inner], strict=True)) if inner in _DEFAULTS else {}
     defaults.update(_EXPERTS.get(inner, {}))
     defaults.update(wrapper.usual)
     missing = {key: value for key, value in defaults.items() if key not in text}
     return inner, Config({**missing, **text.data}, text.source)
+
+
+def _version(config: Config, wrapper: Wrapper) -> str:
+    """Return the ``model_type`` of the language model of a version.
+
+    Raises:
+        ModelError: the version is not known, or its language model is not.
+    """
+    version = config.raw("version")
+    found = wrapper.versions.get(str(version or ""))
+    if found is None:
+        problem = f"version is {str(version)[:20]!r}, whose language model is not known"
+        raise config.error(problem, f"known are {', '.join(filter(None, wrapper.versions))}")
+    if not version and config.raw("query_num") == _QUERIES_OF_V2:
+        raise config.error("query_num without version is a key of MiniCPM-V 2, which tpplan does not support")
+    return found
 
 
 def around_text(config: Config) -> Config:

@@ -49,7 +49,7 @@ _PARTS: Final = {
         r"image_projector|image_newline|view_seperator|mlp1|aligner|connector|embed_vision)(?:\.|$)"
     ),
     "vision tower": (
-        r"(?:^|\.)(?:vision_tower|vision_model|vision_encoder|visual|vision_embed_tokens|image_tower|image_encoder|"
+        r"(?:^|\.)(?:vision|vision_tower|vision_model|vision_encoder|visual|vision_embed_tokens|image_tower|image_encoder|"
         r"img_processor|vision_embedder|vpm|vit)(?:\.|$)"
     ),
     PREDICTION: r"^(?:model\.|language_model\.)?mtp(?:[._]|$)|(?:^|\.)(?:mtp|nextn)(?:_\w+)?\.",
