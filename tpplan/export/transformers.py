@@ -20,6 +20,10 @@ NO_PLAN = frozenset({
     *("BloomForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"),
     *("GptOssForCausalLM", "HunYuanDenseV1ForCausalLM", "OPTForCausalLM", "RWForCausalLM", "StableLmForCausalLM"),
     *("BambaForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
+    # With code of their own.
+    *("BaiChuanForCausalLM", "BaichuanForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+    *("ChatGLMForConditionalGeneration", "ChatGLMModel", "InternLM2ForCausalLM", "QWenLMHeadModel"),
+    "StableLMEpochForCausalLM",
 })  # fmt: skip
 
 #: Those whose plan leaves attention whole on each device.
