@@ -42,6 +42,9 @@ _MLA: Keys = {
     "topk_group": st.just(1),
 }
 
+_DENSE_MLA: Keys = {
+    key: _MLA[key] for key in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+}
 _SHARED_EXPERT: Keys = {"shared_expert_intermediate_size": _SIZE}
 _DELTA_NET: Keys = {
     "linear_num_key_heads": st.just(2),
@@ -492,6 +495,42 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         },
     ),
     "qwen3_vl_moe_text": (_EXPERTS, {**_SPARSE, **_HEAD, "attention_bias": _FLAG}),
+    "axk1": (
+        {key: drawn for key, drawn in _MLA.items() if key != "q_lora_rank"},
+        {"attention_bias": _FLAG, "q_lora_rank": _SIZE, "mlp_layer_types": _types(_MLP_TYPES)},
+    ),
+    "minicpm3": (_DENSE_MLA, _BIASES),
+    "youtu": (_DENSE_MLA, _BIASED),
+    "bitnet": ({}, _BIASED),
+    "iquestcoder": ({}, {**_BIASES, **_HEAD}),
+    "mellum": (
+        {**_PACKED, **_HEAD, "moe_intermediate_size": _SIZE},
+        {
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "layer_types": _types(_SLIDING_TYPES),
+            "mlp_layer_types": _types(_MLP_TYPES),
+        },
+    ),
+    "granitemoe_swa": (
+        _PACKED,
+        {
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "layer_types": _types(_SLIDING_TYPES),
+            "shared_intermediate_size": st.just(0) | _SIZE,
+        },
+    ),
+    "longcat_flash": (
+        {
+            **{key: drawn for key, drawn in _DENSE_MLA.items() if key != "q_lora_rank"},
+            "q_lora_rank": _SIZE,
+            "n_routed_experts": st.integers(2, 4),
+            "moe_topk": st.integers(1, 2),
+            "expert_ffn_hidden_size": _SIZE,
+        },
+        {"attention_bias": _FLAG, "zero_expert_num": st.integers(1, 3)},
+    ),
     "stablelm_epoch": ({}, {"use_qkv_bias": _FLAG}),
     "qwen": (
         {"intermediate_size": _SIZE.map(lambda width: 2 * width), "kv_channels": st.sampled_from((4, 8, 12))},
@@ -540,6 +579,7 @@ _NAMES: dict[str, dict[str, str | None]] = {
     "gpt_neox": {"num_key_value_heads": None},
     "deepseek_v4": {"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None},
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": None},
+    "longcat_flash": {"num_hidden_layers": "num_layers", "intermediate_size": "ffn_hidden_size"},
     "qwen": {"num_key_value_heads": None, "intermediate_size": None},
     "baichuan": {"num_key_value_heads": None},
     "chatglm": {
@@ -829,7 +869,7 @@ WITHIN: dict[str, dict[str, Any]] = {
 _UNGROUPED = {
     *("gpt2", "gpt_bigcode", "gptj", "bloom", "opt", "gpt_neox"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "kimi_linear", "mistral4"),
-    *("glm4_moe_lite", "qwen", "baichuan"),
+    *("glm4_moe_lite", "qwen", "baichuan", "axk1", "minicpm3", "youtu", "longcat_flash"),
 }
 
 

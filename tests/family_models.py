@@ -78,7 +78,7 @@ WITHOUT_TIMM = {"gemma3n", "fast_vlm", "perception_lm"}
 UNLIKE_HUB = {"kimi_k25", "qianfan_ocr", "qwen3_vl_moe"}
 
 #: And those of which it saves some tensors under names of others.
-MISNAMED = {"kimi_linear", "olmo_hybrid"}
+MISNAMED = {"kimi_linear", "longcat_flash", "olmo_hybrid"}
 
 
 def spec_of(data: dict[str, Any], name: str = "model") -> ModelSpec:
@@ -138,7 +138,10 @@ def cached_windows(config: Any) -> dict[int, int]:
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
     windows = {}
-    for i, layer in enumerate(transformers.DynamicCache(config=config).layers):
+    layers = transformers.DynamicCache(config=config).layers
+    if config.model_type == "longcat_flash":  # two of each layer
+        layers = layers[::2]
+    for i, layer in enumerate(layers):
         if isinstance(layer, transformers.cache_utils.DynamicLayer):
             windows[i] = getattr(layer, "sliding_window", 0)
         elif isinstance(layer, transformers.cache_utils.DummyLayer) and kinds[i] not in {"mlp", "moe"}:
@@ -154,6 +157,10 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
         return _olmo_hybrid(model.config, state)
     tensors: dict[str, torch.Tensor] = transformers.core_model_loading.revert_weight_conversion(model, state)
     wrapper = WRAPPERS.get(model.config.model_type)
+    if model.config.model_type == "longcat_flash":  # has gate and up projections of experts that do nothing
+        routed = model.config.n_routed_experts
+        idle = re.compile(r"experts\.(\d+)\.")
+        return {n: t for n, t in tensors.items() if not ((found := idle.search(n)) and int(found[1]) >= routed)}
     if model.config.model_type == "kimi_linear":  # writes layers without experts as those with them
         return {re.sub(r"block_sparse_moe\.(?=(gate|up|down)_proj)", "mlp.", name): t for name, t in tensors.items()}
     if wrapper is None:

@@ -166,6 +166,8 @@ PUBLISHED |= {
         + 8 * (2 * 128 + 2),
         32 * 2 * 8 * 128,
     ),
+    # 560, as its card says; each layer has two attentions with a latent each.
+    "LongCat-Flash": ({"model_type": "longcat_flash"}, 560_664_980_480, 28 * 2 * (512 + 64)),
     # The thinker is as large as Qwen2.5-7B.
     "Qwen2.5-Omni-7B": ({"model_type": "qwen2_5_omni"}, 7_615_616_512, 28 * 2 * 4 * 128),
 }

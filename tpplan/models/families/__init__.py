@@ -31,6 +31,7 @@ from tpplan.models.families.remote import REMOTE
 from tpplan.models.families.searched import SEARCHED
 from tpplan.models.families.shape import TIED, read_shape
 from tpplan.models.families.table import Family
+from tpplan.models.families.twofold import TWOFOLD
 from tpplan.models.families.ungated import UNGATED
 from tpplan.models.families.wrappers import NESTED, WRAPPERS, around_text, text_part
 
@@ -54,6 +55,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **HYBRID,
     **MAMBA,
     **CONVOLVED,
+    **TWOFOLD,
     **REMOTE,
 }
 
