@@ -521,6 +521,17 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             "shared_intermediate_size": st.just(0) | _SIZE,
         },
     ),
+    "minimax_m3_vl_text": (
+        {
+            **_PACKED,
+            **_HEAD,
+            "shared_intermediate_size": _SIZE,
+            "dense_intermediate_size": _SIZE,
+            "index_n_heads": st.integers(1, 3),
+            "index_head_dim": st.sampled_from((8, 12)),
+        },
+        {"layer_types": _types(("full_attention", "minimax_m3_sparse")), "mlp_layer_types": _types(_MLP_TYPES)},
+    ),
     "longcat_flash": (
         {
             **{key: drawn for key, drawn in _DENSE_MLA.items() if key != "q_lora_rank"},
@@ -646,6 +657,7 @@ VISION: dict[str, dict[str, Any]] = {
     "minicpm_ocr": _MERGING,
     "minicpmv4_6": _MERGING,
     "minicpmv4_7": _MERGING,
+    "minimax_m3_vl": {**_TOWER, "image_size": 16, "patch_size": 8},
     "mllama": {
         "hidden_size": 4,
         "intermediate_size": 4,
@@ -830,6 +842,7 @@ INNER = {
     "minicpm_ocr": ("qwen3_5_text",),
     "minicpmv4_6": ("qwen3_5_text",),
     "minicpmv4_7": ("qwen3_5_text",),
+    "minimax_m3_vl": ("minimax_m3_vl_text",),
     "mllama": ("mllama_text_model",),
     "moss_transcribe_diarize": ("qwen3",),
     "musicflamingo": ("qwen2",),

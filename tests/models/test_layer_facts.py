@@ -69,6 +69,15 @@ SMALL: dict[str, tuple[dict[str, Any], int]] = {
         (3 + 6) * (4 + 6),
     ),
     "gemma3n_text": (_SHARING | {"head_dim": 4}, 2 * 3 * 2 * 4),
+    # Three heads of 4 in both layers, and a key of 12 in one.
+    "minimax_m3_vl_text": (
+        _PLAIN
+        | {"num_key_value_heads": 3, "head_dim": 4, "num_hidden_layers": 2, "num_local_experts": 4}
+        | {"num_experts_per_tok": 2, "index_n_heads": 3, "index_head_dim": 12, "rotary_dim": 4, "index_block_size": 2}
+        | {"dense_intermediate_size": 7, "shared_intermediate_size": 5}
+        | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+        2 * 2 * 3 * 4 + 12,
+    ),
 }
 
 #: DeepSeek-V4 with tokens compressed by three in one layer, and by seven in the other.
@@ -168,6 +177,24 @@ PUBLISHED |= {
     ),
     # 560, as its card says; each layer has two attentions with a latent each.
     "LongCat-Flash": ({"model_type": "longcat_flash"}, 560_664_980_480, 28 * 2 * (512 + 64)),
+    # By its class, if the first three layers are dense and have full attention; the others cache an indexer's key.
+    "MiniMax-M3": (
+        {
+            "model_type": "minimax_m3_vl",
+            "text_config": {
+                "model_type": "minimax_m3_vl_text",
+                "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
+                "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57,
+            },
+        },
+        2 * 200_064 * 6144
+        + 6144
+        + 60 * (2 * 6144 + 2 * 128 + 6144 * 128 * (2 * 64 + 2 * 4))
+        + 3 * 3 * 6144 * 12_288
+        + 57 * (129 * 3 * 6144 * 3072 + 128 * 6144 + 128)
+        + 57 * (6144 * 128 * (4 + 1) + 2 * 128),
+        60 * 2 * 4 * 128 + 57 * 128,
+    ),
     # The thinker is as large as Qwen2.5-7B.
     "Qwen2.5-Omni-7B": ({"model_type": "qwen2_5_omni"}, 7_615_616_512, 28 * 2 * 4 * 128),
 }
@@ -183,7 +210,7 @@ def published(name: str) -> ModelSpec:
 
 def kept(cache: Any) -> int:
     """Return the bytes that a cache of transformers holds of tokens."""
-    names = ("keys", "values", "indexer_keys")
+    names = ("keys", "values", "indexer_keys", "idx_keys")
     found = [getattr(layer, name, None) for layer in cache.layers for name in names]
     parts = ("compressed_kv", "buffer_kv", "buffer_gate", "overlap_kv", "overlap_gate")
     found += [each for layer in cache.layers for part in parts for each in getattr(layer, part, {}).values()]
@@ -196,7 +223,9 @@ def test_a_token_takes_what_transformers_keeps(model_type: str) -> None:
     """The cache of a small model after a prompt and a further token, and the same by hand."""
     keys, elements = SMALL[model_type]
     config = hub_config({"model_type": model_type, **keys})
-    each = cache_bytes_per_token(spec_of(config.to_dict()), "fp16")
+    within = {"minimax_m3_vl_text": "minimax_m3_vl"}.get(model_type)  # of those that are planned within others only
+    raw = {"model_type": within, "text_config": config.to_dict()} if within else config.to_dict()
+    each = cache_bytes_per_token(spec_of(raw), "fp16")
     assert each == 2 * elements
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **EAGER).eval()
     with torch.no_grad():

@@ -12,6 +12,7 @@ from tpplan.core.model import ModelSpec
 from tpplan.errors import ModelError
 from tpplan.models.config import ELSEWHERE, Config
 from tpplan.models.families.aside import parts_aside
+from tpplan.models.families.blockwise import BLOCKWISE
 from tpplan.models.families.classic import CLASSIC
 from tpplan.models.families.compressed import COMPRESSED
 from tpplan.models.families.contexts import longest_context
@@ -63,7 +64,7 @@ FAMILIES: Final[dict[str, Family]] = {
 ENTRY_POINTS: Final = "tpplan.families"
 
 #: All language models, those that are no models of their own too.
-LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS}
+LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS, **BLOCKWISE}
 
 #: ``torch_dtype`` in a config.json, and the same in safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

@@ -55,7 +55,7 @@ _VISION: Final = (
     *("mlp1.*", "merger.*"),  # InternVL and Nemotron, MiniCPM-V
     *("encoder.*", "acoustic_*", "semantic_*", "sound_*"),  # Granite Speech, VibeVoice, Nemotron
     *("latent_*_factor", "diffusion_head.*", "prediction_head.*", "speech_*"),  # VibeVoice
-    "mlp_AR.*",  # PaddleOCR-VL
+    *("mlp_AR.*", "patch_merge_mlp.*"),  # PaddleOCR-VL, MiniMax
     *("vpm.*", "resampler.*", "apm.*", "audio_avg_pooler.*", "audio_projection_layer.*", "tts.*"),  # MiniCPM
 )
 VISION: Final = (
@@ -210,6 +210,7 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "glm4v_moe": Wrapper(("Glm4vMoeForConditionalGeneration",), "glm4v_moe_text", root=""),
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
     "llama4": Wrapper(("Llama4ForConditionalGeneration",), "llama4_text"),
+    "minimax_m3_vl": Wrapper(("MiniMaxM3SparseForConditionalGeneration",), "minimax_m3_vl_text"),
     "qwen3_vl_moe": Wrapper(("Qwen3VLMoeForConditionalGeneration",), "qwen3_vl_moe_text", root=""),
     # Those that hear.
     "audioflamingo3": _hearing("AudioFlamingo3ForConditionalGeneration", "qwen2"),
