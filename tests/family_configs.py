@@ -42,6 +42,9 @@ _MLA: Keys = {
     "topk_group": st.just(1),
 }
 
+_DENSE_MLA: Keys = {
+    key: _MLA[key] for key in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+}
 _SHARED_EXPERT: Keys = {"shared_expert_intermediate_size": _SIZE}
 _DELTA_NET: Keys = {
     "linear_num_key_heads": st.just(2),
@@ -492,6 +495,81 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         },
     ),
     "qwen3_vl_moe_text": (_EXPERTS, {**_SPARSE, **_HEAD, "attention_bias": _FLAG}),
+    "axk1": (
+        {key: drawn for key, drawn in _MLA.items() if key != "q_lora_rank"},
+        {"attention_bias": _FLAG, "q_lora_rank": _SIZE, "mlp_layer_types": _types(_MLP_TYPES)},
+    ),
+    "minicpm3": (_DENSE_MLA, _BIASES),
+    "youtu": (_DENSE_MLA, _BIASED),
+    "bitnet": ({}, _BIASED),
+    "iquestcoder": ({}, {**_BIASES, **_HEAD}),
+    "mellum": (
+        {**_PACKED, **_HEAD, "moe_intermediate_size": _SIZE},
+        {
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "layer_types": _types(_SLIDING_TYPES),
+            "mlp_layer_types": _types(_MLP_TYPES),
+        },
+    ),
+    "granitemoe_swa": (
+        _PACKED,
+        {
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "layer_types": _types(_SLIDING_TYPES),
+            "shared_intermediate_size": st.just(0) | _SIZE,
+        },
+    ),
+    "minimax_m3_vl_text": (
+        {
+            **_PACKED,
+            **_HEAD,
+            "shared_intermediate_size": _SIZE,
+            "dense_intermediate_size": _SIZE,
+            "index_n_heads": st.integers(1, 3),
+            "index_head_dim": st.sampled_from((8, 12)),
+        },
+        {"layer_types": _types(("full_attention", "minimax_m3_sparse")), "mlp_layer_types": _types(_MLP_TYPES)},
+    ),
+    "longcat_flash": (
+        {
+            **{key: drawn for key, drawn in _DENSE_MLA.items() if key != "q_lora_rank"},
+            "q_lora_rank": _SIZE,
+            "n_routed_experts": st.integers(2, 4),
+            "moe_topk": st.integers(1, 2),
+            "expert_ffn_hidden_size": _SIZE,
+        },
+        {"attention_bias": _FLAG, "zero_expert_num": st.integers(1, 3)},
+    ),
+    "stablelm_epoch": ({}, {"use_qkv_bias": _FLAG}),
+    "qwen": (
+        {"intermediate_size": _SIZE.map(lambda width: 2 * width), "kv_channels": st.sampled_from((4, 8, 12))},
+        {"no_bias": _FLAG},
+    ),
+    "internlm2": ({}, {"bias": _FLAG}),
+    "baichuan": ({}, {}),
+    "chatglm": (
+        {"multi_query_attention": st.just(True), "kv_channels": st.sampled_from((4, 8, 12))},
+        dict.fromkeys(("add_qkv_bias", "add_bias_linear", "post_layer_norm"), _FLAG),
+    ),
+    "bailing_moe": (
+        _EXPERTS,
+        {
+            **_HEAD,
+            **_SHARED,
+            "moe_shared_expert_intermediate_size": _SIZE,
+            "first_k_dense_replace": st.integers(0, 3),
+            **dict.fromkeys(("use_bias", "use_qkv_bias", "use_qk_norm", "moe_router_enable_expert_bias"), _FLAG),
+        },
+    ),
+    "glm_ocr_text": ({}, _HEAD),
+    "granite_docling_text": ({}, _BIASES),
+    "mllama_text_model": ({}, {"cross_attention_layers": st.lists(st.integers(0, 4), max_size=3)}),
+    "paddleocr_vl_text": ({}, {**_HEAD, "use_bias": _FLAG}),
+    "qwen2_5_omni_text": ({}, _QWEN_SLIDING),
+    "qwen3_omni_moe_text": (_EXPERTS, {**_SPARSE, **_HEAD, "attention_bias": _FLAG}),
+    "voxtral_realtime_text": ({}, {**_SLIDING, **_HEAD}),
 }
 
 #: What families call the common keys if not by the usual names; None for keys that they lack.
@@ -512,6 +590,16 @@ _NAMES: dict[str, dict[str, str | None]] = {
     "gpt_neox": {"num_key_value_heads": None},
     "deepseek_v4": {"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None},
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": None},
+    "longcat_flash": {"num_hidden_layers": "num_layers", "intermediate_size": "ffn_hidden_size"},
+    "qwen": {"num_key_value_heads": None, "intermediate_size": None},
+    "baichuan": {"num_key_value_heads": None},
+    "chatglm": {
+        "vocab_size": "padded_vocab_size",
+        "intermediate_size": "ffn_hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_key_value_heads": "multi_query_group_num",
+        "max_position_embeddings": "seq_length",
+    },
 }
 
 _TOWER = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -519,6 +607,7 @@ _CLIP = {"model_type": "clip_vision_model", **_TOWER}
 _QWEN3 = {"depth": 1, "hidden_size": 4, "intermediate_size": 4, "num_heads": 1, "num_position_embeddings": 4}
 _DEEP = {"depth": 1, "hidden_size": 4, "intermediate_size": 4, "num_heads": 1, "out_hidden_size": 4}
 _SIGLIP = {"model_type": "siglip_vision_model", **_TOWER}
+_MERGING = {**_TOWER, "image_size": 16, "patch_size": 8, "insert_layer_id": 0}
 
 #: For each model of text and images the smallest part that reads images.
 VISION: dict[str, dict[str, Any]] = {
@@ -559,7 +648,142 @@ VISION: dict[str, dict[str, Any]] = {
     "kimi_k25": {**_TOWER, "merge_kernel_size": [1, 1]},
     "llama4": {**_TOWER, "image_size": 4, "patch_size": 2, "vision_output_dim": 4, "projector_input_dim": 4},
     "qwen3_vl_moe": {"depth": 1, "hidden_size": 4, "intermediate_size": 4, "num_heads": 1, "out_hidden_size": 4},
+    "fast_vlm": {"model_type": "timm_wrapper", "architecture": "fastvit_mci3", "hidden_size": 4},
+    "glm_ocr": _DEEP,
+    "glmga": _DEEP,
+    "granite_docling": {**_TOWER, "image_size": 16, "patch_size": 8},
+    "lfm2_vl": {"model_type": "siglip2_vision_model", **_TOWER},
+    "lfm3_vl": {"model_type": "lfm3_vl_vision", **_TOWER, "num_key_value_heads": 1, "layer_types": ["conv"]},
+    "minicpm_ocr": _MERGING,
+    "minicpmv4_6": _MERGING,
+    "minicpmv4_7": _MERGING,
+    "minimax_m3_vl": {**_TOWER, "image_size": 16, "patch_size": 8},
+    "mllama": {
+        "hidden_size": 4,
+        "intermediate_size": 4,
+        "num_hidden_layers": 1,
+        "attention_heads": 1,
+        "num_global_layers": 1,
+        "vision_output_dim": 4,
+        "image_size": 8,
+        "patch_size": 4,
+        "intermediate_layers_indices": [0],
+    },
+    "nemotron_h_omni": {
+        "model_type": "radio",
+        **_TOWER,
+        "image_size": 32,
+        "max_img_size": 32,
+        "video_temporal_patch_size": 2,
+    },
+    "paddleocr_vl": _TOWER,
+    "perception_lm": {"model_type": "timm_wrapper", "architecture": "resnet50", "model_args": {"embed_dim": 4}},
+    "pp_chart2table": {**_TOWER, "mlp_dim": 4, "output_channels": 4, "global_attn_indexes": [0]},
+    "qianfan_ocr": {**_TOWER, "image_size": [8, 8], "patch_size": [4, 4]},
 }
+
+_EARS = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "num_mel_bins": 4}
+_WHISPER = {
+    "d_model": 4,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 1,
+    "encoder_ffn_dim": 4,
+    "num_mel_bins": 4,
+}
+_QFORMER = {**_TOWER, "vocab_size": 4, "encoder_hidden_size": 4, "max_position_embeddings": 4}
+_BLIP = {"vision_config": {**_TOWER, "image_size": 8, "patch_size": 4}, "qformer_config": _QFORMER}
+_VIBE = {"hidden_size": 4, "num_filters": 2, "depths": [1, 1], "downsampling_ratios": [2]}
+_CONFORMER = {
+    "input_dim": 4,
+    "num_layers": 2,
+    "hidden_dim": 4,
+    "num_heads": 1,
+    "dim_head": 4,
+    "output_dim": 4,
+    "context_size": 4,
+}
+_GRANITE_SPEECH = {
+    "encoder_config": _CONFORMER,
+    "projector_config": {"model_type": "blip_2_qformer", **_QFORMER},
+}
+_OMNI = {"audio_config": {**_WHISPER, "output_dim": 4}, "vision_config": _DEEP}
+_OMNI3 = {
+    "audio_config": {**_WHISPER, "output_dim": 4, "downsample_hidden_size": 4},
+    "vision_config": {**_DEEP, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+}
+#: For other models around a language model the sections of their smallest other parts.
+SECTIONS: dict[str, dict[str, Any]] = {
+    "audioflamingo3": {"audio_config": _EARS},
+    "blip-2": _BLIP,
+    "fun_asr_nano": {
+        "audio_config": {**_EARS, "num_timestamp_prediction_layers": 1},
+        "adaptor_config": {**_TOWER, "projector_hidden_size": 4},
+    },
+    "glmasr": {"audio_config": {**_EARS, "num_key_value_heads": 1}},
+    "granite_speech": _GRANITE_SPEECH,
+    "granite_speech_plus": _GRANITE_SPEECH,
+    "instructblip": _BLIP,
+    "instructblipvideo": _BLIP,
+    "janus": {
+        "vision_config": {**_TOWER, "image_size": 8, "patch_size": 4, "projection_dim": 4, "depth": 1},
+        "vq_config": {
+            "base_channels": 32,
+            "channel_multiplier": [1],
+            "num_res_blocks": 1,
+            "projection_dim": 4,
+            "num_embeddings": 4,
+            "num_hidden_layers": 1,
+            "image_token_embed_dim": 4,
+            "embed_dim": 2,
+            "latent_channels": 4,
+        },
+    },
+    "moss_transcribe_diarize": {"audio_config": _EARS},
+    "musicflamingo": {"audio_config": {"model_type": "audioflamingo3_encoder", **_EARS}},
+    "qwen2_5_omni": _OMNI,
+    "qwen2_5_omni_thinker": _OMNI,
+    "qwen2_audio": {"audio_config": _WHISPER},
+    "qwen3_asr": {"audio_config": {**_WHISPER, "output_dim": 4, "downsample_hidden_size": 4}},
+    "qwen3_omni_moe": _OMNI3,
+    "qwen3_omni_moe_thinker": _OMNI3,
+    "vibevoice": {
+        "audio_config": _VIBE,
+        "semantic_model_config": _VIBE,
+        "diffusion_head_config": {"num_hidden_layers": 1, "intermediate_size": 4, "frequency_embedding_size": 4},
+    },
+    "vibevoice_asr": {
+        "acoustic_tokenizer_encoder_config": _VIBE,
+        "semantic_tokenizer_encoder_config": _VIBE,
+    },
+    "voxtral": {"audio_config": _EARS},
+    "voxtral_realtime": {"audio_config": {**_EARS, "num_key_value_heads": 1, "head_dim": 4}},
+    "internvl_chat": {"vision_config": _TOWER},
+    "minicpmo": {"vision_config": _TOWER, "audio_config": _EARS},
+    "minicpmv": {"vision_config": _TOWER},
+}
+SECTIONS |= {model_type: {"vision_config": part} for model_type, part in VISION.items()}
+
+#: For sections in which sizes must be parts of the language model's hidden size, by what that is divided.
+_MATCHING: dict[str, dict[str, dict[str, int]]] = {
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 1, "intermediate_size": 4}},
+    "granite_docling": {"vision_config": {"out_hidden_size": 1}},
+}
+
+#: Those whose output matrix is the embedding if the language model's own config says so.
+_TIED_WITHIN = {
+    *("blip-2", "instructblip", "instructblipvideo"),
+    *("voxtral_realtime", "glmasr", "granite_speech", "granite_speech_plus"),
+}
+
+
+def around(model_type: str, text: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections of a model's smallest other parts, given the language model's config."""
+    matching = _MATCHING.get(model_type, {})
+    return {
+        name: {**section, **{key: text["hidden_size"] // parts for key, parts in matching.get(name, {}).items()}}
+        for name, section in SECTIONS[model_type].items()
+    }
+
 
 #: And the language models that it is known to have.
 INNER = {
@@ -600,6 +824,46 @@ INNER = {
     "kimi_k25": ("deepseek_v3",),
     "llama4": ("llama4_text",),
     "qwen3_vl_moe": ("qwen3_vl_moe_text",),
+    "audioflamingo3": ("qwen2",),
+    "blip-2": ("opt",),
+    "fast_vlm": ("qwen2",),
+    "fun_asr_nano": ("qwen3",),
+    "glm_ocr": ("glm_ocr_text",),
+    "glmasr": ("llama",),
+    "glmga": ("glm4v_text",),
+    "granite_docling": ("granite_docling_text",),
+    "granite_speech": ("granite",),
+    "granite_speech_plus": ("granite",),
+    "instructblip": ("opt", "llama"),
+    "instructblipvideo": ("opt", "llama"),
+    "janus": ("llama",),
+    "lfm2_vl": ("lfm2",),
+    "lfm3_vl": ("lfm3",),
+    "minicpm_ocr": ("qwen3_5_text",),
+    "minicpmv4_6": ("qwen3_5_text",),
+    "minicpmv4_7": ("qwen3_5_text",),
+    "minimax_m3_vl": ("minimax_m3_vl_text",),
+    "mllama": ("mllama_text_model",),
+    "moss_transcribe_diarize": ("qwen3",),
+    "musicflamingo": ("qwen2",),
+    "nemotron_h_omni": ("nemotron_h",),
+    "paddleocr_vl": ("paddleocr_vl_text",),
+    "perception_lm": ("llama",),
+    "pp_chart2table": ("qwen2",),
+    "qianfan_ocr": ("qwen3",),
+    "qwen2_5_omni": ("qwen2_5_omni_text",),
+    "qwen2_5_omni_thinker": ("qwen2_5_omni_text",),
+    "qwen2_audio": ("qwen2",),
+    "qwen3_asr": ("qwen3",),
+    "qwen3_omni_moe": ("qwen3_omni_moe_text",),
+    "qwen3_omni_moe_thinker": ("qwen3_omni_moe_text",),
+    "vibevoice": ("qwen2",),
+    "vibevoice_asr": ("qwen2",),
+    "voxtral": ("llama",),
+    "voxtral_realtime": ("voxtral_realtime_text",),
+    "internvl_chat": ("internlm2", "qwen2", "llama", "qwen3", "qwen3_moe"),
+    "minicpmo": ("qwen2", "qwen3"),
+    "minicpmv": ("qwen2", "qwen3", "llama"),
 }
 
 #: What these language models always have in wrappers, of which transformers writes or ties others in a way of its own.
@@ -607,27 +871,45 @@ WITHIN: dict[str, dict[str, Any]] = {
     "kimi_k25": {"q_lora_rank": 3},
     "llama4": {"tie_word_embeddings": False},
     "ovis2": {"tie_word_embeddings": True},
+    "paddleocr_vl": {"tie_word_embeddings": True},
+    **{
+        key: {"tie_word_embeddings": False}
+        for key in ("audioflamingo3", "musicflamingo", "qwen2_audio", "vibevoice", "vibevoice_asr", "voxtral")
+    },
 }
 
 #: Families whose latent attention or old form gives every query head its own keys.
 _UNGROUPED = {
     *("gpt2", "gpt_bigcode", "gptj", "bloom", "opt", "gpt_neox"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "kimi_linear", "mistral4"),
-    "glm4_moe_lite",
+    *("glm4_moe_lite", "qwen", "baichuan", "axk1", "minicpm3", "youtu", "longcat_flash"),
 }
+
+
+def speaking(whole: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a model that speaks, without the part that does, around that of its thinker."""
+    within = WRAPPERS[whole["model_type"]].within
+    if not within:
+        return whole
+    inside = {key: value for key, value in whole.items() if key != "model_type"}
+    return {"model_type": whole["model_type"], "enable_audio_output": False, within: inside}
 
 
 @st.composite
 def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     """Draw a small config of a family: grouped, multi-query or plain, with and without the keys that it may have."""
     if model_type in WRAPPERS:
-        text = draw(configs(draw(st.sampled_from(INNER[model_type])))) | WITHIN.get(model_type, {})
+        inner = draw(st.sampled_from(INNER[model_type]))
+        text = draw(configs(inner)) | WITHIN.get(model_type, {})
         # Where neither config says whether the output matrix is the embedding, versions of transformers differ.
         tied = {"tie_word_embeddings": text.pop("tie_word_embeddings", draw(_FLAG))}
-        whole = {**tied, "model_type": model_type, "vision_config": VISION[model_type]}
+        text |= tied if model_type in _TIED_WITHIN else {}
+        whole = {**tied, "model_type": model_type, **around(model_type, text)}
+        if versions := WRAPPERS[model_type].versions:
+            return {**text, **whole, "version": draw(st.sampled_from([v for v in versions if versions[v] == inner]))}
         if WRAPPERS[model_type].flat and draw(_FLAG):
             return {**text, **whole}
-        return {**whole, "text_config": text}
+        return speaking({**whole, WRAPPERS[model_type].section: text})
     always, sometimes = FAMILY_KEYS[model_type]
     kv_heads = draw(st.integers(1, 3))
     q_heads = kv_heads * (1 if model_type in _UNGROUPED else draw(st.integers(1, 3)))

@@ -53,10 +53,15 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
+    "fun_asr_nano": {"text_config": {"model_type": "qwen3", "hidden_size": 1024}},
+    "perception_lm": {"vision_config": {"model_type": "timm_wrapper", "model_args": {"embed_dim": 4}}},
+    "qwen2_5_omni": {"enable_audio_output": False},
+    "qwen3_omni_moe": {"enable_audio_output": False, "thinker_config": {"text_config": {"head_dim": 128}}},
+    "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
 }
 
 #: What transformers calls a family that the hub knows by another name.
-SAME = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+SAME = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "stablelm_epoch": "stablelm"}
 
 #: Language models that are models of their own on the hub, but in transformers only part of another one.
 ONLY_IN_WRAPPERS = {"step3p5": "step3p7"}
@@ -64,13 +69,19 @@ ONLY_IN_WRAPPERS = {"step3p5": "step3p7"}
 VISION_OF_STEP = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 #: Models that transformers lacks: their own code is on the hub.
-NOT_IN_TRANSFORMERS = {"nemotron-nas"}
+NOT_IN_TRANSFORMERS = {
+    *("nemotron-nas", "qwen", "internlm2", "baichuan", "chatglm", "bailing_moe"),
+    *("internvl_chat", "minicpmo", "minicpmv"),
+}
+
+#: Models whose part that reads images needs a library of its own in transformers.
+WITHOUT_TIMM = {"gemma3n", "fast_vlm", "perception_lm"}
 
 #: Models that transformers saves in another form than they have on the hub.
-UNLIKE_HUB = {"kimi_k25", "qwen3_vl_moe"}
+UNLIKE_HUB = {"kimi_k25", "qianfan_ocr", "qwen3_vl_moe"}
 
 #: And those of which it saves some tensors under names of others.
-MISNAMED = {"kimi_linear", "olmo_hybrid"}
+MISNAMED = {"kimi_linear", "longcat_flash", "olmo_hybrid"}
 
 
 def spec_of(data: dict[str, Any], name: str = "model") -> ModelSpec:
@@ -85,31 +96,36 @@ def hub_config(data: dict[str, Any]) -> Any:
 
 def build(config: Any, **options: Any) -> Any:
     """Build transformers' model of a config, with what reads images if the config has that."""
-    if config.model_type == "gemma3n":
+    if config.model_type in WITHOUT_TIMM:
         return _without_timm(config, **options)
     if config.model_type in ONLY_IN_WRAPPERS:
         whole = {"model_type": ONLY_IN_WRAPPERS[config.model_type], "tie_word_embeddings": config.tie_word_embeddings}
         config = hub_config({**whole, "vision_config": dict(VISION_OF_STEP), "text_config": config.to_dict()})
     if config.model_type == "mistral4":  # which AutoModelForCausalLM does not know
         return transformers.Mistral4ForCausalLM._from_config(config, **options)
-    auto = (
-        transformers.AutoModelForImageTextToText if config.model_type in WRAPPERS else transformers.AutoModelForCausalLM
-    )
-    return auto.from_config(config, **options)
+    if config.model_type in WRAPPERS:
+        return class_of(config.model_type)._from_config(config, **options)
+    return transformers.AutoModelForCausalLM.from_config(config, **options)
+
+
+def class_of(model_type: str) -> Any:
+    """Return transformers' class of a model around a language model."""
+    return getattr(transformers, WRAPPERS[model_type].architectures[0])
 
 
 def _without_timm(config: Any, **options: Any) -> Any:
-    """Build Gemma 3n with something else in place of what reads images, which needs a library of its own."""
+    """Build a model with something else in place of what reads images, which needs a library of its own."""
     import torch  # noqa: PLC0415 (where it is not installed, the tests without models run)
 
-    module = importlib.import_module("transformers.models.gemma3n.modeling_gemma3n")
+    module = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
     real = module.AutoModel.from_config
 
     def from_config(config: Any, **options: Any) -> Any:
-        return torch.nn.Linear(1, 1) if config.model_type == "gemma3n_vision" else real(config, **options)
+        is_timm = config.model_type in {"gemma3n_vision", "timm_wrapper"}
+        return torch.nn.Linear(1, 1) if is_timm else real(config, **options)
 
     with patch.object(module, "AutoModel", SimpleNamespace(from_config=from_config)):
-        return transformers.AutoModelForImageTextToText.from_config(config, **options)
+        return class_of(config.model_type)._from_config(config, **options)
 
 
 def meta_model(config: Any) -> Any:
@@ -125,7 +141,10 @@ def cached_windows(config: Any) -> dict[int, int]:
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
     windows = {}
-    for i, layer in enumerate(transformers.DynamicCache(config=config).layers):
+    layers = transformers.DynamicCache(config=config).layers
+    if config.model_type == "longcat_flash":  # two of each layer
+        layers = layers[::2]
+    for i, layer in enumerate(layers):
         if isinstance(layer, transformers.cache_utils.DynamicLayer):
             windows[i] = getattr(layer, "sliding_window", 0)
         elif isinstance(layer, transformers.cache_utils.DummyLayer) and kinds[i] not in {"mlp", "moe"}:
@@ -141,6 +160,10 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
         return _olmo_hybrid(model.config, state)
     tensors: dict[str, torch.Tensor] = transformers.core_model_loading.revert_weight_conversion(model, state)
     wrapper = WRAPPERS.get(model.config.model_type)
+    if model.config.model_type == "longcat_flash":  # has gate and up projections of experts that do nothing
+        routed = model.config.n_routed_experts
+        idle = re.compile(r"experts\.(\d+)\.")
+        return {n: t for n, t in tensors.items() if not ((found := idle.search(n)) and int(found[1]) >= routed)}
     if model.config.model_type == "kimi_linear":  # writes layers without experts as those with them
         return {re.sub(r"block_sparse_moe\.(?=(gate|up|down)_proj)", "mlp.", name): t for name, t in tensors.items()}
     if wrapper is None:
@@ -148,9 +171,9 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     text = {name: tensor for name, tensor in tensors.items() if not any(fnmatch(name, p) for p in VISION)}
     if model.config.model_type == "qwen3_vl_moe":  # reads experts as [expert, in, out] too, which the hub has
         text = {name: tensor.mT if ".experts." in name else tensor for name, tensor in text.items()}
-    # Image blocks of Kimi are layers in transformers, which then writes its layers of text as blocks too.
-    blocks, layers = "language_model.model.blocks.", "language_model.model.layers."
-    return {renamed(name, wrapper.renamed).replace(blocks, layers): tensor for name, tensor in text.items()}
+    # Layers of what reads images have another name in transformers, which then writes its layers of text as such too.
+    blocks = re.compile(r"(?<=^language_model\.model\.)(?:blocks|encoder\.layers)\.")
+    return {blocks.sub("layers.", renamed(name, wrapper.renamed)): tensor for name, tensor in text.items()}
 
 
 def _olmo_hybrid(config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

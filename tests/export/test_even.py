@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.export_cases import EVEN, data_of, made, options_of, plan_of
-from tests.family_models import NOT_IN_TRANSFORMERS
+from tests.family_models import NOT_IN_TRANSFORMERS, SAME
 from tests.later import transformers as hub
 from tpplan.core.plan import Cache, Reserve
 from tpplan.export.even import even_bytes
@@ -20,6 +20,7 @@ from tpplan.export.export import export
 from tpplan.export.facts import Facts
 from tpplan.export.transformers import NO_PLAN, WHOLE_ATTENTION
 from tpplan.models.families import FAMILIES
+from tpplan.models.families.remote import REMOTE
 
 GIB = 2**30
 #: What CUDA hands out of each GPU of the even examples, in MiB: the second column of the catalogue.
@@ -147,9 +148,15 @@ def test_what_is_reserved_is_kept() -> None:
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - NOT_IN_TRANSFORMERS))
 def test_what_transformers_cuts(model_type: str) -> None:
     """Architectures without a plan of transformers, and those whose plan has no attention, are those of the tables."""
-    config = hub.AutoConfig.for_model({"kimi_k2": "deepseek_v3", "mimo": "qwen2"}.get(model_type, model_type))
+    config = hub.AutoConfig.for_model(SAME.get(model_type, model_type))
     rules = getattr(config, "base_model_tp_plan", None) or {}
     attention = any(word in rule for rule in rules for word in ("q_proj", "qkv", "q_b_proj", "query_key_value"))
     for architecture in FAMILIES[model_type].architectures:
         assert (architecture in NO_PLAN) == (not rules)
         assert (architecture in WHOLE_ATTENTION) == (bool(rules) and not attention)
+
+
+@pytest.mark.parametrize("model_type", sorted(REMOTE.keys() - SAME.keys()))
+def test_transformers_has_no_plan_for_code_of_others(model_type: str) -> None:
+    """Models with code of their own cannot be cut by a plan of transformers' classes."""
+    assert {*FAMILIES[model_type].architectures} <= NO_PLAN

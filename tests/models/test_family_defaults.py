@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.family_configs import INNER, VISION, WITHIN
+from tests.family_configs import INNER, WITHIN, around
 from tests.family_models import (
     INCOMPLETE_DEFAULTS,
     NOT_IN_TRANSFORMERS,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Models that transformers can build: their types, and of language models within others those.
 KNOWN = [(name, "") for name in sorted({*families.FAMILIES} - SAME.keys() - NOT_IN_TRANSFORMERS)]
-KNOWN += [(name, inner) for name, inners in INNER.items() for inner in inners]
+KNOWN += [(name, inner) for name, inners in INNER.items() for inner in inners if name not in NOT_IN_TRANSFORMERS]
 
 #: Small sizes in place of the defaults, as far as a family calls them so.
 SMALL = {
@@ -69,19 +69,21 @@ LACKING = re.compile(r" is missing$")
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config that describes the language model."""
-    text: dict[str, Any] = config.get("text_config", config)
+    holder = config.get("thinker_config", config)
+    text: dict[str, Any] = holder.get("text_config", holder)
     return text
 
 
 def small(model_type: str, inner: str) -> dict[str, Any]:
     """Return all keys of a family's class, with its defaults for most."""
-    within = {"text_config": {"model_type": inner}} if inner else {}
+    wrapper = WRAPPERS.get(model_type)
+    within = {"text_config": {"model_type": inner}} if wrapper and not wrapper.within else {}
     default = hub_config({"model_type": model_type, **within, **INCOMPLETE_DEFAULTS.get(model_type, {})}).to_dict()
     raw: dict[str, Any] = json.loads(json.dumps(default))
-    if model_type in WRAPPERS:
-        raw["vision_config"] = VISION[model_type]
     text = text_of(raw)
     text.update({key: value for key, value in SMALL.items() if text.get(key) is not None})
+    if wrapper:
+        (raw[wrapper.within] if wrapper.within else raw).update(around(model_type, text))
     for key in (
         *("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"),
         *("indexer_types", "activation_sparsity_pattern", "num_attention_heads_per_layer"),

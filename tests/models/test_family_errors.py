@@ -44,7 +44,7 @@ from tpplan.models.config import Config
             {"model_type": "llava", "text_config": {"model_type": "llava"}},
             ("'llava' is not", "like it are llama; "),
         ),
-        ({"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}}, ("'mllama'", "supported name")),
+        ({"model_type": "florence2", "text_config": {"model_type": "bart"}}, ("'florence2'", "supported name")),
         ({"model_type": "other", "text_config": {"model_type": ["mistral"]}}, ("'other'", "supported name")),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, ("'mamba'", "MambaForCausalLM", "llama")),
         ({"model_type": None, "architectures": ["A"]}, ("model_type is missing\n", "compare it with the config.json")),
@@ -92,7 +92,7 @@ def test_a_language_model_in_an_unknown_one_can_be_planned_alone(path: tuple[str
     """The hint names where the language model's config is, and what it names is planned; what it lacks is said."""
     raw: dict[str, Any] = {**MISTRAL}
     for key in reversed(path):
-        raw = {"model_type": "internvl_chat", "vision_config": {"model_type": "clip_vision_model"}, key: raw}
+        raw = {"model_type": "another_vlm", "vision_config": {"model_type": "clip_vision_model"}, key: raw}
     with pytest.raises(ModelError) as caught:
         spec_of(raw)
     start = f"its {'.'.join(path)} is of the type mistral, which is supported: save it as a config.json of its own"
@@ -164,7 +164,7 @@ def test_kimi_k3_is_no_kimi_linear(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "near"),
-    [("qwen4_next", ("qwen3_next",)), ("Llama", ("llama", "llama4", "llava")), ("bert", ())],
+    [("qwen4_next", ("qwen3_next",)), ("Llama", ("llama", "mllama", "llama4", "llava")), ("bert", ())],
 )
 def test_no_other_architecture_is_proposed(model_type: str, near: tuple[str, ...]) -> None:
     """Near names are listed, few of them, and none is proposed: a plan of another architecture would be wrong."""

@@ -202,6 +202,18 @@ FORMS: dict[str, dict[str, Any]] = {
     "kimi_linear": {key: value for key, value in _MLA.items() if key not in {"n_routed_experts", "n_group"}}
     | {"num_experts": 4, "linear_num_heads": 3, "linear_head_dim": 5}
     | {"layer_types": ["linear_attention", "full_attention"]},
+    "axk1": _MLA | {"q_lora_rank": 9},
+    "minicpm3": _MLA | {"q_lora_rank": 9, "mlp_bias": True},
+    "youtu": _MLA | {"q_lora_rank": None, "pad_token_id": None},  # whose row transformers clears
+    "bitnet": _GROUPED | {"attention_bias": True},
+    "iquestcoder": _NARROW | _BIASED,
+    "mellum": _NARROW | _PACKED | {"moe_intermediate_size": 7, "mlp_layer_types": ["dense", "sparse"]},
+    "granitemoe_swa": _GROUPED | _PACKED | {"shared_intermediate_size": 5},
+    "longcat_flash": {
+        key: value for key, value in _MLA.items() if key not in {"num_hidden_layers", "num_experts_per_tok"}
+    }
+    | {"num_layers": 2, "ffn_hidden_size": 10, "expert_ffn_hidden_size": 7, "q_lora_rank": 9, "moe_topk": 2}
+    | {"zero_expert_num": 0, "head_dim": 8},
     "olmo_hybrid": _GROUPED | {key: value for key, value in _HYBRID.items() if key.startswith("linear")},
 }
 

@@ -70,6 +70,15 @@ SMALL: dict[str, tuple[dict[str, Any], int]] = {
         (3 + 6) * (4 + 6),
     ),
     "gemma3n_text": (_SHARING | {"head_dim": 4}, 2 * 3 * 2 * 4),
+    # Three heads of 4 in both layers, and a key of 12 in one.
+    "minimax_m3_vl_text": (
+        _PLAIN
+        | {"num_key_value_heads": 3, "head_dim": 4, "num_hidden_layers": 2, "num_local_experts": 4}
+        | {"num_experts_per_tok": 2, "index_n_heads": 3, "index_head_dim": 12, "rotary_dim": 4, "index_block_size": 2}
+        | {"dense_intermediate_size": 7, "shared_intermediate_size": 5}
+        | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+        2 * 2 * 3 * 4 + 12,
+    ),
 }
 
 #: DeepSeek-V4 with tokens compressed by three in one layer, and by seven in the other.
@@ -155,6 +164,42 @@ PUBLISHED |= {
     "Gemma-3n-E4B": ({"model_type": "gemma3n_text"}, 6_835_235_568, 20 * 2 * 2 * 256),
 }
 
+PUBLISHED |= {
+    # The text part: a layer has 32 query and 8 KV heads of 128 and three matrices of 14,336; eight of 40 attend to
+    # images, by two norms and two gates more, and cache no text. The embedding has rows for eight more tokens than the
+    # output matrix.
+    "Llama-3.2-11B-Vision": (
+        {"model_type": "mllama"},
+        (2 * 128_256 + 8) * 4096
+        + 4096
+        + 40 * (2 * 4096 + 2 * (4096 + 1024) * 4096 + 3 * 4096 * 14_336)
+        + 8 * (2 * 128 + 2),
+        32 * 2 * 8 * 128,
+    ),
+    # 560, as its card says; each layer has two attentions with a latent each.
+    "LongCat-Flash": ({"model_type": "longcat_flash"}, 560_664_980_480, 28 * 2 * (512 + 64)),
+    # By its class, if the first three layers are dense and have full attention; the others cache an indexer's key.
+    "MiniMax-M3": (
+        {
+            "model_type": "minimax_m3_vl",
+            "text_config": {
+                "model_type": "minimax_m3_vl_text",
+                "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
+                "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57,
+            },
+        },
+        2 * 200_064 * 6144
+        + 6144
+        + 60 * (2 * 6144 + 2 * 128 + 6144 * 128 * (2 * 64 + 2 * 4))
+        + 3 * 3 * 6144 * 12_288
+        + 57 * (129 * 3 * 6144 * 3072 + 128 * 6144 + 128)
+        + 57 * (6144 * 128 * (4 + 1) + 2 * 128),
+        60 * 2 * 4 * 128 + 57 * 128,
+    ),
+    # The thinker is as large as Qwen2.5-7B.
+    "Qwen2.5-Omni-7B": ({"model_type": "qwen2_5_omni"}, 7_615_616_512, 28 * 2 * 4 * 128),
+}
+
 #: Plain matrix products, which know any width.
 EAGER = {"experts_implementation": "eager"}
 
@@ -172,7 +217,7 @@ def published(name: str) -> ModelSpec:
 
 def kept(cache: Any) -> int:
     """Return the bytes that a cache of transformers holds of tokens."""
-    names = ("keys", "values", "indexer_keys")
+    names = ("keys", "values", "indexer_keys", "idx_keys")
     found = [getattr(layer, name, None) for layer in cache.layers for name in names]
     parts = ("compressed_kv", "buffer_kv", "buffer_gate", "overlap_kv", "overlap_gate")
     found += [each for layer in cache.layers for part in parts for each in getattr(layer, part, {}).values()]
@@ -185,7 +230,9 @@ def test_a_token_takes_what_transformers_keeps(model_type: str) -> None:
     """The cache of a small model after a prompt and a further token, and the same by hand."""
     keys, elements = SMALL[model_type]
     config = hub_config({"model_type": model_type, **keys})
-    each = cache_bytes_per_token(spec_of(config.to_dict()), "fp16")
+    within = {"minimax_m3_vl_text": "minimax_m3_vl"}.get(model_type)  # of those that are planned within others only
+    raw = {"model_type": within, "text_config": config.to_dict()} if within else config.to_dict()
+    each = cache_bytes_per_token(spec_of(raw), "fp16")
     assert each == 2 * elements
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **EAGER).eval()
     with torch.no_grad():
@@ -273,6 +320,12 @@ def test_names_of_deepseek_v4_on_the_hub_are_known(tmp_path: Path) -> None:
     spec = tpplan.read_model(tmp_path)
     assert spec.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert [part.bytes for part in spec.not_planned] == [12]
+
+
+def test_a_plan_tells_of_images_that_are_cached() -> None:
+    """What layers of Llama 3.2 cache of images is in no plan, and its notes say so."""
+    (note,) = published("Llama-3.2-11B-Vision").notes
+    assert "attend to images" in note
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -33,7 +33,7 @@ _NO_TABLES = frozenset({
 _RENAMED = {"embed_out": "lm_head", "head": "lm_head"}
 #: Architectures whose layers transformers calls otherwise.
 OTHER_LAYERS = frozenset({"NemotronHForCausalLM", "Step3p5ForCausalLM"})
-_BESIDES = {"GraniteSWAForCausalLM": ("model.rotary_embs",)}
+_BESIDES = dict.fromkeys(("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"), ("model.rotary_embs",))
 
 
 def family_of(architecture: str) -> Family | None:

@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 NO_PLAN = frozenset({
     *("BloomForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"),
     *("GptOssForCausalLM", "HunYuanDenseV1ForCausalLM", "OPTForCausalLM", "RWForCausalLM", "StableLmForCausalLM"),
-    *("BambaForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
+    *("BambaForCausalLM", "BitNetForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
+    # With code of their own.
+    *("BaiChuanForCausalLM", "BaichuanForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+    *("ChatGLMForConditionalGeneration", "ChatGLMModel", "InternLM2ForCausalLM", "QWenLMHeadModel"),
+    "StableLMEpochForCausalLM",
 })  # fmt: skip
 
 #: Those whose plan leaves attention whole on each device.
 WHOLE_ATTENTION = frozenset({
+    *("AXK1ForCausalLM", "YoutuForCausalLM"),
     *("AfmoeForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     *("HunYuanMoEV1ForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
     *("DeepseekV4ForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM"),

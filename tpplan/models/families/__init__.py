@@ -12,6 +12,7 @@ from tpplan.core.model import ModelSpec
 from tpplan.errors import ModelError
 from tpplan.models.config import ELSEWHERE, Config
 from tpplan.models.families.aside import parts_aside
+from tpplan.models.families.blockwise import BLOCKWISE
 from tpplan.models.families.classic import CLASSIC
 from tpplan.models.families.compressed import COMPRESSED
 from tpplan.models.families.contexts import longest_context
@@ -27,11 +28,13 @@ from tpplan.models.families.mamba import MAMBA
 from tpplan.models.families.moe import MOE
 from tpplan.models.families.packed import PACKED
 from tpplan.models.families.parts import PARTS
+from tpplan.models.families.remote import REMOTE
 from tpplan.models.families.searched import SEARCHED
 from tpplan.models.families.shape import TIED, read_shape
 from tpplan.models.families.table import Family
+from tpplan.models.families.twofold import TWOFOLD
 from tpplan.models.families.ungated import UNGATED
-from tpplan.models.families.wrappers import NESTED, TEXT, WRAPPERS, text_part
+from tpplan.models.families.wrappers import NESTED, WRAPPERS, around_text, text_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,13 +56,15 @@ FAMILIES: Final[dict[str, Family]] = {
     **HYBRID,
     **MAMBA,
     **CONVOLVED,
+    **TWOFOLD,
+    **REMOTE,
 }
 
 #: Entry points of packages with families of their own, each named by its ``model_type``.
 ENTRY_POINTS: Final = "tpplan.families"
 
 #: All language models, those that are no models of their own too.
-LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS}
+LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS, **BLOCKWISE}
 
 #: ``torch_dtype`` in a config.json, and the same in safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -144,7 +149,8 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
             raise config.error(f"{key} is true, which tpplan does not support", "plans are for decoders only")
     inner, text = text_part(config)
     # A wrapper's own default changed between versions of transformers; that of the language model never did.
-    tied = family.ties and config.flag(TIED, default=text.flag(TIED, default=family.tied))
+    own = around_text(config).flag(TIED, default=text.flag(TIED, default=family.tied))
+    tied = family.ties and config.flag(TIED, default=own)
     shape = read_shape(text, family, tied=tied, stacked=stacked)
     context = longest_context(text, inner, shape.context)
     named = _torch_dtype(text) or _torch_dtype(config)
@@ -169,7 +175,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
         parameters=outside,
         not_planned=parts_aside(config, text),
         assumed="" if named else f"dtype {torch_dtype}: {config.source.rpartition('/')[2]} names none",
-        notes=(context.note,) if context.note else (),
+        notes=tuple(filter(None, (context.note, family.note))),
     )
 
 
@@ -191,7 +197,7 @@ def _family(config: Config) -> tuple[str, Family]:
         raise config.error(f"{problem}, so this is probably no config.json of a language model", ELSEWHERE)
     known = _known(inner, sorted(families) if wrapper else supported())
     if wrapper:
-        raise config.section(TEXT).error(f"the architecture {inner[:60]!r} is not supported", known)
+        raise text_part(config)[1].error(f"the architecture {inner[:60]!r} is not supported", known)
     architecture = next(iter(config.texts("architectures")), "")
     of = f" ({architecture[:60]!r})" if architecture else ""
     raise config.error(f"the architecture {model_type[:60]!r}{of} is not supported", _text_part(config) or known)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from tpplan.core.model import NotPlanned
-from tpplan.models.families.wrappers import WRAPPERS
+from tpplan.models.families.wrappers import HEARS, SEES, WRAPPERS
 
 if TYPE_CHECKING:
     from tpplan.models.config import Config
 
 #: Keys that configs of the hub have for each part: an object or a name for towers, a number of layers for predictions.
 _KEYS: Final = {
-    "vision tower": ("vision_config", "vision_tower", "mm_vision_tower", "vit_config", "visual"),
-    "audio tower": ("audio_config", "audio_encoder_config", "speech_config"),
+    SEES: ("vision_config", "vision_tower", "mm_vision_tower", "vit_config", "visual"),
+    HEARS: ("audio_config", "audio_encoder_config", "speech_config"),
     "prediction layers": (
         *("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_layers"),
         "mtp_num_hidden_layers",
@@ -29,7 +29,6 @@ def parts_aside(config: Config, text: Config) -> tuple[NotPlanned, ...]:
         text: that of its language model, which may be the same.
     """
     found = {what for what, keys in _KEYS.items() for key in keys if config.raw(key) or text.raw(key)}
-    wrapper = WRAPPERS.get(config.text("model_type"))
-    if wrapper and wrapper.tower:
-        found.add("vision tower")  # a config may leave all of it to the defaults of the class
+    if wrapper := WRAPPERS.get(config.text("model_type")):
+        found.update(wrapper.parts)  # a config may leave all of them to the defaults of the class
     return tuple(NotPlanned(what) for what in _KEYS if what in found)

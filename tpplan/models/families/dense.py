@@ -313,4 +313,20 @@ DENSE: Final[dict[str, Family]] = {
         defaults={"num_key_value_heads": 2, "head_dim": 128},
         adapt=_internlm3,
     ),
+    "bitnet": Family(  # with norms of what the last matrices of attention and MLP take
+        architectures=("BitNetForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *BIASED_ATTENTION, *norm("self_attn.attn_sub_norm", "O")),
+        dense=(*gated(), *norm("mlp.ffn_sub_norm", "ID")),
+        defaults={"num_key_value_heads": 5},
+        flags={"attention_bias": False},
+    ),
+    "iquestcoder": Family(
+        architectures=("IQuestCoderForCausalLM", "LlamaForCausalLM"),
+        outside=outside(),
+        layer=(*NORMS, *BIASED_ATTENTION),
+        dense=gated(bias="mlp_bias"),
+        defaults={"num_key_value_heads": 8, "head_dim": 128},
+        flags={"attention_bias": False, "mlp_bias": False},
+    ),
 }

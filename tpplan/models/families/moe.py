@@ -23,7 +23,7 @@ from tpplan.models.families.rows import (
     norm,
     outside,
 )
-from tpplan.models.families.shape import even_before_max_window_layers, every_layer, except_every, windows
+from tpplan.models.families.shape import even_before_max_window_layers, every_layer, except_every, no_layer, windows
 from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_expert, shared_experts, sparse_steps
 from tpplan.models.families.table import Family, Row, Shape
 
@@ -148,5 +148,17 @@ MOE: Final[dict[str, Family]] = {
         moe=mlp_types(after_dense(0)),
         expert_key="intermediate_size",
         adapt=_cohere2_moe,
+    ),
+    "mellum": Family(
+        architectures=("MellumForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *BIASED_ATTENTION, *head_norms()),
+        dense=gated(),
+        sparse=(*ROUTER, *EXPERTS),
+        ignored=("*.rotary_emb.inv_freq", "mtp.*", "model.mtp.*"),
+        defaults={"num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 896},
+        flags={"attention_bias": False},
+        window=windows(1024, no_layer),
+        moe=mlp_types(every_layer),
     ),
 }

@@ -8,7 +8,7 @@ from attrs import evolve
 
 from tpplan.core.axes import Axis
 from tpplan.models.families.rows import ALWAYS, BIASED_ATTENTION, NORMS, gated, linear, outside
-from tpplan.models.families.shape import every_layer, every_other, windows, with_rope
+from tpplan.models.families.shape import every_layer, every_other, except_first_of, windows, with_rope
 from tpplan.models.families.sparse import SHARED, moe_layers
 from tpplan.models.families.table import Family, Row, Shape
 
@@ -74,6 +74,20 @@ PACKED: Final[dict[str, Family]] = {
             *linear("shared_mlp.input_linear", "SX+SX", "RS", when=SHARED),
             *linear("shared_mlp.output_linear", "RS", "SX", when=SHARED),
         ),
+        adapt=_granite_shared,
+    ),
+    "granitemoe_swa": evolve(
+        _GRANITEMOE,
+        architectures=("GraniteMoeSWAForCausalLM",),
+        layer=(*NORMS, *BIASED_ATTENTION, Row("self_attn.sinks", "q")),
+        sparse=(
+            *linear("block_sparse_moe.router", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
+            Row("block_sparse_moe.experts.gate_up_proj", "e EX+EX RS", out=1),
+            Row("block_sparse_moe.experts.down_proj", "e RS EX", out=1),
+            *linear("shared_mlp.input_linear", "SX+SX", "RS", when=SHARED),
+            *linear("shared_mlp.output_linear", "RS", "SX", when=SHARED),
+        ),
+        window=windows(128, except_first_of(4)),
         adapt=_granite_shared,
     ),
     # Chunked attention sees no further back than a window of a chunk.

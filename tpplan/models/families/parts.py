@@ -1,4 +1,4 @@
-"""Tables of language models that exist only as part of a model of text and images."""
+"""Tables of language models that exist only as part of a model that sees or hears."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
+from tpplan.core.axes import Axis
 from tpplan.models.families.corrected import CORRECTED
 from tpplan.models.families.dense import DENSE
+from tpplan.models.families.moe import MOE
 from tpplan.models.families.rows import (
     ALWAYS,
     BIASED_ATTENTION,
@@ -17,15 +19,18 @@ from tpplan.models.families.rows import (
     attention,
     gated,
     head_norms,
+    linear,
     norm,
     outside,
 )
 from tpplan.models.families.shape import from_max_window_layers, windows
 from tpplan.models.families.sparse import sparse_steps
-from tpplan.models.families.table import Family, Row
+from tpplan.models.families.table import SHARED_KV, Family, Row, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from tpplan.models.config import Config
 
 
 def _defaults(*sizes: int, head_dim: int = 0) -> Mapping[str, int]:
@@ -37,10 +42,39 @@ def _defaults(*sizes: int, head_dim: int = 0) -> Mapping[str, int]:
     return {**dict(zip(keys, sizes, strict=True)), **({"head_dim": head_dim} if head_dim else {})}
 
 
+def _mllama_layers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
+    """Tell which layers attend to images, whose keys and values are no cache of the text."""
+    listed = config.raw("cross_attention_layers") is not None
+    across = config.numbers("cross_attention_layers") if listed else _ACROSS
+    return tuple({SHARED_KV: layer in across} for layer in range(layers))
+
+
+def _mllama(_config: Config, shape: Shape) -> Shape:
+    """Add the rows that the embedding has for images and the output matrix has not."""
+    return shape.having(more=8)
+
+
+#: The layers of Llama 3.2 that attend to images where its config does not say.
+_ACROSS: Final = (3, 8, 13, 18, 23, 28, 33, 38)
+
 _QWEN2_VL = evolve(
     DENSE["qwen2"],
     defaults=_defaults(152_064, 8192, 29_568, 80, 64, 8, 32_768),
     window=windows(4096, from_max_window_layers(80), switch="use_sliding_window"),
+    fixed_head=True,
+)
+
+_GLM4V = Family(
+    architectures=(),
+    outside=outside(),
+    layer=(
+        *NORMS,
+        *norm("post_self_attn_layernorm"),
+        *norm("post_mlp_layernorm"),
+        *attention(ALWAYS),
+    ),
+    dense=FUSED_MLP,
+    defaults=_defaults(151_552, 4096, 13_696, 40, 32, 2, 32_768),
     fixed_head=True,
 )
 
@@ -50,18 +84,17 @@ PARTS: Final[dict[str, Family]] = {
     "qwen3_vl_text": evolve(
         DENSE["qwen3"], defaults=_defaults(151_936, 4096, 22_016, 32, 32, 32, 128_000, head_dim=128), window=None
     ),
-    "glm4v_text": Family(
-        architectures=(),
-        outside=outside(),
+    "glm4v_text": _GLM4V,
+    "glm_ocr_text": evolve(
+        _GLM4V,
         layer=(
             *NORMS,
             *norm("post_self_attn_layernorm"),
             *norm("post_mlp_layernorm"),
-            *attention(ALWAYS),
+            *attention(),
         ),
-        dense=FUSED_MLP,
-        defaults=_defaults(151_552, 4096, 13_696, 40, 32, 2, 32_768),
-        fixed_head=True,
+        defaults=_defaults(59_392, 1024, 4096, 16, 16, 8, 131_072),
+        fixed_head=False,
     ),
     "glm4v_moe_text": evolve(
         CORRECTED["glm4_moe"],
@@ -90,5 +123,59 @@ PARTS: Final[dict[str, Family]] = {
         defaults={"num_key_value_heads": 16, "num_experts_per_tok": 4},
         flags={"attention_bias": False},
         moe=sparse_steps,
+    ),
+    "granite_docling_text": evolve(
+        DENSE["granite"], defaults=_defaults(133_800, 1024, 2048, 28, 16, 4, 32_768), tied=True
+    ),
+    "mllama_text_model": Family(
+        architectures=(),
+        outside=(
+            Row("model.embed_tokens.weight", "VC+more RS", lookup=ALWAYS),
+            *norm("model.norm"),
+            Row("lm_head.weight", "VC RS"),
+        ),
+        layer=(
+            *NORMS,
+            *(evolve(row, when=f"!{SHARED_KV}") for row in attention()),
+            *(evolve(row, when=SHARED_KV) for row in attention(name="cross_attn")),
+            *norm("cross_attn.q_norm", "d", when=SHARED_KV, home=Axis.KV_HEADS),
+            *norm("cross_attn.k_norm", "d", when=SHARED_KV, home=Axis.KV_HEADS),
+            Row("cross_attn_attn_gate", "1", SHARED_KV),
+            Row("cross_attn_mlp_gate", "1", SHARED_KV),
+        ),
+        dense=gated(),
+        defaults=_defaults(128_256, 4096, 14_336, 40, 32, 8, 131_072),
+        flags={SHARED_KV: False},
+        ties=False,
+        fixed_head=True,
+        own=_mllama_layers,
+        adapt=_mllama,
+        note="layers that attend to images cache their keys and values too, which are not counted",
+    ),
+    "paddleocr_vl_text": evolve(
+        DENSE["ernie4_5"], defaults=_defaults(103_424, 1024, 3072, 18, 16, 2, 131_072, head_dim=128)
+    ),
+    "qwen2_5_omni_text": evolve(_QWEN2_VL, defaults=_defaults(152_064, 3584, 18_944, 28, 28, 4, 32_768)),
+    "qwen3_omni_moe_text": evolve(
+        MOE["qwen3_moe"],
+        defaults={
+            **_defaults(3584, 2048, 18_944, 28, 28, 4, 32_768),
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        window=None,
+    ),
+    # Norms are scaled by how late the text may be, through a rank that is the same in all models.
+    "voxtral_realtime_text": evolve(
+        DENSE["mistral"],
+        layer=(
+            *DENSE["mistral"].layer,
+            *linear("ada_rms_norm.linear1", "late", "h"),
+            *linear("ada_rms_norm.linear2", "h", "late"),
+        ),
+        defaults=_defaults(32_000, 4096, 14_336, 32, 32, 8, 131_072, head_dim=128),
+        tied=True,
+        adapt=lambda _, shape: shape.having(late=32),
     ),
 }

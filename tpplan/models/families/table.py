@@ -252,6 +252,7 @@ class Family:
         own: for each layer the keys of which it has values of its own, from the config and the number of layers; None
             if layers differ in windows, experts and linear attention only.
         adapt: changes the shape where the family reads its config in its own way.
+        note: what a plan says of every model of the family, a sentence; empty for nothing.
     """
 
     architectures: tuple[str, ...]
@@ -283,6 +284,7 @@ class Family:
     expert_key: str = "moe_intermediate_size"
     own: Callable[[Config, int], tuple[Mapping[str, object], ...]] | None = None
     adapt: Callable[[Config, Shape], Shape] | None = None
+    note: str = ""
 
     def block(self, shape: Shape, layers: tuple[int, ...], dtype: str) -> Block:
         """Return the block of ``layers``, which must be equal in window, linear attention, MLP, parts and shape."""

@@ -1,16 +1,15 @@
-"""Models of text and images: which part of them is the language model, the only one that is planned."""
+"""Models that see or hear: which part of them is the language model, the only one that is planned."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from tpplan.models.config import Config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from tpplan.models.families.table import Family
 
 #: The key that holds the language model's own config.
@@ -22,17 +21,27 @@ NESTED: Final = (TEXT, "llm_config", "language_config", "thinker_config", "text_
 #: How the names of the language model start in most models on the hub; in others they are those of a model alone.
 ROOT: Final = "language_model."
 
+#: And in MiniCPM's.
+LLM: Final = "llm."
+
+#: How they start in models that speak, where it is next to what makes speech of its tokens.
+THINKER: Final = "thinker."
+
 #: By this start, names that some checkpoints have, and what the tables have in their place.
 _RENAMED: Final[dict[str, dict[str, str]]] = {
     ROOT: {
         "model.language_model.": f"{ROOT}model.",
         "lm_head.": f"{ROOT}lm_head.",
-        f"{ROOT}model.blocks.": f"{ROOT}model.layers.",  # transformers 5 saves Kimi's layers so, like those for images
+        # So transformers 5 saves the layers of Kimi and Qianfan, like those for images.
+        f"{ROOT}model.blocks.": f"{ROOT}model.layers.",
+        f"{ROOT}model.encoder.layers.": f"{ROOT}model.layers.",
     },
     "": {"model.language_model.": "model.", "model.text_model.": "model."},
+    THINKER: {},
+    LLM: {},
 }
 
-#: What reads images, and leads from there to the language model.
+#: What reads images or sound, leads from there to the language model, or makes images or sound of what that says.
 _VISION: Final = (
     *("vision_tower.*", "multi_modal_projector.*", "image_newline"),
     *("vision_model.*", "mm_projector.*", "visual.*"),  # Llama 4, Kimi, Qwen
@@ -41,27 +50,55 @@ _VISION: Final = (
     *("connector.*", "aligner.*", "high_res_vision_*", "visual_embeddings_table.*"),  # Idefics, DeepSeek-VL, Ovis2
     *("vision_encoder.*", "vision_projection.*", "projector.*"),  # LightOnOCR, VideoLLaMA 3
     *("image_tower.*", "video_tower.*"),  # Video-LLaVA
+    *("query_tokens", "qformer.*", "language_projection.*"),  # BLIP
+    *("vqmodel.*", "generation_*"),  # Janus
+    *("mlp1.*", "merger.*"),  # InternVL and Nemotron, MiniCPM-V
+    *("encoder.*", "acoustic_*", "semantic_*", "sound_*"),  # Granite Speech, VibeVoice, Nemotron
+    *("latent_*_factor", "diffusion_head.*", "prediction_head.*", "speech_*"),  # VibeVoice
+    *("mlp_AR.*", "patch_merge_mlp.*"),  # PaddleOCR-VL, MiniMax
+    *("vpm.*", "resampler.*", "apm.*", "audio_avg_pooler.*", "audio_projection_layer.*", "tts.*"),  # MiniCPM
 )
-VISION: Final = (*_VISION, *(f"model.{name}" for name in _VISION))
+VISION: Final = (
+    *_VISION,
+    *(f"{root}{name}" for root in ("model.", THINKER) for name in _VISION),
+    *("talker.*", "token2wav.*", "code2wav.*"),  # Qwen's Omni
+)
+
+
+#: Of MiniCPM-V 2, whose config is of no version, as that of 2.5 may be.
+_QUERIES_OF_V2: Final = 64
+
+#: What plans call the parts that read images, and sound.
+SEES: Final = "vision tower"
+HEARS: Final = "audio tower"
 
 
 @frozen
 class Wrapper:
-    """A model of text and images around a language model.
+    """A model of text and images, or sound, around a language model.
 
     Attributes:
         architectures: the class of transformers, and other names that checkpoints have for it.
         text: the ``model_type`` of the language model where its own config does not say.
         root: how the names of the language model start.
         flat: whether a config.json may have the language model's keys beside its own, without a config of its own.
-        tower: whether it has a part that reads images also if its config says nothing of one.
+        parts: what it has beside also if its config says nothing of it, see :mod:`~tpplan.models.families.aside`.
+        usual: values of keys that the language model's config may leave out, where they are not those of its family.
+        within: the section of the config that has the language model's in one of its own; empty for the whole.
+        section: that section.
+        versions: the ``model_type`` of the language model by the config's ``version``, "" without one, of models whose
+            configs do not say it.
     """
 
     architectures: tuple[str, ...]
     text: str
     root: str = ROOT
     flat: bool = False
-    tower: bool = True
+    parts: tuple[str, ...] = (SEES,)
+    usual: Mapping[str, int] = field(factory=dict)
+    within: str = ""
+    section: str = TEXT
+    versions: Mapping[str, str] = field(factory=dict)
 
     @property
     def renamed(self) -> Mapping[str, str]:
@@ -74,6 +111,37 @@ class Wrapper:
         return evolve(family, architectures=self.architectures, root=self.root, prefix="", ignored=ignored)
 
 
+_GLM_ASR: Final = {
+    "vocab_size": 59_264,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+}
+_VOXTRAL: Final = {
+    "vocab_size": 131_072,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+}
+
+
+def _hearing(architecture: str, text: str, root: str = ROOT, usual: Mapping[str, int] | None = None) -> Wrapper:
+    """Return a model of text and sound, see :class:`Wrapper`."""
+    return Wrapper((architecture,), text, root, parts=(HEARS,), usual=usual or {})
+
+
+def _speaking(architecture: str, text: str) -> Wrapper:
+    """Return a model that speaks, whose language model is that of its thinker."""
+    return Wrapper((architecture,), text, THINKER, parts=(SEES, HEARS), within="thinker_config")
+
+
 WRAPPERS: Final[dict[str, Wrapper]] = {
     "aya_vision": Wrapper(("AyaVisionForConditionalGeneration",), "cohere2"),
     "cohere2_vision": Wrapper(("Cohere2VisionForConditionalGeneration",), "cohere2", root=""),
@@ -82,8 +150,8 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "exaone4_5": Wrapper(("Exaone4_5_ForConditionalGeneration",), "exaone4", root=""),
     "gemma3": Wrapper(("Gemma3ForConditionalGeneration",), "gemma3_text"),
     "gemma3n": Wrapper(("Gemma3nForConditionalGeneration",), "gemma3n_text", root=""),
-    "gemma4": Wrapper(("Gemma4ForConditionalGeneration",), "gemma4_text", root="", tower=False),
-    "gemma4_unified": Wrapper(("Gemma4UnifiedForConditionalGeneration",), "gemma4_unified_text", root="", tower=False),
+    "gemma4": Wrapper(("Gemma4ForConditionalGeneration",), "gemma4_text", root="", parts=()),
+    "gemma4_unified": Wrapper(("Gemma4UnifiedForConditionalGeneration",), "gemma4_unified_text", root="", parts=()),
     "glm4v": Wrapper(("Glm4vForConditionalGeneration",), "glm4v_text", root=""),
     "glm46v": Wrapper(("Glm46VForConditionalGeneration",), "glm4v_text", root=""),
     "got_ocr2": Wrapper(("GotOcr2ForConditionalGeneration",), "qwen2"),
@@ -108,11 +176,69 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "video_llama_3": Wrapper(("VideoLlama3ForConditionalGeneration",), "qwen2", root=""),
     "video_llava": Wrapper(("VideoLlavaForConditionalGeneration",), "llama"),
     "vipllava": Wrapper(("VipLlavaForConditionalGeneration",), "llama"),
+    "blip-2": Wrapper(("Blip2ForConditionalGeneration",), "opt"),
+    "fast_vlm": Wrapper(("FastVlmForConditionalGeneration",), "qwen2", root=""),
+    "glm_ocr": Wrapper(("GlmOcrForConditionalGeneration",), "glm_ocr_text", root=""),
+    "glmga": Wrapper(("Glm46VForConditionalGeneration",), "glm4v_text", root=""),
+    "granite_docling": Wrapper(("GraniteDoclingForConditionalGeneration",), "granite_docling_text", root=""),
+    "instructblip": Wrapper(("InstructBlipForConditionalGeneration",), "opt"),
+    "instructblipvideo": Wrapper(("InstructBlipVideoForConditionalGeneration",), "opt"),
+    "janus": Wrapper(("JanusForConditionalGeneration",), "llama", root=""),
+    "lfm2_vl": Wrapper(("Lfm2VlForConditionalGeneration",), "lfm2", root=""),
+    "lfm3_vl": Wrapper(("Lfm3VlForConditionalGeneration",), "lfm3", root=""),
+    "minicpm_ocr": Wrapper(("MiniCPMOcrForConditionalGeneration",), "qwen3_5_text", root=""),
+    "minicpmv4_6": Wrapper(("MiniCPMV4_6ForConditionalGeneration",), "qwen3_5_text", root=""),
+    "minicpmv4_7": Wrapper(("MiniCPMV4_7ForConditionalGeneration",), "qwen3_5_text", root=""),
+    "mllama": Wrapper(("MllamaForConditionalGeneration",), "mllama_text_model"),
+    "nemotron_h_omni": Wrapper(("NemotronH_Omni_Reasoning_V3",), "nemotron_h"),
+    "paddleocr_vl": Wrapper(("PaddleOCRVLForConditionalGeneration",), "paddleocr_vl_text", root="", flat=True),
+    "perception_lm": Wrapper(("PerceptionLMForConditionalGeneration",), "llama", root=""),
+    "pp_chart2table": Wrapper(("GotOcr2ForConditionalGeneration",), "qwen2"),
+    "qianfan_ocr": Wrapper(("QianfanOCRForConditionalGeneration",), "qwen3"),
+    "internvl_chat": Wrapper(("InternVLChatModel",), "internlm2", section="llm_config"),
+    "minicpmo": Wrapper(
+        ("MiniCPMO",), "qwen2", LLM, flat=True, parts=(SEES, HEARS), versions={"2.6": "qwen2", "4.5": "qwen3"}
+    ),
+    "minicpmv": Wrapper(
+        ("MiniCPMV",),
+        "qwen2",
+        LLM,
+        flat=True,
+        versions={"": "llama", "2.5": "llama", "2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"},
+    ),
     # Around mixtures of experts.
     "glm4v_moe": Wrapper(("Glm4vMoeForConditionalGeneration",), "glm4v_moe_text", root=""),
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
     "llama4": Wrapper(("Llama4ForConditionalGeneration",), "llama4_text"),
+    "minimax_m3_vl": Wrapper(("MiniMaxM3SparseForConditionalGeneration",), "minimax_m3_vl_text"),
     "qwen3_vl_moe": Wrapper(("Qwen3VLMoeForConditionalGeneration",), "qwen3_vl_moe_text", root=""),
+    # Those that hear.
+    "audioflamingo3": _hearing("AudioFlamingo3ForConditionalGeneration", "qwen2"),
+    "fun_asr_nano": _hearing("FunAsrNanoForConditionalGeneration", "qwen3", root=""),
+    "glmasr": _hearing("GlmAsrForConditionalGeneration", "llama", usual=_GLM_ASR),
+    "granite_speech": _hearing("GraniteSpeechForConditionalGeneration", "granite"),
+    "granite_speech_plus": _hearing("GraniteSpeechPlusForConditionalGeneration", "granite"),
+    "moss_transcribe_diarize": _hearing("MossTranscribeDiarizeForConditionalGeneration", "qwen3", root=""),
+    "musicflamingo": _hearing("MusicFlamingoForConditionalGeneration", "qwen2"),
+    "qwen2_audio": _hearing("Qwen2AudioForConditionalGeneration", "qwen2"),
+    "qwen3_asr": _hearing("Qwen3ASRForConditionalGeneration", "qwen3", root=""),
+    "vibevoice": _hearing("VibeVoiceForConditionalGeneration", "qwen2", root=""),
+    "vibevoice_asr": _hearing("VibeVoiceAsrForConditionalGeneration", "qwen2"),
+    "voxtral": _hearing("VoxtralForConditionalGeneration", "llama", usual=_VOXTRAL),
+    "voxtral_realtime": _hearing(
+        "VoxtralRealtimeForConditionalGeneration",
+        "voxtral_realtime_text",
+        usual={**_VOXTRAL, "intermediate_size": 9216, "num_hidden_layers": 26, "sliding_window": 8192},
+    ),
+    # Those that see, hear and speak.
+    "qwen2_5_omni": _speaking("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni_text"),
+    "qwen2_5_omni_thinker": Wrapper(
+        ("Qwen2_5OmniThinkerForConditionalGeneration",), "qwen2_5_omni_text", root="", parts=(SEES, HEARS)
+    ),
+    "qwen3_omni_moe": _speaking("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe_text"),
+    "qwen3_omni_moe_thinker": Wrapper(
+        ("Qwen3OmniMoeThinkerForConditionalGeneration",), "qwen3_omni_moe_text", root="", parts=(SEES, HEARS)
+    ),
 }
 
 _KEYS: Final = (
@@ -127,10 +253,14 @@ _DEFAULTS: Final[dict[str, tuple[int, ...]]] = {
     "exaone4": (102_400, 4096, 16_384, 32, 32, 2048),
     "gemma": (256_000, 3072, 24_576, 28, 16, 8192),
     "gemma2": (256_000, 2304, 9216, 26, 8, 8192),
+    "granite": (32_000, 4096, 11_008, 32, 32, 2048),
+    "lfm2": (65_536, 2560, 12_288, 32, 32, 128_000),
     "llama": (32_000, 4096, 11_008, 32, 32, 2048),
     "ministral3": (131_072, 4096, 14_336, 34, 32, 262_144),
     "mistral": (32_000, 4096, 14_336, 32, 32, 131_072),
     "mistral4": (131_072, 4096, 12_288, 36, 32, 1_048_576),
+    "nemotron_h": (131_072, 4096, 21_504, 4, 32, 4096),
+    "opt": (50_272, 768, 3072, 12, 12, 2048),
     "qwen2": _QWEN,
     "qwen3": _QWEN,
     "qwen3_moe": (151_936, 2048, 6144, 24, 32, 32_768),
@@ -165,6 +295,7 @@ _EXPERTS: Final[dict[str, dict[str, int]]] = {
         "v_head_dim": 128,
     },
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "qwen3_omni_moe_text": {"num_experts": 128},
     "qwen3_vl_moe_text": {"num_experts": 60, "moe_intermediate_size": 1408},
 }
 
@@ -180,13 +311,40 @@ def text_part(config: Config) -> tuple[str, Config]:
     if wrapper is None:
         return model_type, config
     if wrapper.flat and TEXT not in config:
-        return wrapper.text, config
-    text = config.section(TEXT)
+        return _version(config, wrapper) if wrapper.versions else wrapper.text, config
+    text = around_text(config).section(wrapper.section)
     inner = text.text("model_type") or wrapper.text
     defaults = dict(zip(_KEYS, _DEFAULTS[inner], strict=True)) if inner in _DEFAULTS else {}
     defaults.update(_EXPERTS.get(inner, {}))
+    defaults.update(wrapper.usual)
     missing = {key: value for key, value in defaults.items() if key not in text}
     return inner, Config({**missing, **text.data}, text.source)
+
+
+def _version(config: Config, wrapper: Wrapper) -> str:
+    """Return the ``model_type`` of the language model of a version.
+
+    Raises:
+        ModelError: the version is not known, or its language model is not.
+    """
+    version = config.raw("version")
+    found = wrapper.versions.get(str(version or ""))
+    if found is None:
+        problem = f"version is {str(version)[:20]!r}, whose language model is not known"
+        raise config.error(problem, f"known are {', '.join(filter(None, wrapper.versions))}")
+    if not version and config.raw("query_num") == _QUERIES_OF_V2:
+        raise config.error("query_num without version is a key of MiniCPM-V 2, which tpplan does not support")
+    return found
+
+
+def around_text(config: Config) -> Config:
+    """Return the section of a config that holds the language model's, or the whole.
+
+    Raises:
+        ModelError: it is missing or no object.
+    """
+    wrapper = WRAPPERS.get(config.text("model_type"))
+    return config.section(wrapper.within) if wrapper and wrapper.within else config
 
 
 def newer_name(name: str) -> str:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 BUFFERS: Final = "buffers"
+OTHERS: Final = "other parts"
 PREDICTION: Final = "prediction layers"
 
 #: What tensors are, by a part of their names; the first that matches decides.
@@ -48,7 +49,7 @@ _PARTS: Final = {
         r"image_projector|image_newline|view_seperator|mlp1|aligner|connector|embed_vision)(?:\.|$)"
     ),
     "vision tower": (
-        r"(?:^|\.)(?:vision_tower|vision_model|vision_encoder|visual|vision_embed_tokens|image_tower|image_encoder|"
+        r"(?:^|\.)(?:vision|vision_tower|vision_model|vision_encoder|visual|vision_embed_tokens|image_tower|image_encoder|"
         r"img_processor|vision_embedder|vpm|vit)(?:\.|$)"
     ),
     PREDICTION: r"^(?:model\.|language_model\.)?mtp(?:[._]|$)|(?:^|\.)(?:mtp|nextn)(?:_\w+)?\.",
@@ -262,7 +263,7 @@ class _Match:
             elif tolerated.extra_layers and layer >= logical.layer_count:
                 self.aside[PREDICTION] += tensor.nbytes
             elif ignored.match(name):
-                self.aside[label(name, tensor) or BUFFERS] += tensor.nbytes
+                self.aside[label(name, tensor) or OTHERS] += tensor.nbytes
             else:
                 stem, suffix = split_name(name)
                 self.found.setdefault(stem, {})[suffix] = tensor
