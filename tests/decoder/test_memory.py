@@ -8,15 +8,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from attrs import asdict, evolve, has
 
 import tpplan
 from tests.decoder.activations import activations
-from tests.decoder.quantised_checkpoints import stored
+from tests.decoder.quantised_checkpoints import mxfp4, quantised, stored
 from tests.decoder_cases import CONFIGS, FURTHER, OWN_STEPS, plan_of
 from tests.flash_cases import flash_calls
 from tests.later import transformers
 from tests.weight_plans import fine_units
-from tpplan.core.axes import bounds_of
+from tpplan.core.axes import Axis, bounds_of
 from tpplan.core.plan import Cache, Request
 from tpplan.core.workspace import areas
 from tpplan.decoder import Decoder, Prompt, forward
@@ -30,10 +31,12 @@ from tpplan.planner.ledger import demands
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.flash_cases import FlashCalls
     from tpplan.core.plan import SplitPlan
+    from tpplan.weights import Weights
 
 __all__ = ["fine_units", "flash_calls"]  # fixtures
 
@@ -195,3 +198,57 @@ def test_quantised_weights_take_no_more(form: str) -> None:
             taken_by.append(taken(each, plan)[0])
     dense, codes = taken_by
     assert codes <= dense
+
+
+def _tensors(of: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in records and mappings."""
+    if isinstance(of, torch.Tensor):
+        yield of
+    elif has(type(of)) or isinstance(of, dict | list):
+        parts = of if isinstance(of, list) else (of if isinstance(of, dict) else asdict(of, recurse=False)).values()
+        for part in parts:
+            yield from _tensors(part)
+
+
+def _beside(decoder: Decoder, weights: Weights) -> dict[int, int]:
+    """Return the bytes of a decoder's weights, but for joined biases, that are not where they were loaded."""
+    found = {}
+    for device, whole in decoder.weights.items():
+        own = evolve(whole, tensors={name: each for name, each in whole.tensors.items() if "qkv_proj.bias" not in name})
+        blocks = {tensor.untyped_storage().data_ptr() for tensor in weights[device].values()}
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(own)}
+        found[device] = sum(storage.nbytes() for place, storage in storages.items() if place not in blocks)
+    return found
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen3_moe", "mxfp4 compressed"),
+        ("mixtral", "mxfp4 quark"),
+        ("gpt_oss", "mxfp4"),
+        ("qwen3_moe", "nvfp4 compressed"),
+        ("mixtral", "gptq 8 g64 asym desc_act"),
+    ],
+)
+def test_weights_take_what_the_ledger_says(family: str, form: str, devices: int) -> None:
+    """Joined and rearranged matrices stay in the memory that the plan counts; a second decoder shares and keeps them.
+
+    Of NVFP4, the factors of matrices that are joined are copied: few times 4 bytes for each.
+    """
+    model, _ = mxfp4() if family == "gpt_oss" else quantised(family, form)
+    spec = tpplan.read_model(model.directory)
+    layout = "gather" if spec.gather_only else "reduce"
+    plan = planned(model.directory, layout, (1,) * devices, Cache("fp16", _BATCH * _LENGTH))
+    with compile_plan(plan, backend="cpu", model=model.directory, scratch=False) as context:
+        weights = load_weights(plan, model.directory, context)
+        loaded = {device: sum(tensor.nbytes for tensor in own.values()) for device, own in weights.tensors.items()}
+        assert loaded == {device: plan.memory[device].weights_bytes for device in range(devices)}
+        copied = {device: 8 * sum("global_scale" in name for name in own) for device, own in weights.tensors.items()}
+        for _ in range(2):
+            decoder = Decoder(context, model.directory, weights, cache="fp32")
+            assert all(each <= copied[device] for device, each in _beside(decoder, weights).items())
+            for prompt, right in zip(model.prompts, model.logits, strict=True):
+                logits = context.gather(decoder.prefill(prompt), Axis.VOCAB).tensor
+                torch.testing.assert_close(logits[0], right, atol=2e-4, rtol=1e-4)

@@ -173,11 +173,13 @@ class Float4Matrix(_Coded):
         scales: of MXFP4 (Open Compute Project) exponents plus 127, ``uint8 [N, G]``, where 0 stands for 0; of NVFP4
             ``float8_e4m3fn [N, G]``. Rows may be apart.
         group: columns that share a scale.
-        factors: what all scales are multiplied by, ``[1]``, or those of each row, ``[N]``; None for 1.
+        factors: what all scales are multiplied by, ``[1]``, or those of each so many rows; None for 1.
+        rows: rows that share a factor, if there are several.
     """
 
     group: int = 32
     factors: Tensor | None = None
+    rows: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -185,8 +187,10 @@ class Float4Matrix(_Coded):
         return len(self.codes), 2 * self.codes.shape[1]
 
     def part(self, start: int, end: int) -> Self:
-        """Return rows ``start`` to ``end`` without a copy."""
-        factors = self.factors if self.factors is None or len(self.factors) == 1 else self.factors[start:end]
+        """Return rows ``start`` to ``end`` without a copy; they must be all that share their factors."""
+        factors = self.factors
+        if factors is not None and len(factors) > 1:
+            factors = factors[start // self.rows : -(-end // self.rows)]
         return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end], factors=factors)
 
     def _values(self, rows: Tensor) -> Tensor:
@@ -197,7 +201,7 @@ class Float4Matrix(_Coded):
         scales = self.scales.view(torch.uint8)[rows]  # torch cannot index float8
         scales = _powers(scales) if self.scales.dtype == torch.uint8 else scales.view(self.scales.dtype).float()
         if self.factors is not None:
-            scales *= (self.factors if len(self.factors) == 1 else self.factors[rows])[:, None]
+            scales *= (self.factors if len(self.factors) == 1 else self.factors[rows // self.rows])[:, None]
         return _scaled(values, self.group, scales)
 
 
