@@ -107,6 +107,18 @@ def test_experts_of_mxfp4(layout: str, transport: str, bounds: tuple[int, ...]) 
     check(model, plan, transport, NEW)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_whose_descriptions_differ_in_length(family: str, devices: int) -> None:
+    """Of double quantisation each expert has its own text, with an offset of any number of digits."""
+    model, _ = quantised(family, "nf4 nested")
+    lengths = {
+        len(text) for name, text in saved_values(model.directory).items() if "experts" in name and "quant_s" in name
+    }
+    assert len(lengths) > 1
+    check(model, _plan(model.directory, devices, "gather", seed=devices), "events", NEW)
+
+
 @settings(max_examples=examples(12), deadline=None)
 @given(
     family=st.sampled_from(list(FAMILIES)),
