@@ -186,7 +186,9 @@ def test_prompts_that_attend_at_once_do_too(
     assert flash_calls
 
 
-@pytest.mark.parametrize("form", ["gptq 4 g64 asym", "int 8 channel", "fp8 block", "nvfp4 modelopt", "nf4 nested"])
+@pytest.mark.parametrize(
+    "form", ["gptq 4 g64 asym", "int 8 channel", "fp8 block", "nvfp4 modelopt", "nf4 nested", "exl2", "mxfp8"]
+)
 def test_quantised_weights_take_no_more(form: str) -> None:
     """Of matrices parts are made at a time that are an eighth of the scratch."""
     taken_by = []
