@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+from weakref import finalize
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.decoder.quantised_checkpoints import mxfp4, quantised, stored
 from tests.decoder_cases import CONFIGS, FURTHER, OWN_STEPS, plan_of
 from tests.flash_cases import flash_calls
 from tests.later import transformers
+from tests.watching import Watching
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis, bounds_of
 from tpplan.core.plan import Cache, Request
@@ -26,16 +28,18 @@ from tpplan.decoder.cache import layer as layer_cache
 from tpplan.decoder.decoding.steps import greedy
 from tpplan.decoder.weights import products
 from tpplan.decoder.weights import quantised as quantised_matrices
+from tpplan.decoder.weights.quantised import Exl2Matrix, Float4Matrix, NestedScales, TableMatrix
 from tpplan.exec import compile as compile_plan
 from tpplan.planner.ledger import demands
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from tests.flash_cases import FlashCalls
     from tpplan.core.plan import SplitPlan
+    from tpplan.decoder.weights.quantised import Quantised
     from tpplan.weights import Weights
 
 __all__ = ["fine_units", "flash_calls"]  # fixtures
@@ -232,12 +236,14 @@ def _beside(decoder: Decoder, weights: Weights) -> dict[int, int]:
         ("gpt_oss", "mxfp4"),
         ("qwen3_moe", "nvfp4 compressed"),
         ("mixtral", "gptq 8 g64 asym desc_act"),
+        ("llama", "exl2"),
     ],
 )
 def test_weights_take_what_the_ledger_says(family: str, form: str, devices: int) -> None:
     """Joined and rearranged matrices stay in the memory that the plan counts; a second decoder shares and keeps them.
 
-    Of NVFP4, the factors of matrices that are joined are copied: few times 4 bytes for each.
+    Of NVFP4, the factors of matrices that are joined are copied: few times 4 bytes for each. EXL2 has 10 bytes for each
+    column beside.
     """
     model, _ = mxfp4() if family == "gpt_oss" else quantised(family, form)
     spec = tpplan.read_model(model.directory)
@@ -247,10 +253,73 @@ def test_weights_take_what_the_ledger_says(family: str, form: str, devices: int)
         weights = load_weights(plan, model.directory, context)
         loaded = {device: sum(tensor.nbytes for tensor in own.values()) for device, own in weights.tensors.items()}
         assert loaded == {device: plan.memory[device].weights_bytes for device in range(devices)}
-        copied = {device: 8 * sum("global_scale" in name for name in own) for device, own in weights.tensors.items()}
+        copied = {
+            device: sum(
+                8 * ("global_scale" in name) + 10 * ("perm" in name) * len(part.view(-1)) for name, part in own.items()
+            )
+            for device, own in weights.tensors.items()
+        }
         for _ in range(2):
             decoder = Decoder(context, model.directory, weights, cache="fp32")
             assert all(each <= copied[device] for device, each in _beside(decoder, weights).items())
             for prompt, right in zip(model.prompts, model.logits, strict=True):
                 logits = context.gather(decoder.prefill(prompt), Axis.VOCAB).tensor
                 torch.testing.assert_close(logits[0], right, atol=2e-4, rtol=1e-4)
+
+
+class _Computed(Watching):
+    """Counts the operations that compute something, and the most bytes of their results that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        if func.is_view:
+            return result
+        self.operations += 1
+        storage = result.untyped_storage()
+        place, size, in_place = storage.data_ptr(), storage.nbytes(), func.overloadpacket.__name__.endswith("_")
+        if not in_place and place not in self._known:
+            self._known.add(place)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            finalize(storage, self._gone, place, size).atexit = False
+        return result
+
+    def _gone(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.live -= size
+
+
+def _coded(kind: str, rows: int, columns: int) -> Quantised:
+    """Return a matrix of random codes without kernels."""
+    codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
+    if kind == "nvfp4":
+        return Float4Matrix(codes, torch.ones(rows, columns // 16).to(torch.float8_e4m3fn), 16, torch.ones(1))
+    if kind == "nf4":
+        return TableMatrix(codes, torch.rand(rows, columns // 64), torch.rand(16), 64)
+    if kind == "nf4 nested":
+        scales, none = torch.randint(256, (rows, columns // 64), dtype=torch.uint8), torch.zeros(1, dtype=torch.long)
+        nested = NestedScales(torch.rand(256), torch.rand(scales.numel() // 256), 256, none, none, torch.zeros(1))
+        return TableMatrix(codes, scales, torch.rand(16), 64, nested)
+    at = 4 * torch.arange(columns, dtype=torch.int32)
+    shifts = torch.stack((12 - at % 8, torch.full_like(at, 12))).char()
+    scales = torch.randint(2**31, (columns // 128, rows // 8), dtype=torch.int32)
+    words = torch.randint(2**31, (columns // 8, rows), dtype=torch.int32)
+    return Exl2Matrix(words, scales, torch.rand(columns // 128), at // 512, at // 8, shifts, torch.arange(columns))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("nvfp4", 40), ("nf4", 40), ("nf4 nested", 100), ("exl2", 100)])
+def test_pieces_are_dequantised_by_few_operations(kind: str, most: int) -> None:
+    """A piece of 4 Mi elements takes few launches, and no more memory beside it than 1.5 times as much in 16 bits."""
+    out = torch.empty(1024, 4096, dtype=torch.bfloat16)
+    matrix = _coded(kind, *out.shape)
+    with _Computed() as computed:
+        matrix.write(0, out)
+    assert computed.operations <= most
+    assert out.nbytes // 2 < computed.peak <= 3 * out.nbytes // 2
