@@ -187,6 +187,26 @@ def test_gather_is_explained_where_rows_cannot_be_cut() -> None:
         assert command(*asked, "--layout", "gather").err == ""
 
 
+@pytest.mark.parametrize(
+    ("stored", "is_told"),
+    [
+        ("NVFP4", True),
+        ("EXL2 4.15 bpw", True),
+        ("MXFP4", True),
+        ("NF4", True),
+        ("GPTQ 4-bit g128", False),
+        ("BF16", False),
+    ],
+)
+def test_formats_that_are_slower_than_predicted_are_told(stored: str, is_told: bool) -> None:
+    """Where tokens/s are predicted, and the decoder has no kernels for weights; of MXFP4 it has some for experts."""
+    spec = attrs.evolve(__import__("tpplan").read_model(LLAMA_8B), weight_format=stored)
+    with patch("tpplan.models.reader.read_model", lambda _: spec):
+        asked = ("plan", "model", "--context", 4096, "-o", "x.json", "--gpus")
+        assert (f"no kernels for {stored}, so it is slower" in command(*asked, "RTX4090").err) == is_told
+        assert "kernels" not in command(*asked, "24GiB").err
+
+
 def test_devices_without_a_part_are_told() -> None:
     """A device that was asked for and got nothing is named, of many the first."""
     asked = ("plan", LLAMA_8B, "--context", 4096, "-o", "x.json", "--gpus")

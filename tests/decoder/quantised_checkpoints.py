@@ -147,6 +147,9 @@ FORMATS: Final[dict[str, Format]] = {
     "exl2 of 4 bits": Exl2(bits=(4,)),
     "gptq of auto-round, asym": AutoRound(packed=Gptq(group=64, symmetric=False), packing="auto_round:auto_gptq"),
     "gptq_v2 of auto-round, asym": AutoRound(packed=Gptq(group=64, symmetric=False, version=2), packing="auto_round"),
+    "gptq_v2 of auto-round 0.4, asym": AutoRound(
+        packed=Gptq(group=64, symmetric=False, version=2), packing="auto_round:exllamav2", key="backend"
+    ),
     "awq of auto-round": AutoRound(packed=Awq(group=64), packing="auto_round:auto_awq"),
     "nf4": Nf4(),
     "nf4 nested": Nf4(nested=True),

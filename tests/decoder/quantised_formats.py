@@ -415,31 +415,34 @@ class Exl2(Format):
 
 @frozen(kw_only=True)
 class AutoRound(Format):
-    """What auto-round writes: another tool's format, but with its own config, and without groups of inputs.
+    """What auto-round writes: another tool's format, but with its own config, since 0.5 without groups of inputs.
 
     Attributes:
         packed: the other tool's.
         packing: what the config calls it.
+        key: the config's key for that; before 0.5, it was ``backend``.
     """
 
     packed: Gptq | Awq
     packing: str
+    key: str = "packing_format"
 
     def config(self) -> dict[str, Any]:
         """See :class:`Format`."""
         other = self.packed.config()
         return {
-            "quant_method": "auto-round",
+            "quant_method": "auto-round" if self.key == "packing_format" else "intel/auto-round",
             "bits": other["bits"],
             "group_size": other["group_size"],
             "data_type": "int",
-            "packing_format": self.packing,
+            self.key: self.packing,
         }
 
     def store(self, matrix_NK: Tensor) -> tuple[Packed, Tensor]:
         """See :class:`Format`."""
         packed, values = self.packed.store(matrix_NK)
-        return {suffix: tensor for suffix, tensor in packed.items() if suffix != ".g_idx"}, values
+        dropped = ".g_idx" if self.key == "packing_format" else ""
+        return {suffix: tensor for suffix, tensor in packed.items() if suffix != dropped}, values
 
 
 @frozen(kw_only=True)

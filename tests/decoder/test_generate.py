@@ -16,6 +16,7 @@ from jsonschema import Draft202012Validator
 import tpplan
 from tests.command import command
 from tests.decoder.generate_cases import PROMPT, TIME, bytes_of, generate, write_checkpoint
+from tests.decoder.quantised_checkpoints import stored
 from tests.decoder_cases import LENGTH, VOCAB, model_of, plan_of, request_of
 from tests.edited_plans import EDITS
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
@@ -213,6 +214,17 @@ def test_what_is_refused(
     assert done.out == ""
     assert problem in done.err.replace("\n", " ")
     assert "hint: " in done.err
+
+
+@pytest.mark.parametrize(("form", "is_told"), [("nvfp4 modelopt", True), ("gptq 4 g128", False)])
+def test_weights_that_are_slower_than_predicted(form: str, is_told: bool, tmp_path: Path) -> None:
+    """A plan's prediction of weights that the decoder has no kernels for is said not to hold."""
+    directory, _ = stored("llama", form, 1)
+    assert not command("plan", directory, "--gpus", "RTX4090", "--context", 16, "-o", tmp_path / "plan.json").code
+    asked = ("--model", directory, "--token-ids", "1", "--max-new-tokens", 2, "--backend", "cpu")
+    done = command("generate", tmp_path / "plan.json", *asked)
+    assert done.code == 0
+    assert ("no kernels for NVFP4, so it is slower" in done.err) == is_told
 
 
 def test_tokens_that_cannot_end_a_text(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

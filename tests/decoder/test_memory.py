@@ -5,18 +5,21 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+from weakref import finalize
 
 import pytest
 import torch
+from attrs import asdict, evolve, has
 
 import tpplan
 from tests.decoder.activations import activations
-from tests.decoder.quantised_checkpoints import stored
+from tests.decoder.quantised_checkpoints import mxfp4, quantised, stored
 from tests.decoder_cases import CONFIGS, FURTHER, LATENT, OWN_STEPS, plan_of
 from tests.flash_cases import flash_calls
 from tests.later import transformers
+from tests.watching import Watching
 from tests.weight_plans import fine_units
-from tpplan.core.axes import bounds_of
+from tpplan.core.axes import Axis, bounds_of
 from tpplan.core.plan import Cache, Request
 from tpplan.core.workspace import areas
 from tpplan.decoder import Decoder, Prompt, forward
@@ -26,15 +29,19 @@ from tpplan.decoder.decoding.steps import greedy
 from tpplan.decoder.layer import latent
 from tpplan.decoder.weights import products
 from tpplan.decoder.weights import quantised as quantised_matrices
+from tpplan.decoder.weights.quantised import Exl2Matrix, Float4Matrix, NestedScales, TableMatrix
 from tpplan.exec import compile as compile_plan
 from tpplan.planner.ledger import demands
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from tests.flash_cases import FlashCalls
     from tpplan.core.plan import SplitPlan
+    from tpplan.decoder.weights.quantised import Quantised
+    from tpplan.weights import Weights
 
 __all__ = ["fine_units", "flash_calls"]  # fixtures
 
@@ -220,7 +227,9 @@ def test_prompts_that_attend_at_once_do_too(
     assert flash_calls
 
 
-@pytest.mark.parametrize("form", ["gptq 4 g64 asym", "int 8 channel", "fp8 block", "nvfp4 modelopt", "nf4 nested"])
+@pytest.mark.parametrize(
+    "form", ["gptq 4 g64 asym", "int 8 channel", "fp8 block", "nvfp4 modelopt", "nf4 nested", "exl2", "mxfp8"]
+)
 def test_quantised_weights_take_no_more(form: str) -> None:
     """Of matrices parts are made at a time that are an eighth of the scratch."""
     taken_by = []
@@ -232,3 +241,122 @@ def test_quantised_weights_take_no_more(form: str) -> None:
             taken_by.append(taken(each, plan)[0])
     dense, codes = taken_by
     assert codes <= dense
+
+
+def _tensors(of: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in records and mappings."""
+    if isinstance(of, torch.Tensor):
+        yield of
+    elif has(type(of)) or isinstance(of, dict | list):
+        parts = of if isinstance(of, list) else (of if isinstance(of, dict) else asdict(of, recurse=False)).values()
+        for part in parts:
+            yield from _tensors(part)
+
+
+def _beside(decoder: Decoder, weights: Weights) -> dict[int, int]:
+    """Return the bytes of a decoder's weights, but for joined biases, that are not where they were loaded."""
+    found = {}
+    for device, whole in decoder.weights.items():
+        own = evolve(whole, tensors={name: each for name, each in whole.tensors.items() if "qkv_proj.bias" not in name})
+        blocks = {tensor.untyped_storage().data_ptr() for tensor in weights[device].values()}
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(own)}
+        found[device] = sum(storage.nbytes() for place, storage in storages.items() if place not in blocks)
+    return found
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen3_moe", "mxfp4 compressed"),
+        ("mixtral", "mxfp4 quark"),
+        ("gpt_oss", "mxfp4"),
+        ("qwen3_moe", "nvfp4 compressed"),
+        ("mixtral", "gptq 8 g64 asym desc_act"),
+        ("llama", "exl2"),
+    ],
+)
+def test_weights_take_what_the_ledger_says(family: str, form: str, devices: int) -> None:
+    """Joined and rearranged matrices stay in the memory that the plan counts; a second decoder shares and keeps them.
+
+    Of NVFP4, the factors of matrices that are joined are copied: few times 4 bytes for each. EXL2 has 10 bytes for each
+    column beside.
+    """
+    model, _ = mxfp4() if family == "gpt_oss" else quantised(family, form)
+    spec = tpplan.read_model(model.directory)
+    layout = "gather" if spec.gather_only else "reduce"
+    plan = planned(model.directory, layout, (1,) * devices, Cache("fp16", _BATCH * _LENGTH))
+    with compile_plan(plan, backend="cpu", model=model.directory, scratch=False) as context:
+        weights = load_weights(plan, model.directory, context)
+        loaded = {device: sum(tensor.nbytes for tensor in own.values()) for device, own in weights.tensors.items()}
+        assert loaded == {device: plan.memory[device].weights_bytes for device in range(devices)}
+        copied = {
+            device: sum(
+                8 * ("global_scale" in name) + 10 * ("perm" in name) * len(part.view(-1)) for name, part in own.items()
+            )
+            for device, own in weights.tensors.items()
+        }
+        for _ in range(2):
+            decoder = Decoder(context, model.directory, weights, cache="fp32")
+            assert all(each <= copied[device] for device, each in _beside(decoder, weights).items())
+            for prompt, right in zip(model.prompts, model.logits, strict=True):
+                logits = context.gather(decoder.prefill(prompt), Axis.VOCAB).tensor
+                torch.testing.assert_close(logits[0], right, atol=2e-4, rtol=1e-4)
+
+
+class _Computed(Watching):
+    """Counts the operations that compute something, and the most bytes of their results that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        if func.is_view:
+            return result
+        self.operations += 1
+        storage = result.untyped_storage()
+        place, size, in_place = storage.data_ptr(), storage.nbytes(), func.overloadpacket.__name__.endswith("_")
+        if not in_place and place not in self._known:
+            self._known.add(place)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            finalize(storage, self._gone, place, size).atexit = False
+        return result
+
+    def _gone(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.live -= size
+
+
+def _coded(kind: str, rows: int, columns: int) -> Quantised:
+    """Return a matrix of random codes without kernels."""
+    codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
+    if kind == "nvfp4":
+        return Float4Matrix(codes, torch.ones(rows, columns // 16).to(torch.float8_e4m3fn), 16, torch.ones(1))
+    if kind == "nf4":
+        return TableMatrix(codes, torch.rand(rows, columns // 64), torch.rand(16), 64)
+    if kind == "nf4 nested":
+        scales, none = torch.randint(256, (rows, columns // 64), dtype=torch.uint8), torch.zeros(1, dtype=torch.long)
+        nested = NestedScales(torch.rand(256), torch.rand(scales.numel() // 256), 256, none, none, torch.zeros(1))
+        return TableMatrix(codes, scales, torch.rand(16), 64, nested)
+    at = 4 * torch.arange(columns, dtype=torch.int32)
+    shifts = torch.stack((12 - at % 8, torch.full_like(at, 12))).char()
+    scales = torch.randint(2**31, (columns // 128, rows // 8), dtype=torch.int32)
+    words = torch.randint(2**31, (columns // 8, rows), dtype=torch.int32)
+    return Exl2Matrix(words, scales, torch.rand(columns // 128), at // 512, at // 8, shifts, torch.arange(columns))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("nvfp4", 40), ("nf4", 40), ("nf4 nested", 100), ("exl2", 100)])
+def test_pieces_are_dequantised_by_few_operations(kind: str, most: int) -> None:
+    """A piece of 4 Mi elements takes few launches, and no more memory beside it than 1.5 times as much in 16 bits."""
+    out = torch.empty(1024, 4096, dtype=torch.bfloat16)
+    matrix = _coded(kind, *out.shape)
+    with _Computed() as computed:
+        matrix.write(0, out)
+    assert computed.operations <= most
+    assert out.nbytes // 2 < computed.peak <= 3 * out.nbytes // 2

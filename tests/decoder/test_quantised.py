@@ -23,7 +23,7 @@ from tpplan.core.axes import Axis
 from tpplan.core.plan import KV_MODES, LAYOUTS
 from tpplan.decoder import Decoder
 from tpplan.decoder.model.settings import check_model
-from tpplan.decoder.weights.fuse import adjacent
+from tpplan.decoder.weights.fuse import adjacent, alternated
 from tpplan.decoder.weights.products import linear, linear_of_all
 from tpplan.decoder.weights.quantised import IntMatrix
 from tpplan.decoder.weights.stacked import Stacked
@@ -105,6 +105,18 @@ def test_experts_of_mxfp4(layout: str, transport: str, bounds: tuple[int, ...]) 
     )
     assert tpplan.read_model(model.directory).weight_format == "MXFP4"
     check(model, plan, transport, NEW)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_whose_descriptions_differ_in_length(family: str, devices: int) -> None:
+    """Of double quantisation each expert has its own text, with an offset of any number of digits."""
+    model, _ = quantised(family, "nf4 nested")
+    lengths = {
+        len(text) for name, text in saved_values(model.directory).items() if "experts" in name and "quant_s" in name
+    }
+    assert len(lengths) > 1
+    check(model, _plan(model.directory, devices, "gather", seed=devices), "events", NEW)
 
 
 @settings(max_examples=examples(12), deadline=None)
@@ -216,3 +228,16 @@ def test_experts_of_which_some_are_permuted() -> None:
     found = (dense @ stacked.ordered(x_RK[:, None], chosen)[..., None]).squeeze(-1)
     expected = torch.stack([linear(x_RK[i : i + 1], each[one]) for i, one in enumerate((1, 0, 1))])
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 8, 60, 128])
+def test_rows_of_two_stacks_alternate_in_their_memory(count: int) -> None:
+    """Rows of both stacks take turns, for any number of experts with three each, where they were."""
+    block = torch.arange(2 * count * 3 * 4).view(2 * count * 3, 4)
+    gate, up = block.chunk(2)
+    right = [row for pair in zip(gate.tolist(), up.tolist(), strict=True) for row in pair]
+    found = alternated([gate, up], count)
+    assert found.tolist() == right
+    assert found.data_ptr() == block.data_ptr()
+    apart = alternated([torch.tensor(right[::2]), torch.tensor(right[1::2])], count)
+    assert apart.tolist() == right

@@ -142,11 +142,9 @@ def _mxfp8(of: dict[str, Tensor], n: int, k: int) -> float:
 
 def _element(form: Format, of: dict[str, Tensor], n: int, k: int) -> float:
     """Return the element of a matrix that its tensors stand for."""
-    form, less_one = (
-        (form.packed, form.packing == "auto_round:auto_gptq") if isinstance(form, AutoRound) else (form, None)
-    )
+    form = form.packed if isinstance(form, AutoRound) else form
     if isinstance(form, Gptq):
-        return _gptq(of, n, k, form.bits, int(form.version == 1 if less_one is None else less_one))
+        return _gptq(of, n, k, form.bits, int(form.version == 1))
     if isinstance(form, IntPacked):
         return _packed(of, n, k, form.bits)
     if isinstance(form, Float8):

@@ -1,7 +1,8 @@
 """What quantisation tools write: every tensor of a small Llama that they saved follows from what they say of it.
 
 The tables are what compressed-tensors 0.20, ModelOpt 0.47, Quark 0.13 and auto-round 0.16 wrote: tensors of the first
-layer's down_proj and k_proj, those of v_proj that k_proj has not, and the output matrix where it is quantised.
+layer's down_proj and k_proj, those of v_proj that k_proj has not, and the output matrix where it is quantised. What
+auto-round 0.4 wrote is that and the groups of inputs, which its modules have as buffers.
 """
 
 from __future__ import annotations
@@ -573,6 +574,28 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         k_proj.qweight I32 32 128
         k_proj.qzeros I32 2 16
         k_proj.scales F16 2 128
+        """,
+    ),
+    "auto-round 0.4": (
+        {
+            "autoround_version": "0.4.5",
+            "backend": "auto_round:exllamav2",
+            "bits": 4,
+            "data_type": "int",
+            "group_size": 128,
+            "quant_method": "intel/auto-round",
+            "sym": False,
+        },
+        1283584 + 2 * 4 * (5 * 256 + 512 + 768),
+        """
+        down_proj.qweight I32 96 256
+        down_proj.qzeros I32 6 32
+        down_proj.scales F16 6 256
+        down_proj.g_idx I32 768
+        k_proj.qweight I32 32 128
+        k_proj.qzeros I32 2 16
+        k_proj.scales F16 2 128
+        k_proj.g_idx I32 256
         """,
     ),
     "auto-round, AWQ": (

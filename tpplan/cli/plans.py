@@ -214,6 +214,8 @@ def note_all(plan: SplitPlan, model: ModelSpec, options: Options, links: tuple[L
         links: measured links of its devices.
         of: which plan it is, where there are several.
     """
+    from tpplan.planner.speed import without_kernels  # noqa: PLC0415
+
     if plan.request.layout != (options.layout or "reduce"):
         note(f"layout gather, because rows cannot be cut: {model.gather_only}", of)
     if options.full_window and not plan.request.full_window:
@@ -221,6 +223,8 @@ def note_all(plan: SplitPlan, model: ModelSpec, options: Options, links: tuple[L
     if plan.request.beyond:
         length = plan.request.sequence_tokens
         note(f"{length} tokens per sequence are more than the {model.max_context} that the model was made for", of)
+    if plan.speed and (text := without_kernels(model)):
+        note(text, of)
     note_idle(plan, model, of)
     note_faster(plan, model, links, of)
     note_fewer(plan, model, of)

@@ -3,8 +3,10 @@
 A device keeps a KV head once, however many of its copies it holds; so what its copies cost depends on where they lie:
 three copies may be of one head or of two. The solver, to which all units are alike, counts the worst case. Here, the
 copies are cut exactly, by dynamic programming over the devices in order, and the other axes are placed around them.
-Where memory is plentiful, no placement is faster. Where it is not, the heads are cut in several ways that take little
-longer than the fastest one, and leave more room where it is scarce.
+Where memory is plentiful and no other axis is in the heads' stage, no placement is faster. Where memory is not, the
+heads are cut in several ways that take little longer than the fastest one, and leave more room where it is scarce.
+Where other axes are in the stage, such as Mamba's heads in falcon_h1, each is cut exactly in turn, beside what the
+others read, as long as that makes the stage faster; what the solver finds for all at once is where that starts, too.
 """
 
 from __future__ import annotations
@@ -68,6 +70,8 @@ def place_replicated(wanted: Demands, bins: Sequence[Bin], place: Placer, effort
     heads = _replicated(wanted)
     others = [i for i in range(len(wanted.axes)) if i not in heads]
     rest = evolve(wanted, axes=tuple(wanted.axes[i] for i in others))
+    stages = {wanted.axes[i].stage for i in heads}
+    beside = [i for i in others if wanted.axes[i].stage in stages and wanted.axes[i].units <= _MOST_UNITS]
 
     def around(rows: Sequence[tuple[int, ...]] | None, hosts: Sequence[Bin], effort: Effort) -> Counts | None:
         """Return the placement with these rows of the heads."""
@@ -95,11 +99,13 @@ def place_replicated(wanted: Demands, bins: Sequence[Bin], place: Placer, effort
 
     roomy = [evolve(host, room=_PLENTY) for host in bins]
     apart = around(_cut(wanted, heads, roomy), roomy, effort)
-    if apart and not score(apart)[0]:
+    if apart and not beside and not score(apart)[0]:
         return apart
-    starts = [place(wanted, bins, Effort.QUICK)]
+    starts = [place(wanted, bins, effort if beside else Effort.QUICK), apart if beside else None]
     starts += [around(_cut(wanted, heads, bins, slack), bins, Effort.ANY) for slack in _SLACKS]
     found = [each for start in starts if start for each in (start, within(start)) if each]
+    if beside:
+        found = [_recut(wanted, (*heads, *beside), bins, each) for each in found]
     if found:
         best = min(found, key=score)
         found.append(around([best[i] for i in heads], bins, effort) or best)
@@ -117,16 +123,37 @@ def _bytes(wanted: Demands, some: Sequence[int], rows: Sequence[Sequence[int]]) 
     return [sum(cost.bytes for cost in own) for own in zip(*costs, strict=True)]
 
 
+def _recut(wanted: Demands, some: Sequence[int], bins: Sequence[Bin], placed: Counts) -> Counts:
+    """Return a placement with some axes cut anew, one by one beside all others, as long as that is better."""
+    best, before = placed, None
+    while best != before:
+        before = best
+        for i in some:
+            without: Counts = (*best[:i], (0,) * len(bins), *best[i + 1 :])
+            held = _bytes(wanted, range(len(without)), without)
+            reads = _loads(wanted, without)[wanted.axes[i].stage]
+            left = [
+                evolve(host, room=host.room - size, load=load)
+                for host, size, load in zip(bins, held, reads, strict=True)
+            ]
+            if row := _fastest(wanted.axes[i], left, None):
+                best = min(best, (*best[:i], row, *best[i + 1 :]), key=lambda each: _score(wanted, bins, each))
+    return best
+
+
+def _loads(wanted: Demands, placed: Counts) -> dict[Stage, list[int]]:
+    """Return the bytes that each device reads in each stage."""
+    stages: dict[Stage, list[int]] = {}
+    for demand, row in zip(wanted.axes, placed, strict=True):
+        reads = [cost.reads for cost in _costs(demand, row)]
+        stages[demand.stage] = [a + b for a, b in zip(stages.get(demand.stage, [0] * len(row)), reads, strict=True)]
+    return stages
+
+
 def _score(wanted: Demands, bins: Sequence[Bin], placed: Counts) -> tuple[int, int, int]:
     """Return the bytes that devices lack, the time of a pass, and how uneven its stages are."""
-    stages: dict[Stage, list[int]] = {}
-    held = [0] * len(bins)
-    for demand, row in zip(wanted.axes, placed, strict=True):
-        loads = stages.setdefault(demand.stage, [0] * len(bins))
-        for b, cost in enumerate(_costs(demand, row)):
-            loads[b] += cost.reads
-            held[b] += cost.bytes
-    times = [[(load << SHIFT) // host.speed for load, host in zip(row, bins, strict=True)] for row in stages.values()]
+    loads, held = _loads(wanted, placed).values(), _bytes(wanted, range(len(placed)), placed)
+    times = [[(load << SHIFT) // host.speed for load, host in zip(row, bins, strict=True)] for row in loads]
     lack = sum(max(0, size - host.room) for size, host in zip(held, bins, strict=True))
     return lack, sum(map(max, times)), sum(time * time for row in times for time in row)
 
@@ -135,7 +162,7 @@ def _cut(
     wanted: Demands, heads: Sequence[int], bins: Sequence[Bin], slack: int | None = None
 ) -> list[tuple[int, ...]] | None:
     """Return the cuts of some axes, one after the other, see :func:`_fastest`; None if one does not fit."""
-    rows = []
+    rows, bins = [], [evolve(host, load=0) for host in bins]
     for i in heads:
         row = _fastest(wanted.axes[i], bins, slack)
         if row is None:
@@ -149,15 +176,15 @@ def _cut(
 def _fastest(demand: Demand, bins: Sequence[Bin], slack: int | None) -> tuple[int, ...] | None:
     """Return the units of an axis on each device of which the slowest takes the least time.
 
-    Each device gets one unit at least if there are as many, as heads are replicated for that.
+    Each device gets one replicated head at least if there are as many, as heads are replicated for that.
 
     Args:
         demand: the axis.
-        bins: the devices.
+        bins: the devices; their load is what they read beside the axis.
         slack: how much longer the slowest may take, in thousandths; then, devices are filled evenly. By default, they
             take as long as evenly as possible.
     """
-    units, least = demand.units, int(demand.units >= len(bins))
+    units, least = demand.units, int(demand.replicas > 1 and demand.units >= len(bins))
     ends = bounds_of([1] * units, demand.unit, demand.size)
     costs = [[demand.cost(start, end) for end in ends[i:]] for i, start in enumerate(ends)]
 
@@ -165,7 +192,7 @@ def _fastest(demand: Demand, bins: Sequence[Bin], slack: int | None) -> tuple[in
         return [[[measure(host, cost) for cost in row] for row in costs] for host in bins]
 
     def time(host: Bin, cost: Cost) -> int | None:
-        return (cost.reads << SHIFT) // host.speed if cost.bytes <= max(0, host.room) else None
+        return (host.load + cost.reads << SHIFT) // host.speed if cost.bytes <= max(0, host.room) else None
 
     fastest = _least(table(time), units, least, max)
     if fastest is None:

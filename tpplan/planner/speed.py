@@ -16,7 +16,7 @@ from attrs import evolve, field, frozen
 
 from tpplan.core.axes import Axis
 from tpplan.core.limits import MOST
-from tpplan.core.model import ModelSpec
+from tpplan.core.model import GGUF, ModelSpec
 from tpplan.core.plan import SplitPlan
 from tpplan.core.speed import MIDDLE_BYTES, DeviceTime, LinkSpeed, Pass, Speed
 from tpplan.core.workspace import ITEM_BYTES
@@ -129,6 +129,18 @@ def kind_of(parameter: Parameter, model: ModelSpec) -> str:
         eight = parameter.dtype.startswith(("F8", "I8")) or "8-bit" in model.weight_format
         bits = 8 if eight or model.weight_format.endswith("Q8_0") else 4
     return f"experts{bits}" if _is_expert(parameter) else "dense" if bits == 16 else f"codes{bits}"  # noqa: PLR2004
+
+
+#: How formats begin that the decoder's kernels multiply by; of MXFP4 they do so where experts are in it.
+_WITH_KERNELS = ("F16", "BF16", "F32", "F64", GGUF, "GPTQ", "AWQ", "INT", "FP8", "F8_E4M3", "LLM.int8")
+
+
+def without_kernels(model: ModelSpec) -> str:
+    """Say that predictions do not hold, if the decoder has no kernels for the format of most weights; else nothing."""
+    known = model.weight_format.startswith(_WITH_KERNELS)
+    if known or (model.weight_format == "MXFP4" and any(block.experts for block in model.blocks)):
+        return ""
+    return f"tpplan's decoder has no kernels for {model.weight_format}, so it is slower than plans say"
 
 
 @frozen

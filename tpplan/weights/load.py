@@ -182,7 +182,8 @@ def load_weights(plan: SplitPlan, model_dir: str | Path | Source, ctx: TPContext
 
     The tensors of a device lie in one block of its memory, each aligned to 64 bytes: first the matrices of each layer
     in the order of :func:`iter_slices` (quantised ones as all codes, all scales and so on), but those that lead down to
-    the latents of attention first; last the vectors. So the query, key and value projections of a layer are adjacent.
+    the latents of attention first, and ``w2`` behind ``w1`` and ``w3``; last the vectors. So the query, key and value
+    projections of a layer are adjacent, and gate and up projections.
 
     Args:
         plan: the plan to load by.
@@ -282,11 +283,14 @@ def _allocate(ctx: TPContext, parts: Parts) -> tuple[Held, Mapping[int, Tensor],
     return held, blocks, Weights(weights)
 
 
-def _order(part: TensorSlice) -> tuple[bool, int, str, bool]:
-    """Return the sort key of a tensor in its block: tensors of one kind in a layer are adjacent, vectors come last."""
-    layer, kind = _LAYER.search(part.name), split_name(part.name)[1]
+def _order(part: TensorSlice) -> tuple[bool, int, str, bool, bool]:
+    """Return the sort key of a tensor in its block: tensors of one kind in a layer are adjacent, vectors come last.
+
+    Of Mixtral's ``w1`` (gate), ``w2`` (down) and ``w3`` (up), those with the same input are.
+    """
+    layer, (stem, suffix) = _LAYER.search(part.name), split_name(part.name)
     is_vector, leads_up = len(part.whole) < 2, _DOWN not in part.name  # noqa: PLR2004 (dimensions of a matrix)
-    return is_vector, int(layer[1]) if layer else -1, kind, leads_up
+    return is_vector, int(layer[1]) if layer else -1, suffix, leads_up, stem.endswith(".w2")
 
 
 def _run(reads: Iterator[Read], directory: Path, blocks: Mapping[int, Tensor], done: Callable[[int], None]) -> None:

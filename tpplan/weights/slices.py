@@ -13,13 +13,14 @@ from tpplan.core.axes import Axis, slices_of, unit_count
 from tpplan.core.model import DTYPE_BITS, Parameter
 from tpplan.core.plan import Split
 from tpplan.errors import ModelError
+from tpplan.models.formats.storage import split_name
 from tpplan.planfile.codec import fingerprint
 from tpplan.planfile.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from tpplan.core.model import ModelSpec, Segment
+    from tpplan.core.model import Block, ModelSpec, Segment
     from tpplan.core.plan import SplitPlan
 
 _HINT = "plan again for this model, or fetch the checkpoint that the plan was made for"
@@ -87,10 +88,18 @@ def iter_slices(plan: SplitPlan, model: ModelSpec) -> Iterator[TensorSlice]:
         cuts = _Cuts.of(plan, (*outside, *block.sizes()), layer)
         for parameter in block.parameters:
             if "{expert}" in parameter.name and parameter.copies != block.experts:
-                what = f"the experts of layer {layer} are stored in several ways ({parameter.name})"
+                what = f"the experts of layer {layer} are stored in several ways ({_ways(parameter, block)})"
                 raise ModelError(f"{what}, which tpplan plans but does not cut", "convert all of them alike")
             held.append(cuts.held(parameter, parameter.name.replace("{layer}", str(layer))))
     return chain.from_iterable(one.slices() for one in held)
+
+
+def _ways(parameter: Parameter, block: Block) -> str:
+    """Return the ways in which some experts have a matrix, of which a parameter is a part."""
+    stem = split_name(parameter.name)[0]
+    some = [each for each in block.parameters if split_name(each.name)[0] == stem and each.copies < block.experts]
+    ways = (f"{each.name.removeprefix(f'{stem}.')} {each.dtype} {[*each.shape]} of {each.copies}" for each in some)
+    return f"{stem}: {', '.join(ways)}"
 
 
 @frozen

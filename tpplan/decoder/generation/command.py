@@ -22,6 +22,7 @@ from tpplan.decoder.text.continuation import Continuation
 from tpplan.decoder.weights.gguf import room_note
 from tpplan.exec.compiler import compiler
 from tpplan.exec.context import TPContext
+from tpplan.planner.speed import without_kernels
 from tpplan.reports.generate import GenerateReport
 from tpplan.weights import load_weights
 
@@ -74,7 +75,7 @@ def loaded(task: Task, note: Callable[[str], None]) -> Iterator[Decoder]:
 
     Args:
         task: what to generate.
-        note: called with the reason if the devices are virtual.
+        note: called with the reason if the devices are virtual, and with why predictions do not hold.
 
     Raises:
         TpplanError: the plan, the checkpoint and the machine do not fit together.
@@ -82,6 +83,8 @@ def loaded(task: Task, note: Callable[[str], None]) -> Iterator[Decoder]:
     plan, source = task.plan, task.source
     check_model(source, source.model, plan)
     with compiler(plan, task.order.backend, note, scratch=False)("auto") as context:
+        if plan.speed and (told := without_kernels(source.model)):
+            note(told)
         if source.gguf and (told := room_note(context, source.gguf)):
             note(told)
         yield Decoder(context, source, load_weights(plan, source, context))

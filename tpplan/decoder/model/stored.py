@@ -126,6 +126,8 @@ _OF_TABLES: Final = {
     **dict.fromkeys((".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"), ("F32",)),
     **dict.fromkeys((f"{QUANT_STATE}nf4", f"{QUANT_STATE}fp4"), ("U8",)),
 }
+#: Experts behind the first.
+_FURTHER: Final = re.compile(r"\.experts\.[1-9]")
 _CACHED: Final = re.compile(r"\.self_attn\.(?:\w+\.)?(?:q|k|v|kv)_(?:scale|zero_point)$")
 #: Suffixes of the tensors of an unquantised module.
 _PLAIN: Final = frozenset({".weight", ".bias", ""})
@@ -199,11 +201,16 @@ def check_formats(
 
 
 def _modules(model: ModelSpec) -> Iterator[tuple[str, dict[str, Parameter]]]:
-    """Yield each module of the first layer of every kind, and outside the layers, with its tensors by suffix."""
+    """Yield each module of the first layer of every kind, and outside the layers, with its tensors by suffix.
+
+    Of experts it is the first, also of those that have tensors of different length.
+    """
     for layer, parameters in ((0, model.parameters), *((block.layers[0], block.parameters) for block in model.blocks)):
         modules: dict[str, dict[str, Parameter]] = {}
         for parameter in parameters:
             stem, suffix = split_name(parameter.name.replace("{layer}", str(layer)).replace("{expert}", "0"))
+            if _FURTHER.search(stem):
+                continue
             modules.setdefault(stem, {})[suffix] = parameter
         yield from modules.items()
 

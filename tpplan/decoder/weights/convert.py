@@ -478,17 +478,28 @@ def _exl2(stored: _Stored) -> Exl2Matrix:
     codes, scales, largest = (stored.tensors[suffix] for suffix in (EXL2, ".q_scale", ".q_scale_max"))
     order = stored.tensors.get(".q_perm")
     if order is None:
-        order = stored.tensors[".q_invperm"].long().argsort()
-    inputs, told, groups = len(order), stored.tensors[".q_groups"].tolist(), []
-    ends, start = [*told[3::2], len(codes)], 0
+        inverse = stored.tensors[".q_invperm"]
+        order = convert_once(inverse, stored.name, partial(_argsort, inverse))
+    inputs, told = len(order), stored.tensors[".q_groups"].tolist()
+    ends, groups, places, shifts = [*told[3::2], len(codes)], list[Tensor](), list[Tensor](), list[Tensor]()
     for bits, first, end in zip(told[::2], told[1::2], ends, strict=True):
-        count = min((end - first) * WORD // bits, inputs - start) if 0 < bits <= 2 * NIBBLE else 0
-        groups.append((bits, first, start, count))
-        start += count
-    if start < inputs or len(groups) != len(scales) or any(count <= 0 for *_, count in groups):
+        left = inputs - sum(map(len, groups))
+        count = min((end - first) * WORD // bits, left) if 0 < bits <= 2 * NIBBLE else 0
+        at = first * WORD + bits * torch.arange(max(0, count), dtype=torch.int32)
+        groups.append(torch.full_like(at, len(groups)))
+        places.append(at // 8)
+        shifts.append(torch.stack((16 - bits - at % 8, torch.full_like(at, 16 - bits))))
+    if sum(map(len, groups)) < inputs or len(groups) != len(scales) or not all(map(len, groups)):
         what = f"the groups of {stored.name} are not those of {len(codes)} rows of words"
         raise ModelError(what, "fetch the checkpoint again")
-    return Exl2Matrix(codes, scales, largest, torch.tensor(groups, device=codes.device).T.contiguous(), order)
+    of_columns = [torch.cat(each, -1).to(codes.device) for each in (groups, places, shifts)]
+    return Exl2Matrix(codes, scales, largest, of_columns[0], of_columns[1], of_columns[2].char(), order)
+
+
+def _argsort(tensor: Tensor) -> Tensor:
+    order = tensor.argsort()
+    begin_overwriting(tensor)
+    return tensor.copy_(order)
 
 
 def _inverted(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Joining of a device's weights: matrices with the same input become one, and so do a layer's experts.
 
-Loading places a layer's matrices next to each other, so that joining copies only biases, and norms whose weights are
-stored minus 1. If matrices are placed otherwise, projections stay separate and experts are copied.
+Loading places a layer's matrices next to each other, so that joining copies only biases, factors of NVFP4, and norms
+whose weights are stored minus 1. If matrices are placed otherwise, projections stay separate and experts are copied.
 
 Experts of gpt_oss, of which all are in one tensor, become views of it. A checkpoint stores ``[E, in, out]`` in 16 or 32
 bits, or MXFP4 as codes ``[E, out, in / 32, 16]`` and scales ``[E, out, in / 32]``. Outputs of gate and up projections
@@ -14,6 +14,7 @@ Shapes: E experts, O outputs, I inputs of an expert's matrix.
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -203,9 +204,12 @@ def _prepare_experts(  # noqa: PLR0917 (see below)
         convert_once(whole, start + names.stacked[0], partial(_mix_rows, whole))
         tensors[gate], tensors[up], tensors[last] = whole[:, ::2], whole[:, 1::2], down
     else:
+        first = quantised.get(f"{gate}.weight".replace("{expert}", "0"))
         for name in (gate, up, last):
             _stack(name, count, tensors, quantised, stacked)
-        _alternate(gate, up, stacked)
+        if first:
+            alternating = partial(_alternate, (gate, up), stacked, first.codes)
+            stacked |= convert_once(first.codes, gate, alternating)
 
 
 def _join(whole: str, stems: Sequence[str], tensors: dict[str, Tensor], quantised: dict[str, Quantised]) -> None:
@@ -251,16 +255,53 @@ def _stack(
         tensors[f"{name}.bias"] = torch.stack([tensors.pop(each, zeros) for each in biases])
 
 
-def _alternate(gate: str, up: str, stacked: MutableMapping[str, Stacked]) -> None:
-    """Let the rows of MXFP4 gate and up projections alternate, as in gpt_oss: kernels find the scales of both alike."""
-    pair = [stacked[name].matrix for name in (gate, up) if name in stacked]
-    both = [matrix for matrix in pair if isinstance(matrix, Float4Matrix) and matrix.scales.dtype == torch.uint8]
-    if len(both) != len((gate, up)):
-        return
-    codes = torch.stack([matrix.codes for matrix in both], 1).flatten(0, 1)
-    scales = torch.stack([matrix.scales for matrix in both], 1).flatten(0, 1)
-    for i, name in enumerate((gate, up)):
-        stacked[name] = Stacked(evolve(both[i], codes=codes[i::2], scales=scales[i::2]), len(stacked[name]))
+def _alternate(names: tuple[str, str], stacked: Mapping[str, Stacked], memory: Tensor) -> dict[str, Stacked]:
+    """Let the rows of MXFP4 gate and up projections alternate, as in gpt_oss: kernels find the scales of both alike.
+
+    Args:
+        names: names of both projections.
+        stacked: the layer's stacks.
+        memory: what :func:`convert_once` was called with.
+
+    Returns:
+        Both projections anew, in the same memory if they are adjacent there; nothing if they are not MXFP4.
+    """
+    both = [stacked[name].matrix for name in names if name in stacked]
+    pair = [matrix for matrix in both if isinstance(matrix, Float4Matrix) and matrix.scales.dtype == torch.uint8]
+    if len(pair) != len(names):
+        return {}
+    count = len(stacked[names[0]])
+    begin_overwriting(memory)
+    codes, scales = (alternated(part, count) for part in zip(*((one.codes, one.scales) for one in pair), strict=True))
+    return {
+        name: Stacked(evolve(one, codes=codes[i::2], scales=scales[i::2]), count)
+        for i, (name, one) in enumerate(zip(names, pair, strict=True))
+    }
+
+
+def alternated(two: Sequence[Tensor], count: int) -> Tensor:
+    """Return the rows of two tensors in turn, in their own memory if they are adjacent there.
+
+    Args:
+        two: tensors of the same shape, with rows of so many experts.
+        count: number of experts.
+    """
+    whole = adjacent(two)
+    if whole is None:
+        return torch.stack(list(two), 1).flatten(0, 1)
+    each = torch.unflatten(whole, 0, (2 * count, -1))  # first of all experts, then second of all
+    for start in range(2 * count):  # second behind first, along each cycle of this permutation from its least place
+        cycle = [start]
+        while (source := cycle[-1] // 2 + count * (cycle[-1] % 2)) > start:
+            cycle.append(source)
+        if source == start and len(cycle) > 1:
+            first = each[start].clone()
+            for to, source in pairwise(cycle):
+                each[to].copy_(each[source])
+            each[cycle[-1]].copy_(first)
+    for expert in torch.unflatten(whole, 0, (count, 2, -1)):
+        torch.unflatten(expert.flatten(0, 1), 0, (-1, 2)).copy_(expert.transpose(0, 1).clone())
+    return whole
 
 
 def _tensors(weights: Mapping[str, Tensor], matrices: Mapping[str, Quantised], dtype: torch.dtype) -> dict[str, Tensor]:

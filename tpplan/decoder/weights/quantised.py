@@ -6,7 +6,8 @@ Shapes: N rows of a matrix (outputs), K columns (inputs), G groups of columns th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Final, Self
+from functools import cache
+from typing import ClassVar, Final, Self
 
 import torch
 from attrs import evolve, frozen
@@ -18,11 +19,14 @@ ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 #: Bits of a nibble, and nibbles of a word.
 _BITS, _WORD = 4, 8
-#: Bits of the mantissa of float32, and the difference between the exponent biases of float32 and e2m1.
+#: Bits of the mantissa of float32.
 _MANTISSA: Final = 23
-_LATER: Final = 126
-#: Elements that torch dequantises at a time; each takes up to 17 bytes of temporary memory.
+#: Elements that torch dequantises at a time, at least; and the temporary memory for more, in bytes for each element of
+#: the piece that is made: where a plan has room for a larger piece, see ``elements_at_once``, it has room for that.
 _AT_ONCE: Final = 2**19
+_BESIDE: Final = 3
+#: Numbers of 4-bit floats (e2m1), which have a sign bit on top.
+_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @frozen(eq=False)
@@ -36,6 +40,9 @@ class _Coded(ABC):
 
     codes: Tensor
     scales: Tensor
+
+    #: Bytes of temporary memory that an element takes while torch dequantises it, at most.
+    _temporary: ClassVar[int] = 17
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -71,7 +78,7 @@ class _Coded(ABC):
 
     def _write(self, rows: Tensor, out_RK: Tensor) -> None:
         """Dequantise rows, given by number, into ``out_RK``; few at a time, to take little temporary memory."""
-        step = max(1, _AT_ONCE // self.shape[1])
+        step = max(1, max(_AT_ONCE, _BESIDE * out_RK.numel() // self._temporary) // self.shape[1])
         for start in range(0, len(rows), step):
             out_RK[start : start + step] = self._values(rows[start : start + step])
 
@@ -183,11 +190,19 @@ class Float4Matrix(_Coded):
         scales: of MXFP4 (Open Compute Project) exponents plus 127, ``uint8 [N, G]``, where 0 stands for 0; of NVFP4
             ``float8_e4m3fn [N, G]``. Rows may be apart.
         group: columns that share a scale.
-        factors: what all scales are multiplied by, ``[1]``, or those of each row, ``[N]``; None for 1.
+        factors: what all scales are multiplied by, ``[1]``, or those of each so many rows; None for 1.
+        rows: rows that share a factor, if there are several.
     """
+
+    _temporary = 7
 
     group: int = 32
     factors: Tensor | None = None
+    rows: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        """Make the table before anything is captured."""
+        _e2m1_pairs(self.codes.device)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -195,19 +210,18 @@ class Float4Matrix(_Coded):
         return len(self.codes), 2 * self.codes.shape[1]
 
     def part(self, start: int, end: int) -> Self:
-        """Return rows ``start`` to ``end`` without a copy."""
-        factors = self.factors if self.factors is None or len(self.factors) == 1 else self.factors[start:end]
+        """Return rows ``start`` to ``end`` without a copy; they must be all that share their factors."""
+        factors = self.factors
+        if factors is not None and len(factors) > 1:
+            factors = factors[start // self.rows : -(-end // self.rows)]
         return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end], factors=factors)
 
     def _values(self, rows: Tensor) -> Tensor:
-        codes = self.codes[rows]
-        codes = torch.stack((codes & 15, codes >> _BITS), dim=-1).flatten(-2).int()
-        bits = (codes & 7) << _MANTISSA - 1 | (codes & 8) << 28
-        values = bits.view(torch.float32) * 2.0**_LATER
+        values = _e2m1_pairs(rows.device)[self.codes[rows].int()].flatten(-2)
         scales = self.scales.view(torch.uint8)[rows]  # torch cannot index float8
         scales = _powers(scales) if self.scales.dtype == torch.uint8 else scales.view(self.scales.dtype).float()
         if self.factors is not None:
-            scales *= (self.factors if len(self.factors) == 1 else self.factors[rows])[:, None]
+            scales *= (self.factors if len(self.factors) == 1 else self.factors[rows // self.rows])[:, None]
         return _scaled(values, self.group, scales)
 
 
@@ -257,6 +271,8 @@ class TableMatrix(_Coded):
         nested: what codes of scales stand for; None if scales are stored as they are.
     """
 
+    _temporary = 8
+
     table: Tensor
     group: int
     nested: NestedScales | None = None
@@ -272,8 +288,9 @@ class TableMatrix(_Coded):
         return evolve(self, codes=self.codes[start:end], scales=self.scales[start:end], nested=nested)
 
     def _values(self, rows: Tensor) -> Tensor:
-        codes, scales = self.codes[rows], self.scales[rows]
-        values = self.table[torch.stack((codes >> _BITS, codes & 15), dim=-1).flatten(-2).int()]
+        scales, high = self.scales[rows], self.table[:, None].expand(-1, len(self.table))
+        pairs = torch.stack((high, high.mT), dim=-1).view(-1, 2)  # of the bytes of codes
+        values = pairs[self.codes[rows].int()].flatten(-2)
         return _scaled(values, self.group, self.nested.of(rows, scales) if self.nested else scales)
 
 
@@ -288,12 +305,18 @@ class Exl2Matrix(_Coded):
         codes: ``int32 [W, N]``; down a column, the codes of a group are a run of bits, lowest first.
         scales: nibbles, ``int32 [G, N / 8]``, lowest bits first.
         largest: the largest scale of each group, ``[G]``.
-        groups: bits, first row of ``codes``, first column and number of columns of each group, ``[4, G]``.
+        groups: number of each column's group, ``int32 [K]``.
+        places: number of the first byte of each column's codes, in a row of ``codes.T``, ``int32 [K]``.
+        shifts: how far left, then right, a column's code of 16 bits from there is to be shifted, ``int8 [2, K]``.
         columns: index of the input of each column, ``[K]``.
     """
 
+    _temporary = 7
+
     largest: Tensor
     groups: Tensor
+    places: Tensor
+    shifts: Tensor
     columns: Tensor
 
     def __len__(self) -> int:
@@ -318,19 +341,25 @@ class Exl2Matrix(_Coded):
         return torch.empty_like(rows_RK).index_copy_(1, self.columns.long(), rows_RK)
 
     def _values(self, rows: Tensor) -> Tensor:
-        count = len(self.columns)
-        group_K = torch.repeat_interleave(self.groups[3], output_size=count)
-        bits_K1, first_K1, start_K1, _ = self.groups[:, group_K, None]
-        place_K1 = (torch.arange(count, device=rows.device)[:, None] - start_K1) * bits_K1
-        word_K1, shift_K1 = first_K1 + place_K1 // 32, place_K1 % 32
-        words_WR = self.codes.index_select(1, rows).long() & 0xFFFFFFFF
-        next_K = (word_K1 + 1).clamp_(max=len(words_WR) - 1).squeeze(1)  # some codes are in two words
-        codes_KR = words_WR[word_K1.squeeze(1)] >> shift_K1 | words_WR[next_K] << 32 - shift_K1
+        words_RW = functional.pad(self.codes.index_select(1, rows).mT, (0, 1))  # the last code has no byte behind it
+        bytes_RB = words_RW.contiguous().view(torch.uint8)
+        values_RK = bytes_RB[:, 1:].index_select(1, self.places).short() << 2 * _BITS
+        values_RK |= bytes_RB.index_select(1, self.places)  # some codes are in two bytes, even of two words
+        left_K, right_K = self.shifts
+        values_RK <<= left_K
+        values_RK ^= -(2**15)  # with its highest bit turned, a code is less half the range
+        values_RK >>= right_K
         nibbles_GR = self.scales[:, rows // _WORD] >> (rows % _WORD * _BITS).int() & 15
         scales_GR = (nibbles_GR + 1).square() * (self.largest.float() / 256)[:, None]
-        one = torch.ones_like(bits_K1)
-        values_KR: Tensor = (codes_KR & (one << bits_K1) - 1) - (one << bits_K1 - 1)
-        return values_KR.mul(scales_GR[group_K]).mT
+        return scales_GR.mT.index_select(1, self.groups).mul_(values_RK)
+
+
+@cache
+def _e2m1_pairs(device: torch.device) -> Tensor:
+    """Return the numbers of both codes of each byte, ``[256, 2]``, low bits first; made once for each device."""
+    codes = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=device)
+    low = codes.expand(len(codes), -1)
+    return torch.stack((low, low.mT), dim=-1).view(-1, 2)
 
 
 def _powers(exponents: Tensor) -> Tensor:

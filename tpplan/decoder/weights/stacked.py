@@ -6,6 +6,7 @@ Shapes: E experts, O rows (outputs) and K columns (inputs) of each expert's matr
 from __future__ import annotations
 
 from itertools import pairwise
+from math import gcd
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -52,7 +53,7 @@ class Stacked:
         one = stack_rows(matrices, join) or stack_rows(matrices, lambda tensors: torch.cat(list(tensors)))
         if one is None:
             raise ModelError("experts of a layer are quantised in several ways", "convert all of them alike")
-        return cls(one, len(matrices), torch.stack(columns) if columns else None)
+        return cls(one, len(matrices), _joined(columns, join).view(len(matrices), -1) if columns else None)
 
     def __len__(self) -> int:
         return self.count
@@ -198,11 +199,14 @@ def _stack_float4(matrices: Sequence[Float4Matrix], join: Join) -> Float4Matrix 
     if codes is None:
         return None
     scales, factors = _joined([each.scales for each in matrices], join), None
-    each_has = [(each.factors, len(each)) for each in matrices if each.factors is not None]
+    each_has = [
+        (one.factors, one.rows if len(one.factors) > 1 else len(one)) for one in matrices if one.factors is not None
+    ]
+    rows = gcd(*(rows for _, rows in each_has))
     if each_has:
-        factors = torch.cat([one.expand(size) for one, size in each_has])
+        factors = torch.cat([one.repeat_interleave(own // rows) for one, own in each_has])
         factors = factors[:1] if (factors == factors[0]).all() else factors
-    return evolve(first, codes=codes, scales=scales, factors=factors)
+    return evolve(first, codes=codes, scales=scales, factors=factors, rows=max(1, rows))
 
 
 def _stack_tables(matrices: Sequence[TableMatrix], join: Join) -> TableMatrix | None:

@@ -170,6 +170,9 @@ _UNREAD_TEXT: Final = "key and value projections that no layer uses"
 #: The projections that they come with.
 _CACHED: Final = {"k_proj": "k", "v_proj": "v"}
 
+#: Texts in JSON about matrices, whose numbers have any length.
+_TOLD: Final = re.compile(r"\.weight\.quant_state\.")
+
 #: Dtypes of tables of tokens, which say nothing of the weights.
 _TABLES: Final = frozenset({"I32", "I64"})
 
@@ -280,7 +283,7 @@ class _Match:
         others = self.own.get(template, {suffix}) - {suffix}
         template = template.removeprefix(self.prefix).replace("{layer}", str(layer))
         experts = "{expert}" in template
-        kinds: Counter[tuple[object, ...]] = Counter()
+        kinds: dict[tuple[object, ...], dict[int, str]] = {}
         for expert in range(parameter.copies if experts else 1):
             stem = template.replace("{expert}", str(expert)) if experts else template
             forms = self.found.get(stem, {})
@@ -291,20 +294,37 @@ class _Match:
             if not forms:
                 self.missing.append(stem + suffix)
                 continue
-            key = (id(parameter), *((suffix, tensor.dtype, tensor.shape) for suffix, tensor in sorted(forms.items())))
+            shapes = ((each, tensor.dtype, not _TOLD.match(each) and tensor.shape) for each, tensor in forms.items())
+            key = (id(parameter), *sorted(shapes))
             if key not in self.kinds:
                 self.kinds[key] = self.kind(parameter, stem, suffix, forms)
-            kinds[key] += 1
+            kinds.setdefault(key, {})[expert] = stem
             self.left.difference_update((stem, suffix) for suffix in self.kinds[key].suffixes)
-        counts = [(self.kinds[key], count) for key, count in kinds.items()]
-        for kind, count in counts:
+        found: list[Parameter] = []
+        for key, stems in kinds.items():
+            kind = self.kinds[key]
+            own = [each for p in kind.parameters for each in self.copies(p, stems)]
+            found += own
             if layer is not None or kind.text in FLOATS:
-                self.sizes[kind.text] += sum(p.bytes for p in kind.parameters) * count // parameter.copies
-                self.elements[kind.text] += prod(parameter.shape) * count
+                self.sizes[kind.text] += sum(p.bytes for p in own)
+                self.elements[kind.text] += prod(parameter.shape) * len(stems)
             if kind.gather_only:
                 self.gather_only[kind.gather_only] = None
-        found = tuple(evolve(p, copies=count) for kind, count in counts for p in kind.parameters)
-        return found + self.scales_of(template + suffix, layer)
+        return (*found, *self.scales_of(template + suffix, layer))
+
+    def copies(self, parameter: Parameter, stems: Mapping[int, str]) -> Iterator[Parameter]:
+        """Yield a stored parameter of matrices, by expert; one for each where texts about them differ in length."""
+        template, suffix = split_name(parameter.name)
+        if not _TOLD.match(suffix):
+            yield evolve(parameter, copies=len(stems))
+            return
+        sizes = {expert: self.found[stem][suffix].shape[0] for expert, stem in stems.items()}
+        if len({*sizes.values()}) == 1:
+            yield evolve(parameter, copies=len(stems), dims=((Segment(None, max(sizes.values())),),))
+            return
+        for expert, size in sizes.items():
+            name = template.replace("{expert}", str(expert)) + suffix
+            yield evolve(parameter, name=name, copies=1, dims=((Segment(None, size),),))
 
     def parts(self, parameter: Parameter, layer: int | None) -> tuple[Parameter, ...] | None:
         """Return the tensors that the checkpoint has in place of a parameter; None if it is stored as it is.

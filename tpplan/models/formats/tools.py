@@ -378,10 +378,11 @@ _RAW_ROUTERS: Final = frozenset(
 def _auto_round(section: Config) -> Scheme:
     if section.raw("dynamic") is not None:
         raise section.error("dynamic is not followed")
-    base = _auto_round_form(section, section)
+    tool, extra = _auto_round_packing(section)
+    base = _auto_round_form(section, section, tool, extra)
     plain, expressions = [], []
     for name, other in _sections(section, "extra_config").items():
-        form = _auto_round_form(other, section)
+        form = _auto_round_form(other, section, tool, extra)
         if _is_plain(name):
             plain.append(Rule(form=form, names=(name,)))
         else:
@@ -389,8 +390,35 @@ def _auto_round(section: Config) -> Scheme:
     rules = [*sorted(plain, key=lambda rule: repr(rule.form)), *expressions]  # no two plain ones name the same module
     rules.append(Rule(form=base, kinds=_LAYERS))
     skipped = Rule(form=None, names=section.texts("modules_to_not_convert"), kinds=_ALL)
-    packing = section.text("packing_format") or "auto_round:auto_gptq"
-    return Scheme(method="auto-round", rules=(skipped, *rules), zeros_less_one="gptq" in packing, source=section.source)
+    return Scheme(
+        method="auto-round", rules=(skipped, *rules), zeros_less_one=tool.endswith("gptq"), source=section.source
+    )
+
+
+#: Tools whose packing auto-round uses, and kernels for its own: GPTQ's words, but zero points as they are.
+_PACKERS: Final = ("gptq", "auto_gptq", "awq", "auto_awq", "llm_compressor")
+_OWN_KERNELS: Final = ("auto_round", "exllamav2", "triton", "tritonv2")
+
+
+def _auto_round_packing(section: Config) -> tuple[str, tuple[str, ...]]:
+    """Return the tool whose packing a file has, ``auto_round`` for auto-round's own, and suffixes of optional tensors.
+
+    Before version 0.5, ``backend`` told the packing, and groups of inputs were stored; now it is the kernel to run.
+
+    Raises:
+        ModelError: the packing is none of those.
+    """
+    key = "packing_format"
+    if not section.text(key) and section.text("backend").partition(":")[0] in {"auto_round", *_PACKERS}:
+        key = "backend"
+    packing = section.text(key)
+    words = packing.split(":") if packing not in {"", "auto"} else ["auto_gptq"]
+    tool = words[1] if words[0] == "auto_round" and len(words) > 1 else words[0]
+    if tool not in {*_PACKERS, *_OWN_KERNELS}:
+        known = ", ".join(("auto_round", *_PACKERS))
+        raise section.error(f"{key} is {packing!r:.60}, expected auto-round's packing or another tool's ({known})")
+    extra = (".g_idx",) if key == "backend" and not tool.endswith("awq") else ()
+    return tool if tool in _PACKERS else "auto_round", extra
 
 
 def _sections(config: Config, key: str) -> dict[str, Config]:
@@ -416,16 +444,16 @@ def _is_plain(name: str) -> bool:
     return name.replace(".", "").replace("_", "").isalnum()
 
 
-def _auto_round_form(section: Config, base: Config) -> Form | None:
+def _auto_round_form(section: Config, base: Config, tool: str, extra: tuple[str, ...]) -> Form | None:
     """Return the form of a section, whose other keys are those of ``base``; None if it is not quantised."""
     keys = Config({**base.data, **section.data}, section.source)
     bits, group = keys.count("bits", maximum=32), keys.optional_count("group_size", default=128, minimum=-1) or -1
     if bits > 8:  # noqa: PLR2004
         return None
-    packing, kind = keys.text("packing_format"), keys.text("data_type") or "int"
-    tool = packing.removeprefix("auto_round:")
-    if kind == "int" and bits in _BITS and tool in {"", "auto_round", "auto_gptq", "gptq", "auto_awq", "awq"}:
-        return Form(format="awq" if tool.endswith("awq") else "gptq", known={"bits": bits}, group=group, permuted=False)
+    kind = keys.text("data_type") or "int"
+    if kind == "int" and bits in _BITS and tool != "llm_compressor":
+        packer = "awq" if tool.endswith("awq") else "gptq"
+        return Form(format=packer, known={"bits": bits}, group=group, extra=extra, permuted=False)
     if tool == "llm_compressor" and kind.startswith("mx_fp") and bits in {4, 8}:
         return Form(format="mxfp4-packed" if bits == 4 else "mxfp8")  # noqa: PLR2004
     if tool == "llm_compressor" and kind.startswith("nv_fp") and bits == 4:  # noqa: PLR2004
