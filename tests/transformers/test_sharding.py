@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 #: Families that transformers does not run on several devices, or of which no small model can be made.
 REFUSED = {
+    *("bailing_hybrid",),
     *("bamba", "bloom", "deepseek_v4", "falcon_h1", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
     *(
         "granitemoehybrid",
