@@ -30,17 +30,9 @@ if TYPE_CHECKING:
 
 #: Families that transformers does not run on several devices, or of which no small model can be made.
 REFUSED = {
-    *("bailing_hybrid",),
-    *("bamba", "bloom", "deepseek_v4", "falcon_h1", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
-    *(
-        "granitemoehybrid",
-        "kimi_linear",
-        "longcat_flash",
-        "mimo_v2_flash",
-        "minimax_m3_vl_text",
-        "nemotron_h",
-        "olmo_hybrid",
-    ),
+    *("bailing_hybrid", "bamba", "bloom", "deepseek_v4", "falcon_h1", "gemma3n_text", "gemma4_text"),
+    *("gemma4_unified_text", "granitemoehybrid", "kimi_linear", "longcat_flash", "mimo_v2_flash"),
+    *("minimax_m3_vl_text", "nemotron_h", "olmo_hybrid"),
 }
 
 
