@@ -521,6 +521,21 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             "shared_intermediate_size": st.just(0) | _SIZE,
         },
     ),
+    "bailing_hybrid": (
+        {
+            **{key: drawn for key, drawn in _MLA.items() if key not in {"q_lora_rank", "n_routed_experts", "n_group"}},
+            "num_experts": st.integers(2, 4),
+            "linear_head_dim": st.sampled_from((3, 8)),
+            "n_group": st.just(1),
+        },
+        {
+            "attention_bias": _FLAG,
+            "layer_types": _types(_KINDS),
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "short_conv_kernel_size": st.integers(2, 5),
+            "layer_group_size": st.integers(1, 4),
+        },
+    ),
     "minimax_m3_vl_text": (
         {
             **_PACKED,
@@ -883,6 +898,7 @@ _UNGROUPED = {
     *("gpt2", "gpt_bigcode", "gptj", "bloom", "opt", "gpt_neox"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "kimi_linear", "mistral4"),
     *("glm4_moe_lite", "qwen", "baichuan", "axk1", "minicpm3", "youtu", "longcat_flash"),
+    "bailing_hybrid",
 }
 
 

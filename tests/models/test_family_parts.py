@@ -202,6 +202,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "kimi_linear": {key: value for key, value in _MLA.items() if key not in {"n_routed_experts", "n_group"}}
     | {"num_experts": 4, "linear_num_heads": 3, "linear_head_dim": 5}
     | {"layer_types": ["linear_attention", "full_attention"]},
+    "bailing_hybrid": {key: value for key, value in _MLA.items() if key not in {"n_routed_experts", "n_group"}}
+    | {"num_experts": 4, "n_group": 1, "linear_head_dim": 5, "layer_types": ["linear_attention", "full_attention"]},
     "axk1": _MLA | {"q_lora_rank": 9},
     "minicpm3": _MLA | {"q_lora_rank": 9, "mlp_bias": True},
     "youtu": _MLA | {"q_lora_rank": None, "pad_token_id": None},  # whose row transformers clears

@@ -10,6 +10,7 @@ from tpplan.export.facts import MIB, bytes_each, listed
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
 from tpplan.models.families import FAMILIES
+from tpplan.models.families.remote import REMOTE
 from tpplan.reports.export import TextFile
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ _NO_TABLES = frozenset({
 })  # fmt: skip
 #: Modules that transformers calls otherwise than the checkpoints, or has besides.
 _RENAMED = {"embed_out": "lm_head", "head": "lm_head"}
+#: Architectures that transformers does not have.
+CODE_OF_THEIR_OWN = frozenset(name for family in REMOTE.values() for name in family.architectures)
 #: Architectures whose layers transformers calls otherwise.
-OTHER_LAYERS = frozenset({"NemotronHForCausalLM", "Step3p5ForCausalLM"})
+OTHER_LAYERS = frozenset({"BailingHybridForCausalLM", "NemotronHForCausalLM", "Step3p5ForCausalLM"})
 _BESIDES = dict.fromkeys(("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"), ("model.rotary_embs",))
 
 
@@ -63,6 +66,8 @@ def layers(plan: Facts) -> Layers:
 
 
 def _refused(plan: Facts) -> Iterator[str]:
+    if plan.model.architecture in CODE_OF_THEIR_OWN:
+        yield f"transformers has no {plan.model.architecture}: its code comes with the model"
     if plan.model.architecture in OTHER_LAYERS:
         yield f"transformers calls the layers of {plan.model.architecture} otherwise than its checkpoints"
     yield from layers(plan).obstacles()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.export.accelerate import CACHES, NO_GGUF
+from tpplan.export.accelerate import CACHES, CODE_OF_THEIR_OWN, NO_GGUF
 from tpplan.export.engine import MODEL, Engine
 from tpplan.export.even import uneven_parts
 from tpplan.export.names import EngineName
@@ -20,15 +20,12 @@ NO_PLAN = frozenset({
     *("BloomForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"),
     *("GptOssForCausalLM", "HunYuanDenseV1ForCausalLM", "OPTForCausalLM", "RWForCausalLM", "StableLmForCausalLM"),
     *("BambaForCausalLM", "BitNetForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
-    # With code of their own.
-    *("BaiChuanForCausalLM", "BaichuanForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
-    *("ChatGLMForConditionalGeneration", "ChatGLMModel", "InternLM2ForCausalLM", "QWenLMHeadModel"),
-    "StableLMEpochForCausalLM",
+    *CODE_OF_THEIR_OWN,
 })  # fmt: skip
 
 #: Those whose plan leaves attention whole on each device.
 WHOLE_ATTENTION = frozenset({
-    *("AXK1ForCausalLM", "YoutuForCausalLM"),
+    *("AXK1ForCausalLM", "BailingHybridForCausalLM", "YoutuForCausalLM"),
     *("AfmoeForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     *("HunYuanMoEV1ForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
     *("DeepseekV4ForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM"),

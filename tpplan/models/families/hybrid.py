@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from attrs import evolve
+
 from tpplan.core.axes import MAX_LAYERS, Axis
 from tpplan.core.model import LinearAttention
 from tpplan.models.families.latent import MLA, with_latent
@@ -191,7 +193,61 @@ def _olmo_linear(config: Config, layers: int) -> tuple[bool, ...]:
     return chosen if not all(chosen) else (*chosen[:-1], False)
 
 
+def _bailing(config: Config) -> Config:
+    """Read the context and the heads of linear attention by their names."""
+    if config.raw("max_position_embeddings") is None and config.raw("model_max_length") is not None:
+        config = config.having("max_position_embeddings", config.raw("model_max_length"))
+    for own, usual in (
+        ("head_dim", "linear_head_dim"),
+        ("num_attention_heads", "linear_num_heads"),
+        ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+    ):
+        if config.raw(usual) is None and config.raw(own) is not None:
+            config = config.having(usual, config.raw(own))
+    return config
+
+
+#: Latent attention with a gate for each head, and Kimi Delta Attention whose gates have no rank.
+_BAILING_MLA = (
+    *(evolve(row, name=row.name.replace("self_attn", "attention").replace("o_proj", "dense")) for row in MLA),
+    *linear("attention.g_proj", "q", "RS"),
+)
+_BAILING_KDA = (
+    *linear("attention.q_proj", "LK", "RS"),
+    *linear("attention.k_proj", "LK", "RS"),
+    *linear("attention.v_proj", "LV", "RS"),
+    *_three_convolutions("attention"),
+    *linear("attention.f_proj", "LK", "RS"),
+    *linear("attention.g_proj", "LV", "RS"),
+    *linear("attention.b_proj", "lh", "RS"),
+    Row("attention.dt_bias", "LK"),
+    Row("attention.A_log", "lh"),
+    *norm("attention.o_norm", "lv", home=Axis.LINEAR_HEADS),
+    *linear("attention.dense", "RS", "LV"),
+)
+
 HYBRID: Final[dict[str, Family]] = {
+    "bailing_hybrid": Family(
+        architectures=("BailingHybridForCausalLM",),
+        outside=outside("model.word_embeddings"),
+        layer=(*NORMS, *_BAILING_MLA),
+        linear_layer=(*NORMS, *_BAILING_KDA),
+        dense=gated(),
+        sparse=(
+            *ROUTER,
+            *correction("mlp.gate.expert_bias"),
+            *EXPERTS,
+            *gated("mlp.shared_experts", "SX", when=SHARED),
+        ),
+        extra_layers=True,
+        ties=False,
+        defaults={"head_dim": 128, "num_experts": 512, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        flags={"attention_bias": False},
+        usual=_bailing,
+        moe=mlp_types(after_dense(2)),
+        linear=linear_layers(_kda, except_every(6, "layer_group_size")),
+        adapt=with_latent(0, shared=1),
+    ),
     "kimi_linear": Family(
         architectures=("KimiLinearForCausalLM",),
         outside=outside(),
