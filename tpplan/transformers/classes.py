@@ -48,10 +48,17 @@ def on_meta(config: Any) -> Any:
 
     Args:
         config: one that :func:`runnable` returned, with the dtype of weights.
+
+    Raises:
+        RequestError: transformers has no class for it.
     """
     text_of(config).dtype = config.dtype
+    made_by = _class_of(config)
+    if made_by is None:
+        what = f"transformers has no class of {config.model_type} that generates text"
+        raise RequestError(what, "docs/run-a-model.md lists what runs")
     with torch.device("meta"):
-        made = _class_of(config)._from_config(config, dtype=config.dtype)  # noqa: SLF001 (as AutoModel does)
+        made = made_by._from_config(config, dtype=config.dtype)  # noqa: SLF001 (as AutoModel does)
     if text_of(config) is not config:
         kept = {*made.get_decoder().modules(), made.get_output_embeddings()}
         for parent in (made, made.base_model):

@@ -73,7 +73,9 @@ _MOST: Final[Mapping[str, int]] = {
 _GROUPS: Final = {"deepseek_v4": 8, "mimo_v2_flash": 4, "step3p5": 4}
 
 #: Families whose RoPE has sections for each direction of an image, also where the config has none.
-_SECTIONED: Final = frozenset({"glm4v_moe_text", "glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text"})
+_SECTIONED: Final = frozenset(
+    {"glm4v_moe_text", "glm4v_text", "glm_ocr_text", "paddleocr_vl_text", "qwen2_5_vl_text", "qwen2_vl_text"}
+)
 
 #: Columns that the hidden size has beyond those of heads, by family, so that matrices are told from transposed ones.
 _WIDER: Final = {"qwen3_vl_moe_text": 16}
