@@ -10,7 +10,7 @@ import pytest
 import tpplan
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.cli_cases import LLAMA_8B, ROOT
-from tests.command import command
+from tests.command import Done, command
 from tpplan.core.plan import Reserve
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import ModelError
@@ -188,7 +188,10 @@ def test_a_manifest_names_a_draft_model(head: Path, tmp_path: Path, monkeypatch:
     assert command("check").code == 0
     (tmp_path / "tpplan.toml").write_text(entry + 'draft = "head/config.json"\n')
     stale = command("check")
-    assert (stale.code, "the manifest asks for reserve " in stale.out.replace("\n", " ")) == (1, True), stale.out
+    assert (stale.code, "the manifest asks for reserve, with room for head, " in stale.out.replace("\n", " ")) == (
+        1,
+        True,
+    ), stale.out
     assert command("plan", "--all").code == 0
     assert command("check").code == 0
     model, draft = tpplan.read_model(LLAMA_8B), tpplan.read_model(head)
@@ -323,3 +326,68 @@ def test_room_for_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "tpplan.toml").write_text(entry + 'draft = "x"\n')
     both = command("check")
     assert (both.code, "has draft and mtp" in both.err) == (2, True)
+
+
+@pytest.mark.parametrize("beside", [(), ("--draft-output", "draft.json")])
+def test_suggestions_are_right_when_followed(
+    beside: tuple[str, ...], head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the draft model changes with what is suggested: its cache is shorter, or split over more devices."""
+    monkeypatch.chdir(tmp_path)
+    small = tmp_path / "small"
+    small.mkdir()
+    config = json.loads((LLAMA_8B / "config.json").read_text()) | {"num_hidden_layers": 8}
+    (small / "config.json").write_text(json.dumps(config))
+    gpus, wanted = ["16GiB", "16GiB"], {"context": 32768, "batch": 8, "cache": "fp16", "layout": "reduce", "kv": "idle"}
+
+    def planned(gpus: list[str], *more: str, **changes: object) -> Done:
+        options = [f"--{key}={value}" for key, value in (wanted | changes).items()]
+        named = ("--draft", small / "config.json", *beside, "--gpus", ",".join(gpus))
+        return command("plan", LLAMA_8B, *named, *options, *more)
+
+    done = planned(gpus, "--json")
+    assert done.code == 1
+    error = json.loads(done.out)["error"]
+    assert len(error["suggestions"]) >= 2
+    for advice in error["suggestions"]:
+        kind, value, more = advice["kind"], advice["value"], [*gpus]
+        if kind == "devices":
+            again = planned([*gpus, *[gpus[advice["device"]]] * int(value)])
+        elif kind == "memory":
+            more[advice["device"]] = f"{value}B"
+            again = planned(more)
+        else:
+            again = planned(gpus, **{kind: value})
+        assert again.code == 0, (advice, again.err)
+        if kind == "context":
+            assert planned(gpus, context=int(value) + 256).code == 1
+
+
+def test_what_is_reserved_beside_a_draft_model_may_be_left_out(head: Path) -> None:
+    """Of reserves, only that of the user is advised against."""
+    done = command("plan", LLAMA_8B, "--gpus", "24GiB", "--context", "4096", "--draft", head, "--reserve", "8GiB")
+    assert (done.code, "reserve nothing" in done.err) == (1, True)
+    done = command("plan", LLAMA_8B, "--gpus", "16GiB", "--context", "4096", "--draft", head)
+    assert (done.code, "reserve nothing" in done.err) == (1, False)
+
+
+def test_standard_output_takes_one_document(head: Path) -> None:
+    """The plan of the draft model goes to a file."""
+    done = command("plan", LLAMA_8B, "--gpus", "24GiB", "--draft", head, "--draft-output", "-")
+    assert (done.code, done.out, "--draft-output is standard output" in done.err) == (2, "", True)
+
+
+def test_a_default_draft_model_can_be_left_out(head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty text is none; the room of others is told as for a single plan, and so is that it changed."""
+    monkeypatch.chdir(tmp_path)
+    entry = f'gpus = "48GiB"\nmodel = "{LLAMA_8B / "config.json"}"\ncontext = 4096\n'
+    both = f'[[plan]]\nfile = "a.json"\n{entry}\n[[plan]]\nfile = "b.json"\ndraft = ""\n{entry}'
+    (tmp_path / "tpplan.toml").write_text(f'[defaults]\ndraft = "head/config.json"\n{both}')
+    done = command("plan", "--all")
+    assert done.code == 0
+    assert "a.json: room for head: " in done.err
+    assert "b.json: room for" not in done.err
+    assert not tpplan.load("b.json").request.reserve
+    head.write_text(json.dumps(EAGLE3 | {"intermediate_size": 20000}))
+    stale = command("check")
+    assert (stale.code, "asks for reserve, with room for head, " in stale.out.replace("\n", " ")) == (1, True)

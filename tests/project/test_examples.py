@@ -20,7 +20,7 @@ def test_the_committed_plans_are_current() -> None:
     manifest = load(str(EXAMPLES / "tpplan.toml"))
     assert sorted(entry.file for entry in manifest.plans) == sorted(map(str, (EXAMPLES / "plans").rglob("*.json")))
     for entry in manifest.plans:
-        plan = Inputs(tpplan.read_model(entry.model), tpplan.parse_devices(entry.gpus)).plan(entry)
+        plan = Inputs(tpplan.read_model(entry.model), tpplan.parse_devices(entry.gpus)).plan(entry.options)
         assert Path(entry.file).read_text(encoding="utf-8") == tpplan.dumps(plan), entry.file
 
 

@@ -165,7 +165,6 @@ def plan(
     from tpplan.files.codec import dumps  # noqa: PLC0415
     from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
     from tpplan.planner.options import Options  # noqa: PLC0415
-    from tpplan.planner.plan import plan_request as make  # noqa: PLC0415
     from tpplan.reports.manifest import Inputs  # noqa: PLC0415
 
     choices = {"cache": cache, "layout": layout, "strategy": strategy, "kv": kv}
@@ -195,10 +194,10 @@ def plan(
     inputs = Inputs(
         spec, gpu_list, links, on_plans.read_draft(model, draft, draft_output, mtp=mtp), mtp or bool(draft_output)
     )
-    request, beside = inputs.asked(options)
-    on_plans.note_draft(inputs, options.request(spec), request)
     with console.busy("planning"):
-        found = make(spec, gpu_list, request, links)
+        found = inputs.plan(options)
+        _, beside = inputs.with_room(options.request(spec), gpu_list)
+    on_plans.note_draft(inputs, options, found)
     on_plans.note_all(found, spec, options, links)
     for each, path in ((beside, draft_output), (found, output)):
         if each and path:

@@ -58,6 +58,7 @@ def plan(path: str, given: Mapping[str, object], *, json: bool) -> ManifestRepor
     console.present(report, verdicts.made, "json" if json else "text")
     for file, found in made.items():
         known = inputs(entries[file])
+        on_plans.note_draft(known, entries[file].options, found, file)
         on_plans.note_all(found, known.model, entries[file].options, known.links, file)
         on_plans.note_uncounted(found, on_screen=False, of=file)
     for each in report.plans:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tpplan.core.model import ModelSpec
-    from tpplan.core.plan import Request, SplitPlan
+    from tpplan.core.plan import SplitPlan
     from tpplan.core.speed import LinkSpeed
     from tpplan.planner.options import Options
     from tpplan.reports.check import PlanCheck
@@ -64,8 +64,10 @@ def read_draft(model: str, draft: str, output: str, *, mtp: bool) -> ModelSpec |
         mtp: whether the prediction layers are asked for.
 
     Raises:
-        UsageError: both are, or there is an output and no draft model.
+        UsageError: both are, there is an output and no draft model, or the output is no file.
     """
+    if output == console.STREAM:
+        raise UsageError("--draft-output is standard output, where the plan goes", "name a file for the draft's plan")
     if output and not draft:
         raise UsageError("--draft-output writes the plan of a draft model", "name that model: --draft MODEL")
     if mtp and draft:
@@ -77,21 +79,28 @@ def read_draft(model: str, draft: str, output: str, *, mtp: bool) -> ModelSpec |
     return read_model(draft) if draft else None
 
 
-def note_draft(inputs: Inputs, before: Request, after: Request) -> None:
-    """Say how much more a request reserves for a draft model on each device, and where its tokens are others."""
+def note_draft(inputs: Inputs, options: Options, plan: SplitPlan, of: str = "") -> None:
+    """Say how much more a plan reserves for a draft model on each device, and where that has other tokens.
+
+    Args:
+        inputs: what the plan is made of.
+        options: that it was made with.
+        plan: the plan.
+        of: which plan it is, where there are several.
+    """
     from tpplan.core.sizes import format_bytes  # noqa: PLC0415
     from tpplan.models.families.drafts import DRAFTS  # noqa: PLC0415
 
-    draft, model = inputs.draft, inputs.model
+    draft, model, asked = inputs.draft, inputs.model, options.request(inputs.model)
     if draft is None:
         return
-    more = [after.reserved(device) - before.reserved(device) for device in range(len(inputs.devices))]
+    more = [entry.reserved_bytes - asked.reserved(entry.device) for entry in plan.memory]
     each = [f"{format_bytes(size)} of device {device}" for device, size in enumerate(more) if size]
-    note(
-        f"room for {draft.name}: {f'{format_bytes(more[0])} of every device' if len({*more}) == 1 else ', '.join(each)}"
-    )
+    where = f"{format_bytes(more[0])} of every device" if len({*more}) == 1 else ", ".join(each)
+    note(f"room for {draft.name}: {where}", of)
     if draft.vocab_size != model.vocab_size and draft.model_type not in DRAFTS:
-        note(f"{draft.name} has {draft.vocab_size} tokens, {model.name} {model.vocab_size}: their tokens may differ")
+        text = f"{draft.name} has {draft.vocab_size} tokens, {model.name} {model.vocab_size}: their tokens may differ"
+        note(text, of)
 
 
 def plan_or_error(path: str) -> SplitPlan | TpplanError:

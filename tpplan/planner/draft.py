@@ -38,7 +38,7 @@ def reserve_for_draft(request: Request, draft: ModelSpec, model: ModelSpec, devi
     """
     check_devices(devices, request)
     alone = Device(name="alone", budget_bytes=MOST, overhead_bytes=0)
-    asked = evolve(_for_draft(request, draft, model), strategy="balanced", reserve=())
+    asked = evolve(_for_draft(request, model), strategy="balanced", reserve=())
     (entry,) = plan_request(draft, (alone,), asked).memory
     needed = _bytes_of(entry)
     for i, device in enumerate(devices):
@@ -74,15 +74,14 @@ def split_draft(
         RequestError: the request is not valid for the draft model or the devices.
     """
     check_devices(devices, request)
-    plan = plan_request(draft, devices, _for_draft(request, draft, model), links)
+    plan = plan_request(draft, devices, _for_draft(request, model), links)
     return _with_room(request, [_bytes_of(entry) for entry in plan.memory]), plan
 
 
-def _for_draft(request: Request, draft: ModelSpec, model: ModelSpec) -> Request:
+def _for_draft(request: Request, model: ModelSpec) -> Request:
     """Return the request for a draft model that follows every token of the model, however short its own context is."""
     tokens = request.cache.tokens or (request.context or model.max_context) * request.batch
-    layout = "" if draft.gather_only else request.layout
-    return evolve(request, cache=evolve(request.cache, tokens=tokens), layout=layout, beyond=True)
+    return evolve(request, cache=evolve(request.cache, tokens=tokens), layout="", beyond=True)
 
 
 def _bytes_of(entry: DeviceMemory) -> int:

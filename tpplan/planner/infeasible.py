@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
 
 from tpplan.core.device import Device
 from tpplan.core.model import ModelSpec
-from tpplan.core.plan import CACHE_KINDS, Cache, Request
+from tpplan.core.plan import CACHE_KINDS, Cache, Request, Reserve
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import TpplanError
 from tpplan.planner.attempt import Attempt, attempt
@@ -17,7 +18,10 @@ from tpplan.planner.ledger import demands
 from tpplan.planner.place import Effort
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+
+#: Adds to a request what it reserves on devices for something whose size depends on both.
+Room = Callable[[Request, tuple[Device, ...]], Request]
 
 #: Contexts to suggest are multiples of so many tokens.
 CONTEXT_STEP = 256
@@ -115,24 +119,37 @@ class Trials:
         model: the model.
         devices: the devices.
         request: what was asked.
+        room: reserves in a request for devices what depends on both, such as room for a draft model; None if nothing
+            does. A TpplanError says that there is no room.
         costs: the model's costs, by request and number of devices, as far as it matters.
     """
 
     model: ModelSpec
     devices: tuple[Device, ...]
     request: Request
+    room: Room | None = None
     costs: dict[tuple[Request, int], Demands] = field(factory=dict)
+
+    def whole(self, request: Request, devices: tuple[Device, ...]) -> Request | None:
+        """Return a request with the room that it needs beside the model, None if there is none."""
+        try:
+            return self.room(request, devices) if self.room else request
+        except TpplanError:
+            return None
 
     def wanted(self, request: Request, count: int) -> Demands:
         """Return the model's costs, computed once."""
-        key = request, count if request.kv == "replicate" else 0
+        key = evolve(request, reserve=()), count if request.kv == "replicate" else 0
         if key not in self.costs:
             self.costs[key] = demands(self.model, request, count)
         return self.costs[key]
 
     def fits(self, request: Request | None = None, devices: tuple[Device, ...] = ()) -> bool:
         """Return whether another request or other devices give a plan."""
-        request, devices = request or self.request, devices or self.devices
+        devices = devices or self.devices
+        request = self.whole(request or self.request, devices)
+        if request is None:
+            return False
         wanted = self.wanted(request, len(devices))
         found = attempt(self.model, devices, request, effort=Effort.ANY, wanted=wanted)
         return found is not None and not found.lacking
@@ -151,21 +168,26 @@ class Trials:
             tenths: tenths of a bit per weight, if all tensors change in proportion; 0 for weights as they are.
             efforts: how long to look.
         """
-        wanted = self.wanted(request, len(self.devices))
+        whole = self.whole(request, self.devices)
+        if whole is None:
+            return None
+        wanted = self.wanted(whole, len(self.devices))
         if tenths:
             wanted = wanted.with_weights(tenths * self.model.parameter_count, 80 * self.model.weight_bytes)
-        tries = (attempt(self.model, self.devices, request, effort=each, wanted=wanted) for each in efforts)
+        tries = (attempt(self.model, self.devices, whole, effort=each, wanted=wanted) for each in efforts)
         return next((each for each in tries if each and not each.lacking), None)
 
 
-def explain(best: Attempt) -> InfeasibleError:
+def explain(best: Attempt, reserve: tuple[Reserve, ...], room: Room | None = None) -> InfeasibleError:
     """Return the error for a request that does not fit, with shortfalls and suggestions.
 
     Args:
         best: the attempt that lacks least, or ExLlamaV2's.
+        reserve: what the request reserves, without the room.
+        room: see :class:`Trials`.
     """
-    model, devices, request = best.model, best.devices, best.request
-    trials = Trials(model, devices, request)
+    model, devices = best.model, best.devices
+    trials = Trials(model, devices, evolve(best.request, reserve=reserve), room)
     shortfalls = tuple(_shortfall(best, i) for i in range(len(devices)))
     suggestions = tuple(_suggestions(trials))
     needed = sum(entry.used_bytes for entry in best.memory)

@@ -121,7 +121,7 @@ def loads(data: bytes, path: str) -> Manifest:
         file = table.get("file")
         where = f"[[plan]] {number}" + (f" ({file})" if isinstance(file, str) else "")
         found += _problems(table, _KEYS, where)
-        if {**usual, **table}.get("mtp") is True and _DRAFT in {*usual, *table}:
+        if (both := {**usual, **table}).get("mtp") is True and both.get(_DRAFT):
             found.append(Problem(FORM, where, f"has {_DRAFT} and mtp, of which a model drafts by one"))
         missing = [key for key in _INPUTS if key not in {*usual, *table}]
         found += [Problem(FORM, where, f"has no {key}") for key in missing]
@@ -148,7 +148,7 @@ def _entry(table: dict[str, Any], folder: str) -> Entry:
         model=_model(folder, table["model"]),
         gpus=_from(folder, gpus) if is_file(gpus) or Path(_from(folder, gpus)).is_file() else gpus,
         options=Options(**options),
-        draft=_model(folder, table[_DRAFT]) if _DRAFT in table else "",
+        draft=_model(folder, table[_DRAFT]) if table.get(_DRAFT) else "",
     )
 
 
@@ -179,9 +179,7 @@ def _unknown(table: dict[str, Any], known: tuple[str, ...], where: str) -> Itera
 def _problem(key: str, value: object) -> str:
     """Return what is wrong with a value, as the rest of a sentence; empty if nothing is."""
     if key not in USUAL:
-        if not isinstance(value, str) or not value.strip() or "\0" in value:
-            return f"expected a text that names {_NAMED.get(key, f'a {key}')}"
-        return _no_plan_file(value) if key == "file" else _not_everywhere(value) if key == "gpus" else ""
+        return _no_input(key, value)
     usual = USUAL[key]
     if key in CHOICES:
         return _no_choice(value, CHOICES[key])
@@ -191,6 +189,13 @@ def _problem(key: str, value: object) -> str:
         return _no_reserve(value)
     is_whole = type(value) is int and 1 <= value <= _MOST
     return "" if is_whole else f"expected a whole number from 1 to {_MOST}, such as 32768"
+
+
+def _no_input(key: str, value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        is_none = (key, value) == (_DRAFT, "")  # where the defaults have one
+        return "" if is_none else f"expected a text that names {_NAMED.get(key, f'a {key}')}"
+    return _no_plan_file(value) if key == "file" else _not_everywhere(value) if key == "gpus" else ""
 
 
 def _no_plan_file(value: str) -> str:

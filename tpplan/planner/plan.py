@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import evolve, fields
+from attrs import evolve
 
 from tpplan.core.plan import AUTO, Cache, Request, Reserve, SplitPlan, least_version
 from tpplan.planfile.verify import verify
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tpplan.core.device import Device
     from tpplan.core.model import ModelSpec
     from tpplan.core.speed import LinkSpeed, Speed
+    from tpplan.planner.infeasible import Room
 
 
 #: A gain of that many hundredths is none.
@@ -71,21 +72,34 @@ def plan(
         InfeasibleError: no plan fits, or ExLlamaV2's does not; it says how many bytes are missing and what would help.
         RequestError: the request is not valid for this model or these devices.
     """
-    devices, cache = tuple(devices), cache or Cache()
-    reserve = (reserve,) if isinstance(reserve, Reserve) else reserve
-    check_kinds(model, devices, cache)
-    asked = Request(layout, strategy, cache, batch, max_rows, kv, context, full_window, beyond, tuple(reserve))
-    if strategy != AUTO:
-        return _plan(model, devices, asked)
-    return faster(_plan(model, devices, evolve(asked, strategy="balanced")), model, tuple(links))
+    cache = cache or Cache()
+    reserve = (reserve,) if isinstance(reserve, Reserve) else tuple(reserve)
+    asked = Request(layout, strategy, cache, batch, max_rows, kv, context, full_window, beyond, reserve)
+    return plan_request(model, devices, asked, links)
 
 
 def plan_request(
-    model: ModelSpec, devices: Iterable[Device], request: Request, links: Iterable[LinkSpeed] = ()
+    model: ModelSpec,
+    devices: Iterable[Device],
+    request: Request,
+    links: Iterable[LinkSpeed] = (),
+    room: Room | None = None,
 ) -> SplitPlan:
-    """Make the plan that a request asks for; see :func:`plan`."""
-    asked = {field.name: getattr(request, field.name) for field in fields(Request)}
-    return plan(model, devices, links=links, **asked)
+    """Make the plan that a request asks for; see :func:`plan`.
+
+    Args:
+        model: the model.
+        devices: the devices.
+        request: the request, before the planner fills in what depends on the model.
+        links: measured links between the devices.
+        room: reserves more for something whose size depends on request and devices, see
+            :class:`tpplan.planner.infeasible.Trials`.
+    """
+    devices = tuple(devices)
+    check_kinds(model, devices, request.cache)
+    if request.strategy != AUTO:
+        return _plan(model, devices, request, room)
+    return faster(_plan(model, devices, evolve(request, strategy="balanced"), room), model, tuple(links))
 
 
 def faster(
@@ -125,15 +139,15 @@ def gains(balanced: Speed, other: Speed) -> bool:
     return after * _WHOLE > before * (_WHOLE + _TIE)
 
 
-def _plan(model: ModelSpec, devices: tuple[Device, ...], asked: Request) -> SplitPlan:
+def _plan(model: ModelSpec, devices: tuple[Device, ...], asked: Request, room: Room | None) -> SplitPlan:
     """Return the plan by one strategy, which predicts nothing."""
-    request = resolve(model, asked)
+    request = resolve(model, room(asked, devices) if room else asked)
     check_devices(devices, request)
     found = attempt(model, devices, request)
     if found is None or found.lacking:
         from tpplan.planner.infeasible import explain  # noqa: PLC0415 (explaining plans again)
 
-        raise explain(found or nearest_attempt(model, devices, request))
+        raise explain(found or nearest_attempt(model, devices, request), asked.reserve, room)
     result = found.plan()
     verify(result, "the new plan")
     return result

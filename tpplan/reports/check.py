@@ -132,7 +132,7 @@ def _check_entry(entry: Entry, old: SplitPlan | TpplanError | None, inputs_of: C
         inputs = inputs_of(entry)
     except TpplanError as error:
         return _unchecked(entry.file, error)
-    return _compare(entry.file, old, inputs, lambda inputs: inputs.plan(entry), entry.options)
+    return _compare(entry.file, old, inputs, lambda inputs: inputs.plan(entry.options), entry.options)
 
 
 def _unchecked(path: str, why: TpplanError) -> PlanCheck:
@@ -197,7 +197,7 @@ def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> list[str
     Raises:
         RequestError: it asks for what is not valid for the model.
     """
-    asked, _ = inputs.asked(options)
+    asked, _ = inputs.with_room(options.request(inputs.model), inputs.devices)
     is_auto = asked.strategy == AUTO
     resolved = resolve(inputs.model, attrs.evolve(asked, strategy=old.request.strategy if is_auto else asked.strategy))
     before, now = _words(old.request), _words(resolved)
@@ -205,7 +205,8 @@ def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> list[str
         now["strategy"] = AUTO
     elif old.speed and not is_auto:
         before["strategy"] = AUTO
-    return [f"{key} {now[key]} instead of {before[key]}" for key in now if now[key] != before[key]]
+    named = {"reserve": f"reserve, with room for {inputs.draft.name}," if inputs.draft else "reserve"}
+    return [f"{named.get(key, key)} {now[key]} instead of {before[key]}" for key in now if now[key] != before[key]]
 
 
 def _words(request: Request) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from tpplan.core.device import Device
 from tpplan.core.model import ModelSpec
@@ -46,26 +46,31 @@ class Inputs:
     draft: ModelSpec | None = None
     is_split: bool = False
 
-    def asked(self, options: Options) -> tuple[Request, SplitPlan | None]:
-        """Return what options ask for, with room for the draft model, and the plan of a draft model that is split.
+    def with_room(self, asked: Request, devices: tuple[Device, ...]) -> tuple[Request, SplitPlan | None]:
+        """Return a request with room for the draft model, if there is any, and the plan of one that is split.
 
         Raises:
             InfeasibleError: not even the draft model fits.
-            RequestError: the options are not valid for the draft model or the devices.
+            RequestError: the request is not valid for the draft model or the devices.
         """
-        asked = options.request(self.model)
         if self.draft and self.is_split:
-            return split_draft(asked, self.draft, self.model, self.devices, self.links)
-        return (reserve_for_draft(asked, self.draft, self.model, self.devices) if self.draft else asked), None
+            return split_draft(asked, self.draft, self.model, devices, self.links)
+        return (reserve_for_draft(asked, self.draft, self.model, devices) if self.draft else asked), None
 
-    def plan(self, entry: Entry) -> SplitPlan:
-        """Make the plan of an entry.
+    def plan(self, options: Options) -> SplitPlan:
+        """Make the plan that options ask for.
 
         Raises:
             InfeasibleError: none fits.
             RequestError: the options are not valid for the models or the devices.
         """
-        return plan_request(self.model, self.devices, self.asked(entry.options)[0], self.links)
+        asked = options.request(self.model)
+
+        def room(request: Request, devices: tuple[Device, ...]) -> Request:
+            whole, _ = self.with_room(evolve(request, strategy=asked.strategy), devices)
+            return evolve(request, reserve=whole.reserve)
+
+        return plan_request(self.model, self.devices, asked, self.links, room if self.draft else None)
 
 
 class Outcome(StrEnum):
@@ -146,7 +151,7 @@ def _make(
     try:
         inputs = inputs_of(entry)
         gpus = spec_of(inputs.devices)
-        plan, before = inputs.plan(entry), stored(entry.file)
+        plan, before = inputs.plan(entry.options), stored(entry.file)
         is_written = save(plan, entry.file)
     except TpplanError as error:
         outcome = Outcome.INFEASIBLE if isinstance(error, InfeasibleError) else Outcome.ERROR
