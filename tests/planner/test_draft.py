@@ -285,6 +285,7 @@ def test_prediction_layers_of_files(tmp_path: Path) -> None:
     [
         ({"num_nextn_predict_layers": 0}, "has no prediction layers"),
         ({"model_type": "llama", "architectures": None}, "prediction layers of 'llama' are not known"),
+        ({"model_type": "llama", "architectures": None, "num_nextn_predict_layers": None}, "has no prediction layers"),
         ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers"),
         ({"num_nextn_predict_layers": 65}, "num_nextn_predict_layers"),
     ],
@@ -391,3 +392,13 @@ def test_a_default_draft_model_can_be_left_out(head: Path, tmp_path: Path, monke
     head.write_text(json.dumps(EAGLE3 | {"intermediate_size": 20000}))
     stale = command("check")
     assert (stale.code, "asks for reserve, with room for head, " in stale.out.replace("\n", " ")) == (1, True)
+
+
+def test_what_is_noted_of_prediction_layers_and_heads(head: Path) -> None:
+    """Layers that --mtp knows are hinted at by it; a head for a model of another width is noted."""
+    done = command("plan", DEEPSEEK / "config.json", "--gpus", "8xH200", "--context", "4096")
+    assert "hint: --mtp keeps room for prediction layers" in done.err
+    done = command(
+        "plan", ROOT / "examples/models/Llama-3.1-70B", "--gpus", "4xH100", "--context", "4096", "--draft", head
+    )
+    assert "head reads hidden states of 4096 elements, Llama-3.1-70B has 8192" in done.err.replace("\n", " ")

@@ -145,10 +145,10 @@ def generate(
 
 def _is_for_transformers(task: Task, engine: str) -> bool:
     """Choose the engine of a task; what the decoder lacks is told."""
-    from tpplan.decoder.model.settings import check_model  # noqa: PLC0415 (not every command needs it)
-
     if engine != "auto":
         return engine == "transformers"
+    with needing("running a plan", "generate"):
+        from tpplan.decoder.model.settings import check_model  # noqa: PLC0415 (not every command needs it)
     try:
         check_model(task.source, task.source.model, task.plan)
     except TpplanError as error:

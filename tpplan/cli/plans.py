@@ -89,7 +89,7 @@ def note_draft(inputs: Inputs, options: Options, plan: SplitPlan, of: str = "") 
         of: which plan it is, where there are several.
     """
     from tpplan.core.sizes import format_bytes  # noqa: PLC0415
-    from tpplan.models.families.drafts import DRAFTS  # noqa: PLC0415
+    from tpplan.models.families.drafts import DRAFTS, states_of  # noqa: PLC0415
 
     draft, model, asked = inputs.draft, inputs.model, options.request(inputs.model)
     if draft is None:
@@ -98,6 +98,10 @@ def note_draft(inputs: Inputs, options: Options, plan: SplitPlan, of: str = "") 
     each = [f"{format_bytes(size)} of device {device}" for device, size in enumerate(more) if size]
     where = f"{format_bytes(more[0])} of every device" if len({*more}) == 1 else ", ".join(each)
     note(f"room for {draft.name}: {where}", of)
+    width = states_of(draft)
+    if width not in {None, model.hidden_size}:
+        text = f"{draft.name} reads hidden states of {width} elements, {model.name} has {model.hidden_size}"
+        note(f"{text}: it may be for another model", of)
     if draft.vocab_size != model.vocab_size and draft.model_type not in DRAFTS:
         text = f"{draft.name} has {draft.vocab_size} tokens, {model.name} {model.vocab_size}: their tokens may differ"
         note(text, of)
@@ -242,7 +246,7 @@ def note_all(plan: SplitPlan, model: ModelSpec, options: Options, links: tuple[L
 def note_uncounted(plan: SplitPlan, *, on_screen: bool, of: str = "") -> None:
     """Say what a plan does not count or assumes, unless that is on the screen, and how to keep room for it."""
     from tpplan.files.codec import unstructure  # noqa: PLC0415
-    from tpplan.models.formats.matching import BUFFERS  # noqa: PLC0415
+    from tpplan.models.formats.matching import BUFFERS, PREDICTION  # noqa: PLC0415
     from tpplan.render.show import uncounted_lines  # noqa: PLC0415
 
     if not on_screen:
@@ -250,6 +254,9 @@ def note_uncounted(plan: SplitPlan, *, on_screen: bool, of: str = "") -> None:
             note(text, of)
     beside = [part for part in plan.model.not_planned if part.what != BUFFERS]  # which nobody loads
     if beside and not plan.request.reserve:
+        if [part.what for part in beside] == [PREDICTION]:
+            hint("--mtp keeps room for prediction layers, if the engine is to draft by them", of)
+            return
         known = all(part.bytes for part in beside)
         size = f"{-(-sum(part.bytes for part in beside) // 2**20)}MiB" if known else "SIZE"
         hint(f"--reserve {size}@0 keeps room on device 0 for what is not planned, --reserve {size} on every device", of)

@@ -15,10 +15,12 @@ from tpplan.files.jsontext import UNSEEN, NotJSONError, read_json
 from tpplan.models.checkpoint import Headers, read_headers
 from tpplan.models.config import Config, read_config
 from tpplan.models.families import LANGUAGE_MODELS, Tolerated, spec_from_config, tolerated
+from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.drafts import as_draft
 from tpplan.models.families.predictions import PREDICTIONS
 from tpplan.models.families.wrappers import text_part
 from tpplan.models.formats import read_scheme, stored_by_formula, stored_by_headers
+from tpplan.models.formats.matching import PREDICTION
 from tpplan.models.formats.scheme import Rule
 from tpplan.models.formats.storage import split_name
 from tpplan.models.formats.tools import DESCRIPTIONS
@@ -226,17 +228,17 @@ def read_prediction_layers(path: str | Path) -> ModelSpec:
     """
     path = local(path)
     name = f"prediction layers of {_name(path)}"
-    hint = "keep room for them by their size, if it is known: --reserve SIZE"
+    hint = "keep room for them by their size, if it is known: --reserve SIZE, or reserve in a manifest"
     if gguf_model_at(path):
         raise ModelError(f"{_name(path)} is in GGUF, whose prediction layers are not known", hint)
     config = read_config(path)
     model_type, text = text_part(config)
     known = PREDICTIONS.get(model_type)
-    if known is None:
+    if known is None and any(part.what == PREDICTION for part in parts_aside(config, text)):
         raise config.error(f"prediction layers of {model_type[:60]!r} are not known", hint)
-    count = known.count(text)
-    if not count:
-        raise config.error(f"the model has no prediction layers ({known.keys[0]})", "leave out --mtp")
+    count = known.count(text) if known else 0
+    if known is None or not count:
+        raise config.error("the model has no prediction layers", "leave out --mtp, or mtp in a manifest")
     family = known.of(LANGUAGE_MODELS[model_type])
     starts = known.starts(count, text.count("num_hidden_layers", default=0, minimum=0))
     alone = Config({**text.data, "model_type": model_type, "num_hidden_layers": count}, config.source)

@@ -45,7 +45,7 @@ def reserve_for_draft(request: Request, draft: ModelSpec, model: ModelSpec, devi
         if request.reserved(i) + needed >= device.budget_bytes:
             budget = f"device {i} ({device.name}) has a budget of {format_bytes(device.budget_bytes)}"
             kept = f" beside {format_bytes(request.reserved(i))} reserved" if request.reserved(i) else ""
-            hint = "take a smaller one, or split it over the devices: --draft-output FILE, split_draft in Python"
+            hint = "take a smaller one or a shorter context, or split it over the devices: --draft-output FILE"
             raise RequestError(f"{budget}, all of {draft.name} takes {format_bytes(needed)}{kept}", hint)
     return _with_room(request, [needed] * len(devices))
 

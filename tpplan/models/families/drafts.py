@@ -12,6 +12,7 @@ from tpplan.models.families.table import Family, Row
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tpplan.core.model import ModelSpec
     from tpplan.models.families.table import Shape
 
 EAGLE3: Final = "eagle3"
@@ -85,3 +86,9 @@ DRAFTS: Final[dict[str, Family]] = {
         adapt=_eagle3,
     ),
 }
+
+
+def states_of(draft: ModelSpec) -> int | None:
+    """Return how wide the hidden states are that a head reads of its model; None for models that read none."""
+    found = (parameter.shape[1] // _STATES for parameter in draft.parameters if parameter.name == "fc.weight")
+    return next(found, None) if draft.model_type in DRAFTS else None

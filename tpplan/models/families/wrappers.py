@@ -137,9 +137,9 @@ def _hearing(architecture: str, text: str, root: str = ROOT, usual: Mapping[str,
     return Wrapper((architecture,), text, root, parts=(HEARS,), usual=usual or {})
 
 
-def _speaking(architecture: str, text: str) -> Wrapper:
+def _speaking(text: str, *architectures: str) -> Wrapper:
     """Return a model that speaks, whose language model is that of its thinker."""
-    return Wrapper((architecture,), text, THINKER, parts=(SEES, HEARS), within="thinker_config")
+    return Wrapper(architectures, text, THINKER, parts=(SEES, HEARS), within="thinker_config")
 
 
 WRAPPERS: Final[dict[str, Wrapper]] = {
@@ -231,11 +231,11 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
         usual={**_VOXTRAL, "intermediate_size": 9216, "num_hidden_layers": 26, "sliding_window": 8192},
     ),
     # Those that see, hear and speak.
-    "qwen2_5_omni": _speaking("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni_text"),
+    "qwen2_5_omni": _speaking("qwen2_5_omni_text", "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel"),
     "qwen2_5_omni_thinker": Wrapper(
         ("Qwen2_5OmniThinkerForConditionalGeneration",), "qwen2_5_omni_text", root="", parts=(SEES, HEARS)
     ),
-    "qwen3_omni_moe": _speaking("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe_text"),
+    "qwen3_omni_moe": _speaking("qwen3_omni_moe_text", "Qwen3OmniMoeForConditionalGeneration"),
     "qwen3_omni_moe_thinker": Wrapper(
         ("Qwen3OmniMoeThinkerForConditionalGeneration",), "qwen3_omni_moe_text", root="", parts=(SEES, HEARS)
     ),
