@@ -223,6 +223,11 @@ class Store:
         """Bytes of memory."""
         return sum(part.nbytes for part in self._parts)
 
+    def clear(self, sequences: int) -> None:
+        """Clear all places of the first sequences."""
+        for part in self._parts:
+            part[:, :sequences].zero_()
+
     def mix_queries(self, q: Tensor) -> Tensor:
         """Return the queries whose products with the keys as they are read are those of queries and keys."""
         return hadamard(q, _ASKED) if self._mixes[0] else q
