@@ -147,7 +147,10 @@ def test_activations_fit_in_the_scratch_of_the_ledger(model_type: str, tmp_path:
 @pytest.mark.parametrize(
     ("model_type", "more"),
     [
-        ("deepseek_v3", {"kv_lora_rank": 256, "num_attention_heads": 32, "num_key_value_heads": 32}),
+        (
+            "deepseek_v3",
+            {"first_k_dense_replace": 2, "kv_lora_rank": 256, "num_attention_heads": 32, "num_key_value_heads": 32},
+        ),
         ("qwen3_5_text", {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 32}),
     ],
 )
