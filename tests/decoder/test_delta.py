@@ -207,6 +207,9 @@ def test_sequences_begin_with_cleared_states(model_type: str) -> None:
         used = len(decoder.context.all_devices)
         first, other = model.prompts[1], model.prompts[0]
         decoder.read([Prompt(first[:6], 0), Prompt(other[:3], 1)])
+        with torch.inference_mode():
+            for linear in (each for layer in decoder.stack.linear for each in layer.values()):
+                linear.state.inputs[0, 0], linear.state.recurrent[0, 0, 0] = torch.nan, torch.inf
         for position, token in enumerate(first[:-1]):
             tokens, positions = ([torch.tensor([n])] * used for n in (token, position))
             decoder.decode(tokens, positions)

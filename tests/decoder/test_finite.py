@@ -122,6 +122,40 @@ def test_the_step_is_named(temperature: float) -> None:
             next(texts)
 
 
+@pytest.mark.parametrize("kind", ["fp16", "fp8"])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_next"])
+def test_later_texts_are_as_before(family: str, devices: int, kind: str, tmp_path: Path) -> None:
+    """A text that overflows leaves nothing in caches and states that later ones could meet, or take for their own."""
+    source, over = model_of(family).directory, 7
+    directory = shutil.copytree(source, tmp_path / "tiny")
+    tensors = saved_values(directory)
+    tensors["model.embed_tokens.weight"][over] = 65000 * (-1.0) ** torch.arange(48)
+    for name in tensors:  # the first layer of the token makes what is infinite for the caches and states of others
+        if name.startswith("model.layers.0.") and name.endswith(("o_proj.weight", "out_proj.weight")):
+            tensors[name] *= 800
+    tensors = {name: tensor.half() for name, tensor in tensors.items()}
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "float16"}), encoding="utf-8")
+    plan = plan_of(directory, devices, request_of(kind=kind), {}, seed=3)
+    with compile_plan(plan, backend="cpu", model=directory, scratch=False) as ctx:
+        decoder = Decoder(ctx, directory, load_weights(plan, directory, ctx))
+        short, long = [[3, 4, 5], [6, 8]], [[3] * 20 + [over] + [3] * 5, [9] * 4]
+        wanted = list(generate(decoder, short, 6))
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match="not finite"):
+                list(generate(decoder, long, 6))
+            assert list(generate(decoder, short, 6)) == wanted
+        texts = generate(decoder, short, 6)
+        next(texts)
+        decoder.steps(2)._set(decoder.steps(2)._tokens, [over, over])
+        with pytest.raises(ExecutionError, match="and 1 new ones"):
+            next(texts)
+        assert list(generate(decoder, short, 6, resume=True)) == wanted
+
+
 @pytest.mark.parametrize("options", [(), ("--temperature", 1)])
 def test_the_command(options: tuple[object, ...], tmp_path: Path) -> None:
     """It prints no token, and ends in one error."""

@@ -144,6 +144,27 @@ def test_activations_fit_in_the_scratch_of_the_ledger(model_type: str, tmp_path:
             assert all(0.4 < share <= 1 for share in found.values()), (layout, shares, found)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        (
+            "deepseek_v3",
+            {"first_k_dense_replace": 2, "kv_lora_rank": 256, "num_attention_heads": 32, "num_key_value_heads": 32},
+        ),
+        ("qwen3_5_text", {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 32}),
+    ],
+)
+def test_steps_of_as_many_sequences_as_rows_do_too(
+    model_type: str, more: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which some are computed at a time."""
+    monkeypatch.setattr(f"{__name__}._BATCH", _ROWS)
+    directory = made(model_type, tmp_path, **more, intermediate_size=128)
+    for shares in ((1,), (3, 1)):
+        found = taken(directory, planned(directory, "reduce", shares, Cache("fp16", _ROWS * _LENGTH)))
+        assert all(share <= 1 for share in found.values()), (shares, found)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "q8", "q6", "q4"])
 def test_smaller_caches_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
     """Of which one KV head of a sequence is in 16 bits at a time."""

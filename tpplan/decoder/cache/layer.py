@@ -60,6 +60,10 @@ class LayerCache:
         """Bytes of memory."""
         return self._store.nbytes
 
+    def clear(self, sequences: int) -> None:
+        """Clear the first sequences."""
+        self._store.clear(sequences)
+
     def in_pieces(self, sequences: int, start: int, end: int, find: Callable[[slice, slice], Tensor]) -> Tensor:
         """Return the attention output ``[R, H × K]``, computed for slices of the sequences and KV heads.
 

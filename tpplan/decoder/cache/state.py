@@ -64,6 +64,11 @@ class State:
         """Bytes of memory."""
         return self.inputs.nbytes + self.recurrent.nbytes
 
+    def clear(self, sequences: int) -> None:
+        """Clear the states of the first sequences."""
+        self.inputs[:sequences].zero_()
+        self.recurrent[:sequences].zero_()
+
 
 def states_of(context: TPContext, layer: int, sizes: LinearAttention) -> dict[int, State]:
     """Return the states of a layer by device, and allocate them.

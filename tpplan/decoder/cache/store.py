@@ -6,7 +6,7 @@ from functools import cache, reduce
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from tpplan.core.plan import CACHE_KINDS
@@ -223,6 +223,11 @@ class Store:
         """Bytes of memory."""
         return sum(part.nbytes for part in self._parts)
 
+    def clear(self, sequences: int) -> None:
+        """Clear all places of the first sequences."""
+        for part in self._parts:
+            part[:, :sequences].zero_()
+
     def mix_queries(self, q: Tensor) -> Tensor:
         """Return the queries whose products with the keys as they are read are those of queries and keys."""
         return hadamard(q, _ASKED) if self._mixes[0] else q
@@ -307,6 +312,7 @@ class CachePlaces:
         places: places of the new tokens in the cache, ``[B]``.
         positions: positions of the new tokens, ``[B]``, int64 and contiguous.
         span: number of places that may be in use.
+        first: the first of the sequences, which follow each other.
     """
 
     sequences: Tensor
@@ -314,6 +320,7 @@ class CachePlaces:
     positions: Tensor
     span: int
     _dtype: torch.dtype
+    first: int = 0
     _masks: list[Tensor] = field(default=Factory(list), init=False)
 
     @classmethod
@@ -330,6 +337,11 @@ class CachePlaces:
         places = positions_B if span <= length else positions_B % length
         sequences = torch.arange(len(positions_B), device=positions_B.device)
         return cls(sequences, places, positions_B, min(span, length), dtype)
+
+    def of_rows(self, rows: slice) -> Self:
+        """Return the places of some of the tokens."""
+        sequences, places, positions = (x[rows] for x in (self.sequences, self.places, self.positions))
+        return evolve(self, sequences=sequences, places=places, positions=positions, first=self.first + rows.start)
 
     @property
     def mask(self) -> Tensor:

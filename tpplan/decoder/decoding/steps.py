@@ -274,13 +274,14 @@ class Steps:
         """Add tokens to the texts, and return them as whole numbers.
 
         Raises:
-            ExecutionError: logits are not finite.
+            ExecutionError: logits are not finite. The sequences are cleared, so that others can take their place.
         """
         if NO_TOKEN in tokens:
             texts = [i for i, token in enumerate(tokens) if token == NO_TOKEN]
             new = f" and {self._new} new ones" if self._new else ""
             more = f", and of {len(texts) - 1} other texts" if len(texts) > 1 else ""
             when = f"behind the {self._lengths[texts[0]]} tokens of prompt {texts[0]}{new}{more}"
+            self._forward.stack.clear(len(tokens))
             raise not_finite(self._forward, when)
         whole = [*map(int, tokens)]
         for text, token in zip(self._texts, whole, strict=True):

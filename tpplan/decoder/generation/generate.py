@@ -8,7 +8,7 @@ from attrs import fields
 
 from tpplan.decoder.decoding.sampling import Sampling
 from tpplan.decoder.prompts import Prompt, check_tokens, facts_of, length_of
-from tpplan.errors import RequestError
+from tpplan.errors import ExecutionError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -128,7 +128,11 @@ def _tokens(
         if tokens:
             for text, token in zip(decoder.cached, tokens, strict=False):  # none if others were read since
                 text.append(token)
-            tokens = steps.step(ended)
+            try:
+                tokens = steps.step(ended)
+            except ExecutionError:
+                decoder.cached = []  # the steps have cleared what was not finite
+                raise
         else:
             tokens = steps.start(prompts, sampling, cached(decoder, prompts) if resume else ())
             if len({*counts}) == 1:  # else a text that has ended may start again in the cache

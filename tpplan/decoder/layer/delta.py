@@ -140,22 +140,36 @@ class GatedDelta:
             goes_on_B: whether tokens come before; if not, the sequence begins with a cleared state.
         """
         state, count = self.state, len(goes_on_B)
-        goes_on_B11, new_BC = goes_on_B[:, None, None], rows.mixed.flatten(1)
-        inputs_BCT, s_BHGKV = state.inputs[:count], state.recurrent[:count]
-        window_BCT = torch.cat((inputs_BCT[:, :, 1:] * goes_on_B11, new_BC[:, :, None]), dim=2)
-        inputs_BCT.copy_(window_BCT)
-        mixed_BC = functional.conv1d(window_BCT, self._conv_C1T, groups=len(self._conv_C1T)).squeeze(2)
+        values = state.keys * state.group * state.value_dim
+        channels, span = state.inputs.shape[1:]
+        # Windows and what comes of them, and in 32 bits queries and keys, twice, and what is read and written.
+        each = channels * (span + 1) * state.inputs.itemsize
+        each += (4 * state.keys * state.key_dim * (1 + state.group) + 5 * values) * state.recurrent.itemsize
+        most = max(1, (self._elements * state.inputs.itemsize - count * values * state.inputs.itemsize) // each)
+        out_BHGV = rows.mixed.new_empty(count, state.keys, state.group, state.value_dim)
+        for start in range(0, count, most):
+            some = slice(start, min(start + most, count))
+            self._step_some(some, Rows(*(x[some] for x in rows)), ~goes_on_B[some], out_BHGV[some])
+        return out_BHGV
+
+    def _step_some(self, some: slice, rows: Rows, begins_B: Tensor, out_BHGV: Tensor) -> None:
+        """Do a step of some sequences, and write the outputs."""
+        inputs_BCT, s_BHGKV = self.state.inputs[some], self.state.recurrent[some]
+        # Not times 0, which would keep NaN.
+        inputs_BCT.masked_fill_(begins_B[:, None, None], 0)
+        s_BHGKV.masked_fill_(begins_B[:, None, None, None, None], 0)
+        inputs_BCT.copy_(torch.cat((inputs_BCT[:, :, 1:], rows.mixed.flatten(1)[:, :, None]), dim=2))
+        mixed_BC = functional.conv1d(inputs_BCT, self._conv_C1T, groups=len(self._conv_C1T)).squeeze(2)
         mixed_BPC = torch.unflatten(functional.silu(mixed_BC, inplace=True), 1, rows.mixed.shape[1:])
         qk_BH2K, v_BHGV = self._heads(mixed_BPC)
         qk_BH2K = _normed(qk_BH2K.float()).mul_(self._scales_21)
-        decay_BHG11 = self._log_decays(rows).exp_().mul_(goes_on_B11)[..., None, None]
+        decay_BHG11 = self._log_decays(rows).exp_()[..., None, None]
         # Reads of the old state serve the output, too: only its own update is missing there.
         reads_BHG2V = (qk_BH2K[:, :, None] @ s_BHGKV).mul_(decay_BHG11)
         new_BHGV = (v_BHGV - reads_BHG2V[..., 1, :]).mul_(rows.betas.sigmoid()[..., None])
         s_BHGKV.mul_(decay_BHG11).addcmul_(qk_BH2K[:, :, None, 1, :, None], new_BHGV[..., None, :])
         seen_BH = qk_BH2K.prod(dim=2).sum(-1)
-        out_BHGV = torch.addcmul(reads_BHG2V[..., 0, :], seen_BH[..., None, None], new_BHGV)
-        return out_BHGV.to(mixed_BC.dtype)
+        out_BHGV.copy_(torch.addcmul(reads_BHG2V[..., 0, :], seen_BH[..., None, None], new_BHGV))
 
     def _project(self, x_RD: Tensor, norm: Tensor) -> Rows:
         """Return the products of the norm of rows with the projections."""

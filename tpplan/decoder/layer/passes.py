@@ -144,11 +144,21 @@ class Decode:
 
     def pieces(
         self,
-        most: int,  # noqa: ARG002 (a step has few rows)
-        whole: Callable[[PromptSlice], bool],  # noqa: ARG002
+        most: int,
+        whole: Callable[[PromptSlice], bool],  # noqa: ARG002 (a step has one row of each sequence)
     ) -> Iterator[tuple[slice, Decode, None]]:
-        """Yield all rows; see :meth:`Prefill.pieces`."""
-        yield slice(None), self, None
+        """Yield slices of the rows and steps of them; see :meth:`Prefill.pieces`."""
+        count = next(len(each.places) for own in self.places.values() for each in own.values())
+        if count <= most:
+            yield slice(None), self, None
+            return
+        for start in range(0, count, most):
+            some = slice(start, min(start + most, count))
+            places = {
+                device: {length: each.of_rows(some) for length, each in own.items()}
+                for device, own in self.places.items()
+            }
+            yield some, Decode(self.angles, places), None
 
 
 Pass = Prefill | Decode

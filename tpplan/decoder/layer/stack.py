@@ -142,6 +142,20 @@ class Stack:
                 for aside, _ in adding.values():
                     aside.wait()
 
+    def clear(self, sequences: int) -> None:
+        """Clear the caches and states of the first sequences, on the devices of this process.
+
+        Numbers that are not finite would spoil later texts even where attention does not see them: 0 times NaN is NaN.
+        """
+        for heads in self.heads:
+            for each in heads.values():
+                each.cache.clear(sequences)
+        for layer in self.linear:
+            for linear in layer.values():
+                linear.state.clear(sequences)
+        if self.progress:
+            self.progress.set([0] * sequences)
+
     def has_fixed_experts(self, rows: int) -> bool:
         """Tell whether neither the host nor a shape depends on the experts that rows are routed to, in any layer."""
         return all(self._are_fixed(layer, rows) for layer, block in enumerate(self._blocks) if block.experts)

@@ -347,12 +347,12 @@ class Plain:
         q_RHK = heads.cache.mix_queries(qkv_RHK[:, : heads.queries])
 
         def find(some: slice, keys: slice) -> Tensor:
-            q_BHSK = q_RHK[some, :, None]
+            q_BHSK, sequences = q_RHK[some, :, None], slice(places.first + some.start, places.first + some.stop)
             if heads.cache.takes_parts(places.span):
-                read = heads.cache.parts(some, places.span, heads.queries)
+                read = heads.cache.parts(sequences, places.span, heads.queries)
                 parts = ((k, v, places.mask[some, ..., each]) for each, k, v in read)
                 return attend_in_parts(q_BHSK, parts, scoring=scoring).flatten(1)
-            k_BHTK, v_BHTK = heads.cache.read(some, keys, places.span)
+            k_BHTK, v_BHTK = heads.cache.read(sequences, keys, places.span)
             attending = partial(attend, mask=places.mask[some], recurs=True)
             return attend_by_runs(heads.runs_of(keys), q_BHSK, k_BHTK, v_BHTK, attending, scoring=scoring)
 
