@@ -107,6 +107,16 @@ def test_routers_that_are_refused(tmp_path: Path) -> None:
             Settings.read(read_config(tmp_path), model)
 
 
+def test_weights_of_scores_beside_another_scaling(tmp_path: Path) -> None:
+    """transformers multiplies the scores of latent attention by them whatever scales RoPE; the decoder with YaRN."""
+    directory = model_of("deepseek_v3").directory
+    config, model = json.loads((directory / "config.json").read_text()), read_model(directory)
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4, "mscale_all_dim": 0.7}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope, "rope_scaling": None}))
+    with pytest.raises(ModelError, match="mscale_all_dim is given"):
+        Settings.read(read_config(tmp_path), model)
+
+
 def test_what_routers_depend_on(tmp_path: Path) -> None:
     """Keys that a family's models have count, with the defaults of transformers; other keys are ignored."""
     directory = model_of("glm4_moe").directory

@@ -19,7 +19,7 @@ from tpplan.decoder.model.ropes import Ropes
 from tpplan.decoder.model.router import Key, Router
 from tpplan.decoder.model.stored import check_formats
 from tpplan.errors import ModelError
-from tpplan.exec.rope.scaling import Yarn
+from tpplan.exec.rope.scaling import Default, Yarn
 from tpplan.models.config import read_config
 from tpplan.models.families.wrappers import WRAPPERS, text_part
 from tpplan.models.formats import Scheme, read_scheme
@@ -355,7 +355,7 @@ class Settings:
             norm_eps=(_number(config, "rms_norm_eps", family.norm_eps) or family.norm_eps) / added**2,
             activation=_activation(config, model_type, family),
             embedding_scale=embedding / added,
-            attention_scale=_latent_scale(model, ropes) if has_latents else scale,
+            attention_scale=_latent_scale(config, model, ropes) if has_latents else scale,
             attention_cap=_number(config, "attn_logit_softcapping", family.attention_cap),
             # The whole model has an output matrix of its own, behind which transformers does nothing.
             logit_scale=1.0 if is_part else 1 / (multiplied("logits_scaling") or 1.0),
@@ -446,8 +446,18 @@ def _flat(data: Mapping[str, object], start: str = "") -> Iterator[tuple[str, st
             yield f"{start}{name}", str(value)
 
 
-def _latent_scale(model: ModelSpec, ropes: Ropes) -> float:
-    """Return the factor of the scores of latent attention: YaRN's weight of all elements of a head makes it larger."""
+def _latent_scale(config: Config, model: ModelSpec, ropes: Ropes) -> float:
+    """Return the factor of the scores of latent attention: YaRN's weight of all elements of a head makes it larger.
+
+    Raises:
+        ModelError: another scaling has that weight.
+    """
+    sections = (config.raw(key) for key in ("rope_parameters", "rope_scaling"))
+    weighted = any(isinstance(each, dict) and each.get("mscale_all_dim") for each in sections)
+    if weighted and not isinstance(ropes.rope.scaling, Default | Yarn):
+        raise config.error(
+            "mscale_all_dim is given, which the decoder computes with YaRN only", "run it by transformers"
+        )
     head_dim, scaling = next(each.attention.head_dim for each in model.blocks if each.attention), ropes.rope.scaling
     return (scaling.of_scores if isinstance(scaling, Yarn) else 1.0) / sqrt(head_dim)
 
