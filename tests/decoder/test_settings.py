@@ -108,7 +108,7 @@ def test_routers_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_of_scores_beside_another_scaling(tmp_path: Path) -> None:
-    """transformers multiplies the scores of latent attention by them whatever scales RoPE; the decoder with YaRN."""
+    """In transformers they count whatever scales RoPE, in the decoder with YaRN only."""
     directory = model_of("deepseek_v3").directory
     config, model = json.loads((directory / "config.json").read_text()), read_model(directory)
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4, "mscale_all_dim": 0.7}
