@@ -169,15 +169,9 @@ def plan(
 
     choices = {"cache": cache, "layout": layout, "strategy": strategy, "kv": kv}
     numbers = {"context": context, "batch": batch, "max_rows": max_rows, "tokens": tokens}
-    flags = {
-        "full_window": full_window or None,
-        "beyond": beyond or None,
-        "reserve": reserve or None,
-        "mtp": mtp or None,
-    }
-    asked: dict[str, Any] = {
-        name: value for name, value in {**choices, **numbers, **flags}.items() if value is not None
-    }
+    flags = {"full_window": full_window, "beyond": beyond, "reserve": reserve, "mtp": mtp}
+    asked: dict[str, Any] = {name: value for name, value in {**choices, **numbers}.items() if value is not None}
+    asked |= {name: value for name, value in flags.items() if value}
     if all_ or manifest:
         from tpplan.cli import manifest as on_manifest  # noqa: PLC0415
 
@@ -191,12 +185,11 @@ def plan(
     on_plans.apart(output, draft_output, reading=(model, gpus, draft))
     options = Options(**asked)
     spec, gpu_list, links = on_plans.read_model(model), parse_devices(gpus, on_plans.note), links_of(gpus)
-    inputs = Inputs(
-        spec, gpu_list, links, on_plans.read_draft(model, draft, draft_output, mtp=mtp), mtp or bool(draft_output)
-    )
+    drafting = on_plans.read_draft(model, draft, draft_output, mtp=mtp)
+    inputs = Inputs(spec, gpu_list, links, drafting, is_split=mtp or bool(draft_output))
     with console.busy("planning"):
         found = inputs.plan(options)
-        _, beside = inputs.with_room(options.request(spec), gpu_list)
+        beside = inputs.with_room(options.request(spec), gpu_list)[1] if draft_output else None
     on_plans.note_draft(inputs, options, found)
     on_plans.note_all(found, spec, options, links)
     for each, path in ((beside, draft_output), (found, output)):

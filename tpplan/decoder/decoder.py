@@ -12,7 +12,7 @@ from weakref import proxy
 import torch
 
 from tpplan.core.workspace import areas
-from tpplan.decoder.cache.heads import heads_of, latent_heads_of
+from tpplan.decoder.cache.heads import heads_of
 from tpplan.decoder.cache.state import Progress, states_of
 from tpplan.decoder.decoding.prefill_graphs import PrefillGraphs, graphs_of
 from tpplan.decoder.decoding.steps import Steps
@@ -163,14 +163,8 @@ class Decoder:
         has_states = any(block.linear for block in layers)
         self.keeps_all = not has_states and all(not window or window >= self.length for window in windows)
         kind = cache or request.cache.kind
-        heads = [
-            {}
-            if not block.attention
-            else latent_heads_of(context, layer, block.attention, self._settings.latent_rank, kind)
-            if block.attention.latent_dim
-            else heads_of(context, layer, windows[layer], kind)
-            for layer, block in enumerate(layers)
-        ]
+        rank = self._settings.latent_rank
+        heads = [heads_of(context, layer, block.attention, rank, kind) for layer, block in enumerate(layers)]
         own = (each.cache for layer in heads for each in layer.values())
         head_dims = {cache.head_dim for cache in own if not cache.value_dim}
         joint = len(context.all_devices) > 1

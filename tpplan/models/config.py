@@ -130,6 +130,19 @@ class Config:
             raise self._missing(key)
         return value
 
+    def number(self, key: str, least: float, most: float) -> float | None:
+        """Return a number, or None if the key is absent or null.
+
+        Raises:
+            ModelError: the value is not a number, or it is out of range.
+        """
+        value = self.raw(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise self.error(f"{key} is {str(value)[:60]}, expected a number from {least:g} to {most:g}")
+        return float(value)
+
     def flag(self, key: str, *, default: bool = False) -> bool:
         """Return true or false, or ``default`` if the key is absent or null.
 

@@ -15,12 +15,11 @@ from tpplan.files.jsontext import UNSEEN, NotJSONError, read_json
 from tpplan.models.checkpoint import Headers, read_headers
 from tpplan.models.config import Config, read_config
 from tpplan.models.families import LANGUAGE_MODELS, Tolerated, spec_from_config, tolerated
-from tpplan.models.families.aside import parts_aside
+from tpplan.models.families.aside import PREDICTION, parts_aside
 from tpplan.models.families.drafts import as_draft
 from tpplan.models.families.predictions import PREDICTIONS
 from tpplan.models.families.wrappers import text_part
 from tpplan.models.formats import read_scheme, stored_by_formula, stored_by_headers
-from tpplan.models.formats.matching import PREDICTION
 from tpplan.models.formats.scheme import Rule
 from tpplan.models.formats.storage import split_name
 from tpplan.models.formats.tools import DESCRIPTIONS
@@ -256,7 +255,7 @@ def read_prediction_layers(path: str | Path) -> ModelSpec:
             f"the files have no prediction layers, {count} of which {known.keys[0]} tells", "leave out --mtp"
         )
     found = Headers(own, headers.file_bytes).renamed(starts)
-    stacked = any(name.endswith(_STACKED) for name in found.tensors)
+    stacked = are_stacked(found, known.layers.partition("{layer}")[0])
     spec = spec_from_config(alone, name, stored=family, stacked=stacked)
     return evolve(
         stored_by_headers(spec, scheme, found, Tolerated(family.ignored, "", {}, extra_layers=False)), assumed=""
@@ -296,9 +295,9 @@ def _in_form(config: Config, headers: Headers, name: str) -> ModelSpec:
     return tied
 
 
-def are_stacked(headers: Headers) -> bool:
-    """Return whether a checkpoint has all experts of a layer in one tensor; layers for prediction do not count."""
-    return any(name.startswith(_LAYERS) and name.endswith(_STACKED) for name in headers.tensors)
+def are_stacked(headers: Headers, start: str = _LAYERS) -> bool:
+    """Return whether a checkpoint has all experts of a layer in one tensor; only layers whose names so start count."""
+    return any(name.startswith(start) and name.endswith(_STACKED) for name in headers.tensors)
 
 
 def _name(path: Path) -> str:

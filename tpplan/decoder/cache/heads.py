@@ -121,18 +121,26 @@ def attend_by_runs(
     return concat(parts, dim=1)
 
 
-def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int, Heads]:
+def heads_of(
+    context: TPContext, layer: int, attention: Attention | None, latent_rank: int, kind: str
+) -> dict[int, Heads]:
     """Return the attention heads of a layer by device, and allocate their caches.
 
     Args:
         context: the compiled plan.
         layer: number of the layer.
-        window: tokens that a query sees, itself included; 0 for all.
+        attention: sizes of the layer's attention; None if it has none.
+        latent_rank: elements of a latent, in layers with multi-head latent attention (MLA).
         kind: kind of cache.
 
     Raises:
         ExecutionError: the decoder has no cache of this kind.
     """
+    if attention is None:
+        return {}
+    if attention.latent_dim:
+        return _latent_heads_of(context, layer, attention, latent_rank, kind)
+    window = attention.window
     request, split = context.plan.request, context.plan.split(Axis.KV_HEADS, layer)
     group = context.plan.split(Axis.Q_HEADS, layer).size // split.size
     length = min(length_of(request), window) if window else length_of(request)
@@ -146,22 +154,12 @@ def heads_of(context: TPContext, layer: int, window: int, kind: str) -> dict[int
     return found
 
 
-def latent_heads_of(
+def _latent_heads_of(
     context: TPContext, layer: int, attention: Attention, value_dim: int, kind: str
 ) -> dict[int, Heads]:
-    """Return the attention heads of a layer with multi-head latent attention (MLA) by device, and allocate its caches.
+    """Return the heads of a layer with latent attention (MLA).
 
     Heads are cut, and every device that has any caches the rotary part and the latent of each token.
-
-    Args:
-        context: the compiled plan.
-        layer: number of the layer.
-        attention: sizes of the layer's attention.
-        value_dim: elements of a latent.
-        kind: kind of cache.
-
-    Raises:
-        ExecutionError: the decoder has no cache of this kind.
     """
     request, found = context.plan.request, {}
     shape = (request.batch, 1, length_of(request), attention.latent_dim)

@@ -106,6 +106,15 @@ class Stack:
         self._reduce = context.plan.request.layout == "reduce"
         self._places = {device: place for place, device in enumerate(context.devices)}
         self._joint_elements = self._most_joint(steps.values())
+        self._latents = [
+            {
+                device: Latents(own, steps[device], weights[device], layer, attention, settings, context.max_rows)
+                for device, own in heads[layer].items()
+            }
+            if (attention := block.attention) and attention.latent_dim
+            else {}
+            for layer, block in enumerate(blocks)
+        ]
         self._head_dims = [
             context.plan.split(Axis.KV_HEADS, layer).width if block.attention else 0
             for layer, block in enumerate(blocks)
@@ -201,19 +210,10 @@ class Stack:
         return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)
 
     def _latent_attention(self, layer: int, xs: tuple[Tensor, ...], rows: Pass) -> Partial:
-        attention, found = self._blocks[layer].attention, []
+        attention = self._blocks[layer].attention
         assert attention is not None  # noqa: S101 - only such layers are computed here
-        for device, heads in self.heads[layer].items():
-            latents = Latents(
-                heads,
-                self.steps[device],
-                self._weights[device],
-                layer,
-                attention,
-                self._settings,
-                self.context.max_rows,
-            )
-            found.append(latents.outputs(xs[self._places[device]], rows, device))
+        latents = self._latents[layer].items()
+        found = [each.outputs(xs[self._places[device]], rows, device) for device, each in latents]
         name = f"model.layers.{layer}.self_attn.o_proj"
         ys = self._project_back(layer, found, name, Axis.Q_HEADS, xs=xs, dim=attention.v_head_dim)
         return Partial(ys, Axis.Q_HEADS, self._norms.after_attention)

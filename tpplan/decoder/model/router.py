@@ -133,14 +133,5 @@ def _has_groups(config: Config) -> bool:
 
 
 def _number(config: Config, key: str, default: float, bounds: tuple[float, float]) -> float:
-    """Return a number of a config.json.
-
-    Raises:
-        ModelError: it is no number, or out of bounds.
-    """
-    value, (least, most) = config.raw(key), bounds
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise config.error(f"{key} is {str(value)[:60]}, expected a number from {least:g} to {most:g}")
-    return float(value)
+    value = config.number(key, *bounds)
+    return default if value is None else value

@@ -519,11 +519,4 @@ def _activation(config: Config, model_type: str, family: Family) -> str:
 
 def _number(config: Config, key: str, default: float | None) -> float | None:
     """Return a positive number of a config.json, or None for null; a key without a default is ignored."""
-    if default is None or key not in config:
-        return default
-    value = config.raw(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
-        raise config.error(f"{key} is {str(value)[:60]}, expected a number from {_LEAST:g} to {_MOST:g}")
-    return float(value)
+    return config.number(key, _LEAST, _MOST) if default is not None and key in config else default

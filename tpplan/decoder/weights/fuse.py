@@ -86,9 +86,14 @@ def _mix_rows(whole_EOI: Tensor) -> bool:
     Then rows of either are equally far apart, so that those of all experts can be seen as one matrix.
     """
     begin_overwriting(whole_EOI)
+    _interleave(whole_EOI)
+    return True
+
+
+def _interleave(whole_EOI: Tensor) -> None:
+    """Let the rows of the first half of each expert's alternate with the others, in their own memory."""
     for one_OI in whole_EOI:
         one_OI.copy_(torch.stack(one_OI.chunk(2), dim=1).flatten(0, 1))
-    return True
 
 
 _FUSED = {
@@ -299,8 +304,7 @@ def alternated(two: Sequence[Tensor], count: int) -> Tensor:
             for to, source in pairwise(cycle):
                 each[to].copy_(each[source])
             each[cycle[-1]].copy_(first)
-    for expert in torch.unflatten(whole, 0, (count, 2, -1)):
-        torch.unflatten(expert.flatten(0, 1), 0, (-1, 2)).copy_(expert.transpose(0, 1).clone())
+    _interleave(torch.unflatten(whole, 0, (count, -1)))
     return whole
 
 

@@ -10,11 +10,14 @@ from tpplan.models.families.wrappers import HEARS, SEES, WRAPPERS
 if TYPE_CHECKING:
     from tpplan.models.config import Config
 
+#: What plans call layers that predict further tokens.
+PREDICTION: Final = "prediction layers"
+
 #: Keys that configs of the hub have for each part: an object or a name for towers, a number of layers for predictions.
 _KEYS: Final = {
     SEES: ("vision_config", "vision_tower", "mm_vision_tower", "vit_config", "visual"),
     HEARS: ("audio_config", "audio_encoder_config", "speech_config"),
-    "prediction layers": (
+    PREDICTION: (
         *("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_layers"),
         "mtp_num_hidden_layers",
     ),

@@ -26,12 +26,25 @@ from tpplan.models.families.rows import (
     norm,
     outside,
 )
-from tpplan.models.families.shape import FULL, LINEAR, MAX_PARTS, STACKED, every_layer, except_every, linear_layers
+from tpplan.models.families.shape import (
+    FULL,
+    LINEAR,
+    MAX_PARTS,
+    STACKED,
+    every_layer,
+    except_every,
+    linear_layers,
+    renamed,
+)
 from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_expert, sparse_steps
 from tpplan.models.families.table import Family, Row
 
 if TYPE_CHECKING:
     from tpplan.models.config import Config
+
+
+#: What remote code calls the context.
+_CONTEXT: Final = {"model_max_length": "max_position_embeddings"}
 
 
 def _delta_net(config: Config) -> LinearAttention:
@@ -111,8 +124,7 @@ def _kimi(config: Config) -> Config:
         part, key = told
         problem = f"{key} is {str(part.raw(key))[:60]}, of which Kimi Linear has no tensors"
         raise part.error(problem, "the model is a later one, which is not supported")
-    if config.raw("max_position_embeddings") is None and config.raw("model_max_length") is not None:
-        config = config.having("max_position_embeddings", config.raw("model_max_length"))
+    config = renamed(config, _CONTEXT, keep=True)
     if config.raw("linear_attn_config") is None:
         return config
     inner = config.section("linear_attn_config")
@@ -195,16 +207,13 @@ def _olmo_linear(config: Config, layers: int) -> tuple[bool, ...]:
 
 def _bailing(config: Config) -> Config:
     """Read the context and the heads of linear attention by their names."""
-    if config.raw("max_position_embeddings") is None and config.raw("model_max_length") is not None:
-        config = config.having("max_position_embeddings", config.raw("model_max_length"))
-    for own, usual in (
-        ("head_dim", "linear_head_dim"),
-        ("num_attention_heads", "linear_num_heads"),
-        ("short_conv_kernel_size", "linear_conv_kernel_dim"),
-    ):
-        if config.raw(usual) is None and config.raw(own) is not None:
-            config = config.having(usual, config.raw(own))
-    return config
+    names = {
+        **_CONTEXT,
+        "head_dim": "linear_head_dim",
+        "num_attention_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }
+    return renamed(config, names, keep=True)
 
 
 #: Latent attention with a gate for each head, and Kimi Delta Attention whose gates have no rank.

@@ -24,26 +24,17 @@ from tpplan.models.families.rows import (
     numbered,
     outside,
 )
-from tpplan.models.families.shape import MAX_PARTS
+from tpplan.models.families.shape import MAX_PARTS, renamed
 from tpplan.models.families.sparse import SHARED, after_dense
 from tpplan.models.families.table import Family, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from tpplan.models.config import Config
-
-
-def _renamed(config: Config, names: Mapping[str, str]) -> Config:
-    """Return the config with the values of keys under their usual names."""
-    for own, usual in names.items():
-        config = config.having(usual, config.raw(own)) if config.raw(own) is not None else config
-    return config
 
 
 def _qwen(config: Config) -> Config:
     """Read the padded vocabulary of early configs, and the size of heads."""
-    return _renamed(config, {"padded_vocab_size": "vocab_size", "kv_channels": "head_dim"})
+    return renamed(config, {"padded_vocab_size": "vocab_size", "kv_channels": "head_dim"})
 
 
 def _halved(config: Config, shape: Shape) -> Shape:
@@ -60,7 +51,7 @@ def _halved(config: Config, shape: Shape) -> Shape:
 
 def _baichuan(config: Config) -> Config:
     """Read the context by its name in configs of models with ALiBi."""
-    return config if "max_position_embeddings" in config else _renamed(config, {"model_max_length": _CONTEXT})
+    return config if "max_position_embeddings" in config else renamed(config, {"model_max_length": _CONTEXT})
 
 
 def _chatglm(config: Config) -> Config:
@@ -75,7 +66,7 @@ def _chatglm(config: Config) -> Config:
         raise config.error("rmsnorm is false, which tpplan does not support")
     grouped = config.flag("multi_query_attention")
     config = config.having("add_qkv_bias", config.flag("add_qkv_bias") or config.flag("add_bias_linear"))
-    return _renamed(
+    return renamed(
         config,
         {
             "padded_vocab_size": "vocab_size",

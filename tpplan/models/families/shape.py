@@ -10,7 +10,7 @@ from tpplan.core.axes import MAX_LAYERS
 from tpplan.models.families.table import Family, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tpplan.core.model import LinearAttention
     from tpplan.models.config import Config
@@ -166,6 +166,20 @@ def windows(
         return tuple(window if layer else 0 for layer in bounded)
 
     return read
+
+
+def renamed(config: Config, names: Mapping[str, str], *, keep: bool = False) -> Config:
+    """Return the config with the values of keys under their usual names.
+
+    Args:
+        config: the config.
+        names: the usual name of each key.
+        keep: whether a value that is already there under the usual name stays.
+    """
+    for own, usual in names.items():
+        if config.raw(own) is not None and not (keep and config.raw(usual) is not None):
+            config = config.having(usual, config.raw(own))
+    return config
 
 
 def layer_types(config: Config, layers: int, kind: str) -> tuple[bool, ...]:

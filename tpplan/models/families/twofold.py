@@ -9,7 +9,7 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.models.families.latent import MLA, with_latent
 from tpplan.models.families.rows import ALWAYS, EXPERTS, correction, gated, linear, norm, outside
-from tpplan.models.families.shape import MAX_PARTS, every_layer
+from tpplan.models.families.shape import MAX_PARTS, every_layer, renamed
 from tpplan.models.families.table import Family, Shape
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ _latent = with_latent()
 
 def _longcat(config: Config) -> Config:
     """Read the number of layers and the width of experts by their names."""
-    for own, usual in (("num_layers", "num_hidden_layers"), ("expert_ffn_hidden_size", "moe_intermediate_size")):
-        config = config.having(usual, config.raw(own)) if config.raw(own) is not None else config
-    return config
+    return renamed(config, {"num_layers": "num_hidden_layers", "expert_ffn_hidden_size": "moe_intermediate_size"})
 
 
 def _two_latents(config: Config, shape: Shape) -> Shape:

@@ -17,6 +17,8 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.core.model import NotPlanned, Parameter, Segment
 from tpplan.errors import ModelError
+from tpplan.models.families.aside import PREDICTION
+from tpplan.models.families.wrappers import HEARS, SEES
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.scheme import Form
 from tpplan.models.formats.storage import Stored, split_name, store
@@ -35,12 +37,11 @@ if TYPE_CHECKING:
 
 BUFFERS: Final = "buffers"
 OTHERS: Final = "other parts"
-PREDICTION: Final = "prediction layers"
 
 #: What tensors are, by a part of their names; the first that matches decides.
 _PARTS: Final = {
     "adapters": r"(?:^|\.)lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)(?:\.|$)",
-    "audio tower": (
+    HEARS: (
         r"(?:^|\.)(?:audio_tower|audio_model|audio_encoder|audio_embed|embed_audio|apm|whisper|"
         r"multi_modal_projector\.audio|audio_projection_layer|audio_multi_modal_projector|audio_adapter)(?:\.|$)"
     ),
@@ -48,7 +49,7 @@ _PARTS: Final = {
         r"^(?:model\.|thinker\.)?(?:multi_modal_projector|multimodal_projector|mm_projector|vision_projector|"
         r"image_projector|image_newline|view_seperator|mlp1|aligner|connector|embed_vision)(?:\.|$)"
     ),
-    "vision tower": (
+    SEES: (
         r"(?:^|\.)(?:vision|vision_tower|vision_model|vision_encoder|visual|vision_embed_tokens|image_tower|image_encoder|"
         r"img_processor|vision_embedder|vpm|vit)(?:\.|$)"
     ),

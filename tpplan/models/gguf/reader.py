@@ -14,6 +14,7 @@ from tpplan.errors import ModelError
 from tpplan.models.checkpoint import Headers, Tensor
 from tpplan.models.config import Config
 from tpplan.models.families import spec_from_config
+from tpplan.models.families.aside import PREDICTION
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.matching import BUFFERS
 from tpplan.models.gguf.architectures import Architecture, architecture_of, name_of
@@ -169,7 +170,7 @@ def _label(name: str, layers: int) -> str:
         return BUFFERS
     number = name.removeprefix("blk.").partition(".")[0]
     if number.isdecimal() and len(number) < _LONGEST_NUMBER and int(number) >= layers:
-        return "prediction layers"
+        return PREDICTION
     return "other tensors"
 
 
