@@ -16,17 +16,20 @@ from tests.bench_decode_cases import CONFIG
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Runs commands, one after the other, where packages that are for GPUs cannot be found.
+#: Runs commands, one after the other, where some packages cannot be found.
 PROBE = """
 import importlib.abc, json, sys
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, *_):
-        if name.partition(".")[0] in {"cuda", "llvmlite", "numba", "numba_cuda"}:
+        if name.partition(".")[0] in sys.argv[2:]:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 from tpplan.__main__ import main
 sys.exit([words for words in json.loads(sys.argv[1]) if main(words)] or 0)
 """
+
+#: Packages that are for GPUs.
+FOR_GPUS = ("cuda", "llvmlite", "numba", "numba_cuda")
 
 COMMANDS = (
     ["selftest", "plan.json", "--transport", "events"],
@@ -45,8 +48,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run(folder: Path, commands: list[list[str]], *missing: str) -> subprocess.CompletedProcess[str]:
+    """Run commands in a process that lacks some packages."""
+    words = [sys.executable, "-c", PROBE, json.dumps(commands), *missing]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+
+
 def test_virtual_devices_need_no_cuda(folder: Path) -> None:
     """Commands that run plans do so on virtual devices where neither CUDA's bindings nor numba are installed."""
-    asked = json.dumps([[*words, "--backend", "cpu"] for words in COMMANDS])
-    done = subprocess.run([sys.executable, "-c", PROBE, asked], cwd=folder, capture_output=True, text=True, check=False)
+    done = run(folder, [[*words, "--backend", "cpu"] for words in COMMANDS], *FOR_GPUS)
     assert done.returncode == 0, done.stderr
+
+
+def test_torch_is_named_where_it_is_missing(folder: Path) -> None:
+    """Commands that run plans say that torch is not installed, and what installs it, whichever engine is asked for."""
+    engines = [[*COMMANDS[1], "--engine", engine] for engine in ("auto", "tpplan", "transformers")]
+    asked = [*map(list, COMMANDS), *engines]
+    done = run(folder, asked, "torch", *FOR_GPUS)
+    assert done.stdout == ""
+    assert done.stderr.count(
+        "error: running a plan needs torch, which is not installed\nhint: python -m pip install "
+    ) == (len(asked)), done.stderr
