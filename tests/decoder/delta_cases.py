@@ -148,6 +148,10 @@ def _outputs(layer: GatedDelta, rows: Rows, recur: Recurring) -> Tensor:
 def _cloned(rows: Rows) -> tuple[Rows, list[Tensor]]:
     """Return rows with the same strides in memory of their own, and that memory."""
     bases = {each.untyped_storage().data_ptr(): each for each in rows}
-    copies = {start: torch.empty_like(x[:0]).set_(x.untyped_storage().clone())  # type: ignore[no-untyped-call] for start, x in bases.items()}
+    copies = {start: torch.empty_like(x[:0]).set_(_cloned_storage(x)) for start, x in bases.items()}
     found = (copies[x.untyped_storage().data_ptr()].as_strided(x.shape, x.stride(), x.storage_offset()) for x in rows)
     return Rows(*found), [*copies.values()]
+
+
+def _cloned_storage(x: Tensor) -> torch.UntypedStorage:
+    return x.untyped_storage().clone()  # type: ignore[no-untyped-call,no-any-return]
