@@ -41,8 +41,8 @@ COLUMNS = 4096
 CALLS, TIMES, REPLAYS, ROUNDS = 60, 100, 5, 7
 #: Calls between virtual devices, of which nobody wants the exact times.
 FEW_CALLS = 10
-#: Seconds after which a process says where it is and ends, and after which it is ended.
-_SECONDS, _MOST_SECONDS = 560, 580
+#: Seconds after which a process that is at an operation of one size says where and ends, and after which all are ended.
+_SECONDS, _MOST_SECONDS = 120, 580
 
 
 def plan_for(processes: int) -> SplitPlan:
@@ -232,6 +232,7 @@ def run(place: torch.device) -> bool:
             say(f"\n{operation}, µs; in brackets how many times as long as tpplan. {children.NO_MULTICAST}\n")
             say(f"| size | how | {' | '.join(names)} | best of the others |", "|---" * (len(names) + 3) + "|")
             for rows in ROWS if place.type == "cuda" else ROWS[:2]:
+                faulthandler.dump_traceback_later(_SECONDS, exit=True)
                 for how, found in turns.measured(operation, rows):
                     say(cells(rows * COLUMNS * DTYPE.itemsize, how, names, found))
                     complete &= "tpplan" in found
