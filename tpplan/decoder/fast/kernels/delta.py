@@ -227,8 +227,8 @@ def _recur(name: str, low: Any, high: Any, two: Any) -> Kernel:  # noqa: C901, P
         turns, rows,
     ):  # fmt: skip
         ptx.after_earlier_with_next()
-        raw = cuda.shared.array(_RAW, types.uint32)
-        qk = cuda.shared.array(_QKS, FLOAT32)
+        raw = cuda.shared.array(_RAW, types.uint32, 16)
+        qk = cuda.shared.array(_QKS, FLOAT32, 16)
         vs = cuda.shared.array(_VS, FLOAT32)
         numbers = cuda.shared.array(_ALL_NUMBERS, FLOAT32)
         turn = cuda.shared.array(1, types.uint32)
