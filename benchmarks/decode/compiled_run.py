@@ -327,7 +327,8 @@ class Symmetric:
 
     def __init__(self, place: torch.device, size: int) -> None:
         """Allocate a buffer of so many bytes."""
-        symm_mem.set_backend("CUDA")
+        if symm_mem.get_backend(place) != "CUDA":  # which may be none that can be set, but is the one by default
+            symm_mem.set_backend("CUDA")
         self._group = distributed.distributed_c10d._get_default_group().group_name  # noqa: SLF001
         self._buffer = symm_mem.empty(size, dtype=torch.uint8, device=place)
         symm_mem.rendezvous(self._buffer, self._group)

@@ -34,7 +34,8 @@ class Symmetric:
 
     def __init__(self, place: torch.device, elements: int) -> None:
         """Allocate a symmetric tensor of so many elements, and an ordinary one."""
-        symm_mem.set_backend("CUDA")
+        if symm_mem.get_backend(place) != "CUDA":  # which may be none that can be set, but is the one by default
+            symm_mem.set_backend("CUDA")
         self._group = distributed.distributed_c10d._get_default_group().group_name  # noqa: SLF001
         self._operand = symm_mem.empty(elements, dtype=DTYPE, device=place).zero_()
         self._handle = symm_mem.rendezvous(self._operand, self._group)
