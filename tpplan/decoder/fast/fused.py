@@ -229,11 +229,8 @@ class Fused(Plain):
 
     def choose(self, logits_RE: Tensor, count: int, router: Router, correction_E: Tensor | None = None) -> Tensor:
         """Return the experts that rows are routed to, ``[R, 2 × C]``: their weights, then their numbers."""
-        if self._experts and router.is_softmax and correction_E is None:
-            found = self._experts.choose(logits_RE, count, normalised=router.normalised)
-            if found is not None:
-                return found
-        return super().choose(logits_RE, count, router, correction_E)
+        found = self._experts.choose(logits_RE, count, router, correction_E) if self._experts else None
+        return super().choose(logits_RE, count, router, correction_E) if found is None else found
 
     def takes_experts_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
         """Tell whether :meth:`experts_up` has kernels that are no slower than torch for this number of rows."""
