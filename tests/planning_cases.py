@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -13,6 +15,7 @@ from tpplan.core.model import ModelSpec
 from tpplan.core.plan import Cache, Request
 from tpplan.models.config import parse_config
 from tpplan.models.families import spec_from_config
+from tpplan.models.reader import read_model
 from tpplan.planner.ledger import demands
 
 if TYPE_CHECKING:
@@ -52,6 +55,14 @@ def spec(**keys: object) -> ModelSpec:
         "torch_dtype": "bfloat16",
     }
     return spec_from_config(parse_config(json.dumps(config | keys).encode(), "config.json"), "tiny")
+
+
+def read_config(config: dict[str, Any]) -> ModelSpec:
+    """Return the model that a config describes, quantised as it says."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        return read_model(path)
 
 
 #: True shapes: DeepSeek-V2-Lite, GLM-4.7-Flash, DeepSeek-V3.2 of fewer layers, Qwen3-Next, Gemma 3 12B.

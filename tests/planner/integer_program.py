@@ -11,6 +11,8 @@ from attrs import frozen
 from tests.later import optimize, sparse
 from tests.planning_cases import MIB
 from tpplan.core.axes import minimum_units
+from tpplan.planner.costs import THOUSANDTHS
+from tpplan.planner.speed import bandwidth_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +58,7 @@ class Program:
         wanted, devices = task.wanted, task.devices
         axes, count = wanted.axes, len(devices)
         flags, uses, times = len(axes) * count, 2 * len(axes) * count, 2 * len(axes) * count + count
-        by_reads = task.request.strategy == "latency"
+        by_time = task.request.strategy == "latency"
         stages = stages_of(task)
         last = times + len(stages)
         rows: list[tuple[dict[int, float], float, float]] = []
@@ -71,16 +73,16 @@ class Program:
                 rows.append(({y: 1, uses + d: -1}, -np.inf, 0))
         for d, device in enumerate(devices):
             used: dict[int, float] = {uses + d: wanted.common.bytes + device.overhead_bytes}
-            loads: list[dict[int, float]] = [{} if by_reads else dict(used) for _ in stages]
+            loads: list[dict[int, float]] = [{} if by_time else dict(used) for _ in stages]
             for i, axis in enumerate(axes):
                 unit, x, y = axis.unit_cost(), i * count + d, flags + i * count + d
                 fixed = axis.fixed_cost()
                 used |= {x: unit.bytes, y: fixed.bytes}
-                load = loads[stages.index(axis.stage) if by_reads else 0]
-                load |= {x: unit.reads if by_reads else unit.bytes, y: fixed.reads if by_reads else fixed.bytes}
+                load = loads[stages.index(axis.stage) if by_time else 0]
+                load |= {x: unit.time if by_time else unit.bytes, y: fixed.time if by_time else fixed.bytes}
             budgets.append(len(rows))
             rows.append(({k: v / MIB for k, v in used.items()}, -np.inf, device.budget_bytes / MIB))
-            speed = device.bandwidth_bytes_per_second / _PER_SECOND if by_reads else device.budget_bytes
+            speed = bandwidth_of(device) * THOUSANDTHS / _PER_SECOND if by_time else device.budget_bytes
             for s, load in enumerate(loads):
                 rows.append(({times + s: -1, **{k: v / speed for k, v in load.items()}}, -np.inf, 0))
         rows.append(({last: -1, **{times + s: 1 for s in range(len(stages))}}, -np.inf, 0))
@@ -159,8 +161,8 @@ def measures(task: Case, bounds: Sequence[Sequence[int]]) -> list[float]:
             held = [(a, -(-(row[d + 1] - row[d]) // a.unit)) for a, row in zip(wanted.axes, bounds, strict=True)]
             costs = [(a, a.unit_cost().part(n, 1) + a.fixed_cost()) for a, n in held if n]
             if task.request.strategy == "latency":
-                reads = sum(cost.reads for axis, cost in costs if axis.stage == stage)
-                of_devices.append(reads / device.bandwidth_bytes_per_second * _PER_SECOND)
+                time = sum(cost.time for axis, cost in costs if axis.stage == stage)
+                of_devices.append(time / THOUSANDTHS / bandwidth_of(device) * _PER_SECOND)
             elif costs:
                 load = sum((cost for _, cost in costs), wanted.common)
                 of_devices.append((load.bytes + device.overhead_bytes) / device.budget_bytes)

@@ -91,8 +91,7 @@ def test_no_other_cut_is_faster(heads: tuple[int, int], rates: list[int], tokens
     assert made.split(Axis.KV_HEADS).replicas > 1
     others = other_cuts(made, model)
     assert made.splits in [other.splits for other in others]
-    # Kernels take a hundredth longer to read weights than the cache, which the strategy does not count.
-    assert time_of(made, model) * 100 <= min(time_of(other, model) for other in others) * 101
+    assert time_of(made, model) * 1000 <= min(time_of(other, model) for other in others) * 1001
 
 
 def both_cuts(made: SplitPlan) -> list[SplitPlan]:

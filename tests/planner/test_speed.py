@@ -12,7 +12,8 @@ import pytest
 from attrs import evolve
 
 import tpplan
-from tests.planning_cases import spec
+from tests.models.test_formats_experts import DEEPSEEK_V4
+from tests.planning_cases import read_config, spec
 from tests.render_cases import plain
 from tpplan.cli.plans import remake
 from tpplan.core.axes import Axis
@@ -24,10 +25,11 @@ from tpplan.files.codec import dumps, unstructure
 from tpplan.hardware.spec import parse_devices
 from tpplan.planfile import codec
 from tpplan.planner.attempt import Attempt, attempt
+from tpplan.planner.kinds import KINDS, ROWS, kind_of
 from tpplan.planner.ledger import _power
 from tpplan.planner.place import Effort
 from tpplan.planner.plan import plan, replan
-from tpplan.planner.speed import KINDS, ROWS, predict
+from tpplan.planner.speed import predict
 from tpplan.render.html import page
 from tpplan.render.show import show
 from tpplan.reports.show import faster_with_fewer, of_other_strategy, show_report
@@ -225,6 +227,36 @@ def test_experts_that_a_batch_reads() -> None:
         part = 1 - (7 / 8) ** rows
         slower = KINDS["dense"].slower[at] * dense + KINDS["experts4"].slower[at] * experts * part
         assert weights_ns == pytest.approx(slower / 1000 / H100.read_bytes_per_second * 1e9, rel=2e-3)
+
+
+def test_experts_of_four_bits_are_no_bytes() -> None:
+    """DeepSeek-V4 stores two weights of an expert in an ``I8``: 43 layers of 256 experts of three matrices."""
+    model = read_config(DEEPSEEK_V4)
+    sizes: dict[str, int] = {}
+    for block in model.blocks:
+        for parameter in block.parameters:
+            kind = kind_of(parameter, model, block)
+            sizes[kind] = sizes.get(kind, 0) + parameter.bytes * len(block.layers)
+    assert sizes["experts4"] == 43 * 256 * 3 * 2048 * 4096 * (32 // 2 + 1) // 32
+    assert "experts8" not in sizes
+    assert sizes["codes8"] > 43 * 3 * 2048 * 4096
+
+
+@pytest.mark.parametrize("halved", [False, True])
+def test_bytes_and_halves(halved: bool, tmp_path: Path) -> None:
+    """An ``I8`` is a weight of INT8, as compressed-tensors stores it, and two weights of INT4, as torchao may."""
+    weights: dict[str, object] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    coded = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    model = model_of("Llama-3.1-8B", {**coded, "config_groups": groups}, tmp_path)
+    (block,) = model.blocks
+    matrices = [parameter for parameter in block.parameters if parameter.dtype == "I8"]
+    assert len(matrices) == 7
+    for matrix in matrices:
+        out, inputs = matrix.dims
+        half = tuple(evolve(segment, length=segment.length // 2) for segment in inputs)
+        stored = evolve(matrix, dims=(out, half)) if halved else matrix
+        assert kind_of(stored, model, block) == ("codes4" if halved else "codes8")
 
 
 def uneven() -> list[Device]:

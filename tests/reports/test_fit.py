@@ -17,8 +17,8 @@ from tpplan.core.device import Device
 from tpplan.core.plan import Cache
 from tpplan.files.codec import unstructure
 from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.kinds import KINDS
 from tpplan.planner.plan import plan
-from tpplan.planner.speed import KINDS
 from tpplan.render.fit import fit as view
 from tpplan.reports.fit import QUANTISATIONS, FitReport, _whole_bits, fit
 

@@ -25,7 +25,7 @@ def _with(
 ) -> SplitPlan:
     """Return a plan of these budgets whose devices use these bytes, half of them overhead, and read those per token."""
     devices = tuple(
-        attrs.evolve(device, budget_bytes=budget, bandwidth_bytes_per_second=speed)
+        attrs.evolve(device, budget_bytes=budget, bandwidth_bytes_per_second=speed * 10**12)
         for device, budget, speed in zip(plan.devices, budgets, (3, 1, 0, 0), strict=True)
     )
     memory = tuple(

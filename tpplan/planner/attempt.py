@@ -90,8 +90,9 @@ def attempt(
         left = [evolve(d, budget_bytes=d.budget_bytes - request.reserved(i)) for i, d in enumerate(devices)]
         counts = exllamav2_counts(model, whole, left)
         return None if counts is None else finish(model, devices, request, wanted, counts)
-    rates = bandwidths(devices) if request.strategy == "latency" else (0,) * len(devices)
-    bins = [bin_of(device, wanted, request.reserved(i), rates[i]) for i, device in enumerate(devices)]
+    speeds = map(bandwidth_of, devices) if request.strategy == "latency" else (0,) * len(devices)
+    hosts = enumerate(zip(devices, speeds, strict=True))
+    bins = [bin_of(device, wanted, request.reserved(i), speed) for i, (device, speed) in hosts]
     solver = solve_stages if request.strategy == "latency" else solve
 
     def placed(some: Demands, hosts: Sequence[Bin], effort: Effort) -> Counts | None:
@@ -177,25 +178,17 @@ def _item(demand: Demand, strategy: str) -> Item:
     minimum = minimum_units(demand.axis, demand.size, demand.unit)
     attention = demand.axis in {Axis.KV_HEADS, Axis.LINEAR_HEADS}
     if strategy == "latency":
-        return Item(
-            demand.units, minimum, unit.bytes, kept.bytes, unit.reads, kept.reads, attention, stage=demand.stage
-        )
+        return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.time, kept.time, attention, stage=demand.stage)
     # What value heads share is small, and no reason to compute all of them on one device.
     load = kept if demand.replicas > 1 else demand.kept
     return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.bytes, load.bytes, attention)
-
-
-def bandwidths(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Return the bandwidths that devices share reads by: the catalogue's, or if it lacks one, those measured."""
-    rates, measured = [device.bandwidth_bytes_per_second for device in devices], [*map(bandwidth_of, devices)]
-    return tuple(measured if all(measured) and not all(rates) else rates)
 
 
 def bin_of(device: Device, wanted: Demands, reserved: int = 0, bandwidth: int = 0) -> Bin:
     """Return a device as a bin, with its room, and its bandwidth as speed, or its budget if that is 0."""
     room = device.budget_bytes - device.overhead_bytes - wanted.common.bytes - reserved
     if bandwidth:
-        return Bin(room, bandwidth, wanted.common.reads)
+        return Bin(room, bandwidth, wanted.common.time)
     return Bin(room, device.budget_bytes, wanted.common.bytes + device.overhead_bytes + reserved)
 
 

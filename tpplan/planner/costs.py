@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import gcd
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from attrs import evolve, frozen
 
@@ -11,6 +11,9 @@ from tpplan.core.axes import Axis, unit_count
 
 #: What devices compute between two sums, after which they go on together: the axis that stands for it, and its layers.
 Stage: TypeAlias = tuple[str, str]
+
+#: The parts of a byte that times are counted in.
+THOUSANDTHS = 1000
 
 _STANDS_FOR = {
     Axis.LINEAR_HEADS: Axis.KV_HEADS,
@@ -21,12 +24,26 @@ _STANDS_FOR = {
 
 @frozen
 class Cost:
-    """Bytes by bucket, and how many of these bytes one decoded token reads."""
+    """Bytes by bucket, and what a decode step reads of them.
+
+    Attributes:
+        weights: bytes of weights.
+        cache: bytes of the cache.
+        workspace: bytes of the workspace.
+        reads: how many of these bytes one token reads.
+        time: what a step of the plan's batch takes, in the time in which a device reads a thousandth of a byte.
+    """
 
     weights: int = 0
     cache: int = 0
     workspace: int = 0
     reads: int = 0
+    time: int = 0
+
+    @classmethod
+    def of_cache(cls, size: int) -> Self:
+        """Return the cost of a cache, all of which a step reads."""
+        return cls(cache=size, reads=size, time=THOUSANDTHS * size)
 
     @property
     def bytes(self) -> int:
@@ -40,16 +57,18 @@ class Cost:
             self.cache + other.cache,
             self.workspace + other.workspace,
             self.reads + other.reads,
+            self.time + other.time,
         )
 
     def part(self, numerator: int, denominator: int, *, up: bool = False) -> Cost:
-        """Return a fraction of the cost, rounded down, or up with ``up``; reads, an estimate, always round up."""
+        """Return a fraction of the cost, rounded down, or up with ``up``; what is read, an estimate, always is."""
         more = denominator - 1 if up else 0
         return Cost(
             (self.weights * numerator + more) // denominator,
             (self.cache * numerator + more) // denominator,
             (self.workspace * numerator + more) // denominator,
             -(-self.reads * numerator // denominator),
+            -(-self.time * numerator // denominator),
         )
 
 
@@ -120,7 +139,7 @@ class Demand:
 
     def _elements(self, elements: int) -> Cost:
         part = self.split.part(elements, self.size)
-        return Cost(part.weights, part.cache, self.split.workspace * unit_count(elements, self.unit), part.reads)
+        return evolve(part, workspace=self.split.workspace * unit_count(elements, self.unit))
 
 
 @frozen
@@ -139,8 +158,10 @@ class Demands:
         """Return the costs with all weights smaller or larger in proportion, rounded up."""
 
         def scaled(cost: Cost) -> Cost:
-            weights, reads = (-(-size * numerator // denominator) for size in (cost.weights, cost.reads - cost.cache))
-            return evolve(cost, weights=weights, reads=max(0, reads) + cost.cache)
+            cached = Cost.of_cache(cost.cache)
+            of_weights = cost.weights, cost.reads - cached.reads, cost.time - cached.time
+            weights, reads, time = (max(0, -(-each * numerator // denominator)) for each in of_weights)
+            return evolve(cost, weights=weights, reads=reads + cached.reads, time=time + cached.time)
 
         axes = (evolve(d, split=scaled(d.split), kept=scaled(d.kept), head=scaled(d.head)) for d in self.axes)
         return Demands(tuple(axes), scaled(self.common))

@@ -16,6 +16,7 @@ from tpplan.core.model import Segment
 from tpplan.core.plan import CACHE_KINDS, DeviceMemory, Request
 from tpplan.core.workspace import ITEM_BYTES, common_workspace, rope_workspace, unit_workspace
 from tpplan.planner.costs import Cost, Demand, Demands
+from tpplan.planner.kinds import KINDS, at_rows, is_expert, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -145,13 +146,13 @@ def demands(
             _add_cache(own[Axis.KV_HEADS], block.attention, len(block.layers), request, ITEM_BYTES[model.dtype])
         if block.linear:
             states = (each * len(block.layers) * request.batch for each in _state_bytes(block.linear, model.dtype))
-            values, keys = (Cost(cache=state, reads=state) for state in states)
+            values, keys = map(Cost.of_cache, states)
             own[Axis.LINEAR_HEADS].split += values
             own[Axis.LINEAR_HEADS].add_heads(keys)
         for parameter in block.parameters:
-            common += _charge(own, parameter, block, request.layout, rows)
+            common += _charge(own, parameter, model, block, request, rows=rows)
     for parameter in model.parameters:
-        common += _charge(shared, parameter, None, request.layout, rows)
+        common += _charge(shared, parameter, model, None, request, rows=rows)
     gated = any(group.axis is Axis.LINEAR_HEADS for group in groups.values())
     axes = tuple(_demand(g, model.dtype, request, gated=gated) for g in sorted(groups.values(), key=_order))
     sizes = [(d.axis, d.size, d.width) for d in axes]
@@ -204,19 +205,24 @@ def _add_cache(group: _Group, attention: Attention, layers: int, request: Reques
         tokens = min(tokens, request.batch * attention.window)
     heads = tokens * layers * _head_bytes(attention, request.cache.kind) * attention.kv_heads
     latent = layers * (tokens * _latent_bytes(attention, request.cache.kind) + compressed + buffers)
-    group.add_heads(Cost(cache=heads, reads=heads))
-    group.kept += Cost(cache=latent, reads=latent)
+    group.add_heads(Cost.of_cache(heads))
+    group.kept += Cost.of_cache(latent)
 
 
-def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, layout: str, rows: int) -> Cost:
+def _charge(
+    own: dict[Axis, _Group], parameter: Parameter, model: ModelSpec, block: Block | None, request: Request, *, rows: int
+) -> Cost:
     """Charge a parameter to the axes that cut it or that it belongs to; return the rest, common to all devices."""
-    dim = parameter.cut_dim(layout)
+    dim = parameter.cut_dim(request.layout)
     segments = (Segment(None, 1),) if dim is None else parameter.dims[dim]
     length = sum(segment.length for segment in segments)
+    slower = at_rows(KINDS[kind_of(parameter, model, block)].slower, request.batch)
     layers = len(block.layers) if block else 1
     common = Cost()
     for segment in segments:
-        cost = _weights(parameter, parameter.bytes * layers * segment.length // length, block, rows)
+        size = parameter.bytes * layers * segment.length // length
+        reads, batch = (_reads(parameter, size, block, each) for each in (rows, request.batch))
+        cost = Cost(weights=size, reads=reads, time=batch * slower)
         payer = segment.axis or parameter.home
         group = own.get(Axis.KV_HEADS if payer is Axis.Q_HEADS else payer) if payer else None
         if group is None:
@@ -233,18 +239,17 @@ def _charge(own: dict[Axis, _Group], parameter: Parameter, block: Block | None, 
     return common
 
 
-def _weights(parameter: Parameter, size: int, block: Block | None, rows: int) -> Cost:
-    """Return the cost of ``size`` bytes of a parameter; a step reads only experts that some token is routed to.
+def _reads(parameter: Parameter, size: int, block: Block | None, rows: int) -> int:
+    """Return how many of ``size`` bytes of a parameter a step of ``rows`` tokens reads: of experts, those routed to.
 
     Tokens are expected to be routed independently, to each expert as often.
     """
     if parameter.lookup:
-        return Cost(weights=size)
-    axes = {segment.axis for dim in parameter.dims for segment in dim}
-    if block and block.experts and Axis.EXPERT_INTERMEDIATE in axes:
+        return 0
+    if block and block.experts and is_expert(parameter):
         missed = _power(block.experts - block.experts_per_token, block.experts, rows)
-        return Cost(weights=size, reads=-(-size * (missed[1] - missed[0]) // missed[1]))
-    return Cost(weights=size, reads=size)
+        return -(-size * (missed[1] - missed[0]) // missed[1])
+    return size
 
 
 def _power(part: int, whole: int, exponent: int) -> tuple[int, int]:

@@ -71,14 +71,22 @@ class Effort(Enum):
 Hosts: TypeAlias = tuple[int, ...]
 
 
-def solve(items: Sequence[Item], bins: Sequence[Bin], effort: Effort = Effort.BEST) -> Placement | None:
+def solve(
+    items: Sequence[Item], bins: Sequence[Bin], effort: Effort = Effort.BEST, *, evenly: bool = False
+) -> Placement | None:
     """Return a placement whose ``t`` is within 1/1024 of the least, or None if nothing fits.
 
     The result does not depend on the order of the bins, except among equal ones. The exhaustive search has a budget; if
     it is used up (many bins, many coarse units, hardly any slack), the result is the best placement so far, or None.
     With less effort, an existing placement may be missed in tight cases.
+
+    Args:
+        items: the items.
+        bins: the bins.
+        effort: how long to look.
+        evenly: whether of placements that are that good, one is returned that is as proportional as possible.
     """
-    return in_order(items, bins, lambda items, bins: _Solver(items, bins, effort).solve())
+    return in_order(items, bins, lambda items, bins: _Solver(items, bins, effort, evenly).solve())
 
 
 def nearest(items: Sequence[Item], bins: Sequence[Bin]) -> Placement | None:
@@ -113,6 +121,7 @@ class _Solver:
     items: list[Item]
     bins: list[Bin]
     effort: Effort = Effort.BEST
+    evenly: bool = False
 
     def solve(self) -> Placement | None:
         if not self._possible(None):
@@ -128,7 +137,8 @@ class _Solver:
                 best = self._improve(best, low, shaking=shaking) or best
                 best, low = self._close(best, low)
             best = self._evened(best, max(self._time(best), low + (low >> TOLERANCE_BITS)))
-        return self._widened(best, max(self._time(best), low + (low >> TIE_BITS)))
+        limit = max(self._time(best), low + (low >> TIE_BITS))
+        return self._widened(self._evened(best, limit) if self.evenly else best, limit)
 
     def nearest(self) -> Placement | None:
         best: Improver | None = None

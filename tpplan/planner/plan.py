@@ -54,9 +54,9 @@ def plan(
         cache: kind and tokens of the key/value cache; by default ``fp16`` for the model's maximum context.
         layout: ``reduce`` (matrices cut by columns, then by rows, with an all-reduce) or ``gather`` (all by output
             columns). By default ``reduce``, or ``gather`` where the weights' rows cannot be cut.
-        strategy: ``balanced`` minimises the largest fraction of a budget in use, ``latency`` the time in which all
-            bytes of one token are read, where devices wait for each other after attention, after the MLP or the
-            experts, and after the logits; ``exllamav2`` cuts as ExLlamaV2 does. ``auto`` takes the
+        strategy: ``balanced`` minimises the largest fraction of a budget in use, ``latency`` the predicted time
+            of a decode step's weights and full cache, where devices wait for each other after attention, after the MLP
+            or the experts, and after the logits; ``exllamav2`` cuts as ExLlamaV2 does. ``auto`` takes the
             faster one of the first two, if all bandwidths are known, and says in the plan how fast it is.
         batch: number of sequences that share the cache.
         max_rows: tokens in the largest forward pass.

@@ -131,10 +131,10 @@ def _recut(wanted: Demands, some: Sequence[int], bins: Sequence[Bin], placed: Co
         for i in some:
             without: Counts = (*best[:i], (0,) * len(bins), *best[i + 1 :])
             held = _bytes(wanted, range(len(without)), without)
-            reads = _loads(wanted, without)[wanted.axes[i].stage]
+            times = _loads(wanted, without)[wanted.axes[i].stage]
             left = [
                 evolve(host, room=host.room - size, load=load)
-                for host, size, load in zip(bins, held, reads, strict=True)
+                for host, size, load in zip(bins, held, times, strict=True)
             ]
             if row := _fastest(wanted.axes[i], left, None):
                 best = min(best, (*best[:i], row, *best[i + 1 :]), key=lambda each: _score(wanted, bins, each))
@@ -142,11 +142,11 @@ def _recut(wanted: Demands, some: Sequence[int], bins: Sequence[Bin], placed: Co
 
 
 def _loads(wanted: Demands, placed: Counts) -> dict[Stage, list[int]]:
-    """Return the bytes that each device reads in each stage."""
+    """Return the time of each device in each stage, at a bandwidth of 1, see :class:`tpplan.planner.costs.Cost`."""
     stages: dict[Stage, list[int]] = {}
     for demand, row in zip(wanted.axes, placed, strict=True):
-        reads = [cost.reads for cost in _costs(demand, row)]
-        stages[demand.stage] = [a + b for a, b in zip(stages.get(demand.stage, [0] * len(row)), reads, strict=True)]
+        times = [cost.time for cost in _costs(demand, row)]
+        stages[demand.stage] = [a + b for a, b in zip(stages.get(demand.stage, [0] * len(row)), times, strict=True)]
     return stages
 
 
@@ -180,7 +180,7 @@ def _fastest(demand: Demand, bins: Sequence[Bin], slack: int | None) -> tuple[in
 
     Args:
         demand: the axis.
-        bins: the devices; their load is what they read beside the axis.
+        bins: the devices; their load is their time beside the axis.
         slack: how much longer the slowest may take, in thousandths; then, devices are filled evenly. By default, they
             take as long as evenly as possible.
     """
@@ -192,7 +192,7 @@ def _fastest(demand: Demand, bins: Sequence[Bin], slack: int | None) -> tuple[in
         return [[[measure(host, cost) for cost in row] for row in costs] for host in bins]
 
     def time(host: Bin, cost: Cost) -> int | None:
-        return (host.load + cost.reads << SHIFT) // host.speed if cost.bytes <= max(0, host.room) else None
+        return (host.load + cost.time << SHIFT) // host.speed if cost.bytes <= max(0, host.room) else None
 
     fastest = _least(table(time), units, least, max)
     if fastest is None:

@@ -8,7 +8,6 @@ so that a plan predicts the same on every machine.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -21,20 +20,20 @@ from tpplan.core.plan import SplitPlan
 from tpplan.core.speed import MIDDLE_BYTES, DeviceTime, LinkSpeed, Pass, Speed
 from tpplan.core.workspace import ITEM_BYTES
 from tpplan.errors import RequestError
-from tpplan.planner.costs import Cost, Stage
+from tpplan.planner.costs import THOUSANDTHS, Cost, Stage
+from tpplan.planner.kinds import KINDS, ROWS, Kind, at_rows, is_expert, kind_of
 from tpplan.planner.ledger import demands
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tpplan.core.device import Device
-    from tpplan.core.model import Parameter
+    from tpplan.core.model import Block, Parameter
 
 #: For each stage and device, what a pass reads of each kind of weights.
 _Costs: TypeAlias = dict[Stage, list[dict[str, Cost]]]
 
 _SECOND = 10**9
-_THOUSANDTHS = 1000
 _FEMTOSECONDS = 10**6
 
 #: Part of the catalogue's bandwidth that kernels reach which only read, in thousandths, where none was measured.
@@ -44,69 +43,6 @@ _BOUNDARY_NS = 1000
 #: Where no link was measured: as through the host's memory over PCIe 4.0 with 16 lanes.
 _GUESSED = LinkSpeed(first=0, second=1, latency_ns=6000, bytes_per_second=10 * 10**9)
 
-#: Rows of the steps that the constants were measured with.
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-
-
-@frozen
-class Kind:
-    """Weights that the decoder's kernels multiply by at one speed.
-
-    Attributes:
-        slower: for each of :data:`ROWS`, thousandths of the time in which the weights are read.
-        layer_ns: for each of :data:`ROWS`, nanoseconds of everything else of a layer whose weights are of this kind.
-        bits: bits of a weight.
-        prefill: thousandths of the matrix rate that prefill reaches.
-        dequantise_fs: femtoseconds in which prefill dequantises a weight.
-    """
-
-    slower: tuple[int, ...]
-    layer_ns: tuple[int, ...]
-    bits: int
-    prefill: int
-    dequantise_fs: int = 0
-
-
-KINDS = {
-    "dense": Kind(
-        bits=16,
-        slower=(1010, 1010, 1170, 1140, 1100, 1060, 1075),
-        layer_ns=(10_000, 10_500, 8_000, 12_500, 21_500, 34_000, 38_500),
-        prefill=820,
-    ),
-    "codes4": Kind(
-        bits=4,
-        slower=(1160, 1190, 1100, 1050, 2050, 1700, 2470),
-        layer_ns=(17_500, 17_500, 22_500, 32_500, 29_000, 56_000, 66_000),
-        prefill=820,
-        dequantise_fs=1300,
-    ),
-    "codes8": Kind(
-        bits=8,
-        slower=(1080, 1050, 1030, 990, 1550, 1220, 1480),
-        layer_ns=(13_500, 16_000, 17_500, 25_000, 27_000, 51_000, 66_500),
-        prefill=820,
-        dequantise_fs=1425,
-    ),
-    "experts16": Kind(
-        bits=16,
-        slower=(1030, 1050, 1300, 1300, 1200, 1200, 1200),
-        layer_ns=(20_000, 25_000, 30_000, 40_000, 50_000, 60_000, 70_000),
-        prefill=550,
-    ),
-    "experts4": Kind(
-        bits=4,
-        slower=(2150, 1760, 1580, 1290, 1300, 1400, 1430),
-        layer_ns=(21_000, 25_000, 45_000, 65_000, 72_000, 80_000, 86_000),
-        prefill=240,
-    ),
-    "experts8": Kind(  # not measured: between those of 16 and of 4 bits
-        bits=8,
-        slower=(1500, 1400, 1400, 1300, 1250, 1300, 1300),
-        layer_ns=(20_000, 25_000, 37_000, 52_000, 60_000, 70_000, 78_000),
-        prefill=400,
-    ),
-}
 #: Nanoseconds of a step beside its layers: the embedding, the logits, sampling, and the host.
 _STEP_NS = 60_000
 #: Tokens of the prompt that prefill is predicted for, and nanoseconds of a layer beside its products.
@@ -119,16 +55,6 @@ _ATTENTION = 2
 _DIRECT, _UNFUSED_NS, _BESIDE = 64 * 10**9, 5000, 3
 #: Bytes of a sum from which on each device adds up a part only (two-shot).
 _TWO_SHOT = 256 * 2**10
-
-
-def kind_of(parameter: Parameter, model: ModelSpec) -> str:
-    """Return the kind of a parameter, a key of :data:`KINDS`."""
-    if parameter.dtype.startswith(("F16", "BF16", "F32", "F64")):
-        bits = 16
-    else:
-        eight = parameter.dtype.startswith(("F8", "I8")) or "8-bit" in model.weight_format
-        bits = 8 if eight or model.weight_format.endswith("Q8_0") else 4
-    return f"experts{bits}" if _is_expert(parameter) else "dense" if bits == 16 else f"codes{bits}"  # noqa: PLR2004
 
 
 #: How formats begin that the decoder's kernels multiply by; of MXFP4 they do so where experts are in it.
@@ -156,11 +82,6 @@ class Part:
     kind: str
     model: ModelSpec
     scale: tuple[int, int] = (1, 1)
-
-
-def _is_expert(parameter: Parameter) -> bool:
-    """Return whether a parameter is one of the experts that tokens are routed to."""
-    return any(segment.axis is Axis.EXPERT_INTERMEDIATE for dim in parameter.dims for segment in dim)
 
 
 def predict(
@@ -211,7 +132,7 @@ def _too_slow(plan: SplitPlan, links: Iterable[LinkSpeed], used: Sequence[int]) 
 
 def bandwidth_of(device: Device) -> int:
     """Return the bytes per second that kernels read on a device, measured or guessed; 0 if unknown."""
-    return device.read_bytes_per_second or device.bandwidth_bytes_per_second * _READ // _THOUSANDTHS
+    return device.read_bytes_per_second or device.bandwidth_bytes_per_second * _READ // THOUSANDTHS
 
 
 @frozen
@@ -242,15 +163,15 @@ class _Predictor:
         tokens = min(rows * request.sequence_tokens, request.cache.tokens)
         between = _STEP_NS
         between += sum(
-            len(block.layers) * _at(KINDS[self._layer_kind(i)].layer_ns, rows) for i, block in enumerate(blocks)
+            len(block.layers) * at_rows(KINDS[self._layer_kind(i)].layer_ns, rows) for i, block in enumerate(blocks)
         )
 
         def reading(i: int, stage: Stage) -> tuple[int, int]:
             device = self.plan.devices[i]
             bandwidth, weights, cache = bandwidth_of(device), 0, 0
             for name, cost in stages[stage][i].items():
-                size = (cost.reads - cost.cache) * _at(KINDS[name].slower, rows)
-                one = size * _SECOND // _THOUSANDTHS // bandwidth
+                size = (cost.reads - cost.cache) * at_rows(KINDS[name].slower, rows)
+                one = size * _SECOND // THOUSANDTHS // bandwidth
                 if of_token:
                     one = max(one, _multiplying(of_token[stage][i][name], KINDS[name], rows, device))
                 weights += one
@@ -273,7 +194,7 @@ class _Predictor:
             rate, weights = plan.devices[i].matrix_flops_per_second, 0
             for name, cost in costs.items():
                 kind, size = KINDS[name], cost.reads - cost.cache
-                reached = max(1, rate * kind.prefill // _THOUSANDTHS)
+                reached = max(1, rate * kind.prefill // THOUSANDTHS)
                 weights += 2 * size * 8 // kind.bits * rows * _SECOND // reached
                 weights += size * 8 // kind.bits * kind.dequantise_fs // _FEMTOSECONDS
             return weights, 0
@@ -284,7 +205,7 @@ class _Predictor:
             if stage[0] != Axis.VOCAB
         }
         stages[Axis.Q_HEADS, ""] = {
-            i: (0, pairs * rows * rows * _share(plan, i) * _ATTENTION // _THOUSANDTHS * _SECOND // rate)
+            i: (0, pairs * rows * rows * _share(plan, i) * _ATTENTION // THOUSANDTHS * _SECOND // rate)
             for i in self.used
             for rate in (plan.devices[i].matrix_flops_per_second,)
         }
@@ -379,7 +300,7 @@ def quantised(model: ModelSpec, hundredths: int) -> tuple[Part, ...]:
     layers = []
     for kind in kinds:
         of_experts = kind.startswith("experts")
-        own = (tuple(p for p in b.parameters if _is_expert(p) == of_experts) for b in model.blocks)
+        own = (tuple(p for p in b.parameters if is_expert(p) == of_experts) for b in model.blocks)
         blocks = tuple(evolve(b, parameters=some) for b, some in zip(model.blocks, own, strict=True))
         if any(block.parameters for block in blocks):
             layers.append(Part(kind, evolve(model, blocks=blocks, parameters=()), inside))
@@ -393,16 +314,14 @@ def outside_elements(model: ModelSpec) -> int:
 
 def _parts(model: ModelSpec) -> tuple[Part, ...]:
     """Return the weights of a model by kind."""
+
+    def of_kind(name: str, block: Block | None = None) -> tuple[Parameter, ...]:
+        return tuple(p for p in (block or model).parameters if kind_of(p, model, block) == name)
+
     found = []
-    for name in sorted(
-        {kind_of(p, model) for p in (*model.parameters, *(p for b in model.blocks for p in b.parameters))}
-    ):
-
-        def of_kind(parameters: Sequence[Parameter], name: str = name) -> tuple[Parameter, ...]:
-            return tuple(p for p in parameters if kind_of(p, model) == name)
-
-        blocks = tuple(evolve(block, parameters=of_kind(block.parameters)) for block in model.blocks)
-        found.append(Part(name, evolve(model, blocks=blocks, parameters=of_kind(model.parameters))))
+    for name in sorted({kind_of(p, model, each) for each in (None, *model.blocks) for p in (each or model).parameters}):
+        blocks = tuple(evolve(block, parameters=of_kind(name, block)) for block in model.blocks)
+        found.append(Part(name, evolve(model, blocks=blocks, parameters=of_kind(name))))
     return tuple(found)
 
 
@@ -410,12 +329,12 @@ def _share(plan: SplitPlan, device: int) -> int:
     """Return a device's share of the query heads, in thousandths."""
     heads = [split.bounds for split in plan.splits if split.axis is Axis.Q_HEADS]
     total = sum(cuts[-1] for cuts in heads)
-    return sum(cuts[device + 1] - cuts[device] for cuts in heads) * _THOUSANDTHS // total if total else 0
+    return sum(cuts[device + 1] - cuts[device] for cuts in heads) * THOUSANDTHS // total if total else 0
 
 
 def _multiplying(cost: Cost, kind: Kind, rows: int, device: Device) -> int:
     """Return the nanoseconds in which a device multiplies rows by the weights that each of them reads, if known."""
-    rate = device.matrix_flops_per_second * kind.prefill // _THOUSANDTHS
+    rate = device.matrix_flops_per_second * kind.prefill // THOUSANDTHS
     return 2 * (cost.reads - cost.cache) * 8 // kind.bits * rows * _SECOND // rate if rate else 0
 
 
@@ -429,12 +348,3 @@ def _moving(link: LinkSpeed, size: int) -> int:
 def _are_slow(links: Sequence[LinkSpeed]) -> bool:
     """Return whether kernels of one device cannot write into another's memory over some of the links."""
     return any(link.bytes_per_second < _DIRECT for link in links)
-
-
-def _at(values: Sequence[int], rows: int) -> int:
-    """Return the value for a number of rows, between those of :data:`ROWS` in proportion, beyond them the last."""
-    after = bisect_left(ROWS, rows)
-    if after == len(ROWS) or ROWS[after] == rows:
-        return values[min(after, len(ROWS) - 1)]
-    low, high = ROWS[after - 1], ROWS[after]
-    return values[after - 1] + (values[after] - values[after - 1]) * (rows - low) // (high - low)

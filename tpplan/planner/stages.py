@@ -90,13 +90,21 @@ def _starts(items: Sequence[Item], bins: Sequence[Bin], effort: Effort, first: E
 
 
 def _apart(items: Sequence[Item], bins: Sequence[Bin], effort: Effort) -> Placement | None:
-    """Return the fastest placement of every stage, whatever room the bins have."""
+    """Return the fastest placement of every stage, whatever room the bins have.
+
+    Bins that are equally fast hold equal parts of a stage whose items can be divided so. To leave an item that is dear
+    to hold to some of them, and more of the others to the rest, gains less than times are known to.
+    """
     rows: dict[int, tuple[int, ...]] = {}
+    count, is_even = len(bins), len({host.speed for host in bins}) == 1
     for stage in dict.fromkeys(item.stage for item in items):
         own = [i for i, item in enumerate(items) if item.stage == stage]
+        if is_even and all(items[i].count % count == 0 and items[i].count // count >= items[i].minimum for i in own):
+            rows |= {i: (items[i].count // count,) * count for i in own}
+            continue
         borne = sum(items[i].borne for i in own)
         roomy = [evolve(host, room=_PLENTY, load=borne) for host in bins]
-        found = solve([items[i] for i in own], roomy, effort)
+        found = solve([items[i] for i in own], roomy, effort, evenly=len(own) > 1)
         if found is None:
             return None
         rows.update(zip(own, found, strict=True))

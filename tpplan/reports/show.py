@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 
 from tpplan.core.plan import SplitPlan
 from tpplan.files.codec import document
-from tpplan.planner.attempt import attempt, bandwidths
+from tpplan.planner.attempt import attempt
 from tpplan.planner.place import Effort
 from tpplan.planner.speed import bandwidth_of, predict
 
@@ -128,7 +128,7 @@ def show_report(plan: SplitPlan) -> ShowReport:
     basis = ShareBasis.BANDWIDTH if plan.request.strategy == "latency" else ShareBasis.BUDGET
     pairs = tuple(zip(plan.devices, plan.memory, strict=True))
     by_bandwidth = basis is ShareBasis.BANDWIDTH
-    asked = _shares([*(bandwidths(plan.devices) if by_bandwidth else (d.budget_bytes for d in plan.devices))])
+    asked = _shares([bandwidth_of(d) if by_bandwidth else d.budget_bytes for d in plan.devices])
     got = _shares([_load(entry, basis) for _, entry in pairs])
     shares = tuple(
         DeviceShare(
