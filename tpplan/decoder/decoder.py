@@ -182,6 +182,7 @@ class Decoder:
                 kernels=kernels,
                 joint=joint,
                 experts=experts,
+                linear=[block.linear for block in layers if block.linear],
                 codes=codes_of(self.weights[device]),
                 room=room[device].scratch_bytes // context.dtype.itemsize,
             )
