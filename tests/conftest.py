@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+from hashlib import sha256
 from pathlib import Path
-from zlib import crc32
+from subprocess import DEVNULL, CalledProcessError, check_output
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -61,11 +62,35 @@ _FEWEST = 8
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option by which tests of many cases are run in part."""
-    what = f"of every test with more than {_FEWEST} cases, run a third, the same ones each time"
-    parser.addoption("--sample", action="store_true", help=what)
+    what = f"of every test with more than {_FEWEST} cases, run a third: others for each seed, by default the commit"
+    parser.addoption("--sample", metavar="SEED", help=what)
 
 
-def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose a seed where none is given, once for all workers: xdist hands them this process's options.
+
+    The same commit always has the same cases, so that running its tests again does not hide a failure, and over many
+    commits all cases are run.
+    """
+    if config.option.sample == "":
+        config.option.sample = _commit()
+
+
+def _commit() -> str:
+    try:
+        return check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=_HERE, text=True, stderr=DEVNULL).strip()  # noqa: S607
+    except (OSError, CalledProcessError):  # sources without their history
+        return "none"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how to run the same cases again, whatever the commit is then."""
+    if seed := config.option.sample:
+        profile = "CI=1 " if os.environ.get("CI") else ""
+        terminalreporter.write_line(f"a third of the cases; the same ones: {profile}just test --sample={seed}")
+
+
+def sampled(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
     """Return what is left of the cases of every test, which do not depend on each other: those of the least hashes."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
@@ -73,8 +98,12 @@ def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:
     return {
         item
         for each in cases.values()
-        for item in sorted(each, key=lambda item: crc32(item.nodeid.encode()))[: max(_FEWEST, -(-len(each) // 3))]
+        for item in sorted(each, key=lambda item: _hash(item, seed))[: max(_FEWEST, -(-len(each) // 3))]
     }
+
+
+def _hash(item: pytest.Item, seed: str) -> bytes:
+    return sha256(f"{seed} {item.nodeid}".encode()).digest()
 
 
 def _gpu_count() -> int:
@@ -86,8 +115,8 @@ def _gpu_count() -> int:
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take a sample of cases, mark tests as slow, and skip those of more GPUs than there are."""
-    if config.getoption("--sample"):
-        kept = _sampled(items)
+    if seed := config.option.sample:
+        kept = sampled(items, seed)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     for item in items:

@@ -32,7 +32,7 @@ def test_colour_only_on_a_terminal(plans: tuple[str, str], monkeypatch: pytest.M
     assert not COLOUR.search(off)
     on = command("show", plans[0], terminal=True).out
     assert COLOUR.search(on)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda _: os.terminal_size((100, 24)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((100, 24)))
     on = command("show", plans[0], terminal=True).out
     assert [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", on).splitlines()] == off.splitlines()
     assert command("show", plans[0], "--plain", terminal=True).out == off
@@ -49,7 +49,7 @@ def test_terminal_width_is_used(plans: tuple[str, str], monkeypatch: pytest.Monk
     monkeypatch.setenv("NO_COLOR", "1")
     bars = []
     for columns in (90, 130):
-        monkeypatch.setattr("shutil.get_terminal_size", lambda _, n=columns: os.terminal_size((n, 24)))
+        monkeypatch.setattr("shutil.get_terminal_size", lambda *_, n=columns, **__: os.terminal_size((n, 24)))
         bars.append(command("show", plans[0], terminal=True).out.count("█"))
     assert bars[0] < bars[1]
 

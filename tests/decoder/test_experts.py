@@ -15,6 +15,7 @@ from tpplan.decoder.layer import experts
 from tpplan.decoder.layer.steps import Plain
 from tpplan.decoder.model.router import Router
 from tpplan.decoder.weights.device import DeviceWeights
+from tpplan.decoder.weights.products import ROOM, ProductOptions
 from tpplan.decoder.weights.stacked import Projection
 
 COUNT, CHOSEN, HIDDEN, WIDTH = 7, 3, 10, 6
@@ -22,8 +23,8 @@ COUNT, CHOSEN, HIDDEN, WIDTH = 7, 3, 10, 6
 
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("fixed", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 3, 40])
-def test_as_one_row_after_the_other(rows: int, *, fixed: bool, normalised: bool) -> None:
+@pytest.mark.parametrize(("rows", "room"), [(1, ROOM), (2, ROOM), (3, ROOM), (40, ROOM), (40, 3000), (40, 0)])
+def test_as_one_row_after_the_other(rows: int, room: int, *, fixed: bool, normalised: bool) -> None:
     """Each row has the weighed sum of its own experts, of which some may have no rows, and others all."""
     torch.manual_seed(rows)
     x, scores = torch.randn(rows, HIDDEN, dtype=torch.float64), torch.randn(rows, COUNT, dtype=torch.float64)
@@ -31,11 +32,12 @@ def test_as_one_row_after_the_other(rows: int, *, fixed: bool, normalised: bool)
     gate, up = torch.randn(2, COUNT, WIDTH, HIDDEN, dtype=torch.float64)
     down = torch.randn(COUNT, HIDDEN, WIDTH, dtype=torch.float64)
     weights, chosen = experts.choose(scores, CHOSEN, Router(normalised=normalised))
+    options = ProductOptions(room=room)
     with patch.object(experts, "AT_ONCE", 100):  # copies of one or two columns of what is chosen
         hidden = experts.up(
-            x, Projection(gate), Projection(up), chosen, lambda x, y: functional.silu(x) * y, fixed=fixed
+            x, Projection(gate), Projection(up), chosen, lambda x, y: functional.silu(x) * y, options, fixed=fixed
         )
-        found = experts.down(hidden, Projection(down), chosen, weights.double(), fixed=fixed)
+        found = experts.down(hidden, Projection(down), chosen, weights.double(), options, fixed=fixed)
     for row in range(rows):
         likely = scores[row].softmax(0).topk(CHOSEN)
         share = likely.values / likely.values.sum() if normalised else likely.values

@@ -18,7 +18,7 @@ from tests.decoder.quantised_checkpoints import stored
 from tests.decoder_cases import model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
-from tpplan.decoder import Decoder, Sampling, generate
+from tpplan.decoder import Decoder, Prompt, Sampling, generate
 from tpplan.decoder.decoding.sampling import NO_TOKEN
 from tpplan.decoder.decoding.steps import greedy
 from tpplan.decoder.layer.steps import Plain
@@ -122,13 +122,9 @@ def test_the_step_is_named(temperature: float) -> None:
             next(texts)
 
 
-@pytest.mark.parametrize("kind", ["fp16", "fp8"])
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_next"])
-def test_later_texts_are_as_before(family: str, devices: int, kind: str, tmp_path: Path) -> None:
-    """A text that overflows leaves nothing in caches and states that later ones could meet, or take for their own."""
-    source, over = model_of(family).directory, 7
-    directory = shutil.copytree(source, tmp_path / "tiny")
+def overflowing(family: str, directory: Path) -> tuple[Path, int]:
+    """Make a model in 16 bits, and return a token that makes infinite numbers of those that follow it."""
+    directory, over = shutil.copytree(model_of(family).directory, directory / "tiny"), 7
     tensors = saved_values(directory)
     tensors["model.embed_tokens.weight"][over] = 65000 * (-1.0) ** torch.arange(48)
     for name in tensors:  # the first layer of the token makes what is infinite for the caches and states of others
@@ -139,6 +135,15 @@ def test_later_texts_are_as_before(family: str, devices: int, kind: str, tmp_pat
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     (directory / "config.json").write_text(json.dumps(config | {"dtype": "float16"}), encoding="utf-8")
+    return directory, over
+
+
+@pytest.mark.parametrize("kind", ["fp16", "fp8"])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_next"])
+def test_later_texts_are_as_before(family: str, devices: int, kind: str, tmp_path: Path) -> None:
+    """A text that overflows leaves nothing in caches and states that later ones could meet, or take for their own."""
+    directory, over = overflowing(family, tmp_path)
     plan = plan_of(directory, devices, request_of(kind=kind), {}, seed=3)
     with compile_plan(plan, backend="cpu", model=directory, scratch=False) as ctx:
         decoder = Decoder(ctx, directory, load_weights(plan, directory, ctx))
@@ -154,6 +159,34 @@ def test_later_texts_are_as_before(family: str, devices: int, kind: str, tmp_pat
         with pytest.raises(ExecutionError, match="and 1 new ones"):
             next(texts)
         assert list(generate(decoder, short, 6, resume=True)) == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_next"])
+def test_later_prompts_are_as_before(family: str, tmp_path: Path) -> None:
+    """Nor does a prompt that is read, or a step behind it, whose logits nobody checks."""
+    directory, over = overflowing(family, tmp_path)
+    plan = plan_of(directory, 2, request_of(), {}, seed=3)
+    with compile_plan(plan, backend="cpu", model=directory, scratch=False) as ctx:
+        decoder = Decoder(ctx, directory, load_weights(plan, directory, ctx))
+
+        def step(token: int, position: int) -> torch.Tensor:
+            tokens, positions = ([torch.full((2,), n) for _ in ctx.devices] for n in (token, position))
+            return ctx.gather(decoder.decode(tokens, positions), Axis.VOCAB).tensor.clone()
+
+        def read() -> torch.Tensor:
+            decoder.read([Prompt([3, 4, 5], 0), Prompt([6, 8, 9], 1)])
+            return step(4, 3)
+
+        wanted = read()
+        assert wanted.isfinite().all()
+        decoder.read([Prompt([3] * 20 + [over] + [3] * 5, 0), Prompt([9] * 4, 1)])
+        assert torch.equal(read(), wanted)
+        decoder.read([Prompt([3] * 20, 0), Prompt([9] * 20, 1)])
+        assert not step(over, 20).isfinite().all()
+        step(3, 21)
+        assert torch.equal(read(), wanted)
+        decoder.read([Prompt([3] * 20 + [over] + [3] * 5, 0), Prompt([9] * 4, 1)])
+        assert len(list(generate(decoder, [[3, 4, 5], [6, 8, 9]], 3))) == 3
 
 
 @pytest.mark.parametrize("options", [(), ("--temperature", 1)])

@@ -39,6 +39,7 @@ from tpplan.decoder.cache import layer as layer_cache
 from tpplan.decoder.layer import latent
 from tpplan.decoder.model.settings import check_model, settings_of
 from tpplan.decoder.prompts import cut, pieces
+from tpplan.decoder.weights import products
 from tpplan.decoder.weights.products import ProductOptions, per_head
 from tpplan.decoder.weights.quantised import IntMatrix
 from tpplan.errors import ExecutionError
@@ -308,7 +309,8 @@ def test_matrices_of_heads_in_the_order_of_their_inputs(at_once: int) -> None:
     scales = torch.rand(30, 4, generator=made)
     columns = torch.randperm(32, generator=made).int()
     matrix = IntMatrix(codes, scales, None, 0, 8, 8, columns)
-    parts = list(per_head(matrix, 6, torch.float32, ProductOptions(at_once=at_once)))
+    with patch.object(products, "AT_ONCE", at_once):
+        parts = list(per_head(matrix, 6, torch.float32, ProductOptions(room=0)))
     assert [some.start for some, _ in parts] == list(range(0, 6, max(1, min(6, at_once // 160))))
     x = torch.rand(3, 32, generator=made)
     whole = torch.cat([part for _, part in parts]).flatten(0, 1)

@@ -26,7 +26,7 @@ from tpplan.decoder import Decoder, Prompt, forward
 from tpplan.decoder import math as layers
 from tpplan.decoder.cache import layer as layer_cache
 from tpplan.decoder.decoding.steps import greedy
-from tpplan.decoder.layer import latent
+from tpplan.decoder.layer import experts, latent
 from tpplan.decoder.weights import products
 from tpplan.decoder.weights import quantised as quantised_matrices
 from tpplan.decoder.weights.quantised import Exl2Matrix, Float4Matrix, NestedScales, TableMatrix
@@ -163,6 +163,29 @@ def test_steps_of_as_many_sequences_as_rows_do_too(
     for shares in ((1,), (3, 1)):
         found = taken(directory, planned(directory, "reduce", shares, Cache("fp16", _ROWS * _LENGTH)))
         assert all(share <= 1 for share in found.values()), (shares, found)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("mixtral", {}),
+        ("qwen3_moe", {}),
+        ("deepseek_v3", {}),
+        ("gpt_oss", {}),
+        ("qwen3_next", {}),
+        ("qwen3_moe", {"num_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    ],
+)
+@pytest.mark.parametrize("layout", ["reduce", "gather"])
+def test_experts_of_as_many_sequences_as_rows_do_too(
+    layout: str, model_type: str, more: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which few are computed for all rows at a time, on a device with a small part of each too."""
+    monkeypatch.setattr(f"{__name__}._BATCH", _ROWS)
+    monkeypatch.setitem(_SMALLER, "moe_intermediate_size", more.get("moe_intermediate_size", 160))
+    directory = made(model_type, tmp_path, **more)
+    found = taken(directory, planned(directory, layout, (3, 1), Cache("fp16", _ROWS * _LENGTH)))
+    assert all(share <= 1 for share in found.values()), found
 
 
 @pytest.mark.parametrize("kind", ["fp8", "q8", "q6", "q4"])
@@ -323,6 +346,29 @@ def test_weights_take_what_the_ledger_says(family: str, form: str, devices: int)
             for prompt, right in zip(model.prompts, model.logits, strict=True):
                 logits = context.gather(decoder.prefill(prompt), Axis.VOCAB).tensor
                 torch.testing.assert_close(logits[0], right, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("gpt_oss", "mxfp4"),
+        ("qwen3_moe", "nvfp4 compressed"),
+        ("mixtral", "gptq 8 g64 asym desc_act"),
+        ("mixtral", "mxfp4 quark"),
+    ],
+)
+def test_quantised_experts_are_computed_few_at_a_time(family: str, form: str) -> None:
+    """One after the other is as all at once, up to the order of sums."""
+    model, _ = mxfp4() if family == "gpt_oss" else quantised(family, form)
+    layout = "gather" if tpplan.read_model(model.directory).gather_only else "reduce"
+    plan = planned(model.directory, layout, (1,), Cache("fp16", _BATCH * _LENGTH))
+    with compile_plan(plan, backend="cpu", model=model.directory, scratch=False) as context:
+        decoder = Decoder(context, model.directory, load_weights(plan, model.directory, context), cache="fp32")
+        tokens, positions = [torch.arange(3, 3 + _BATCH)], [torch.zeros(_BATCH, dtype=torch.int64)]
+        (right,) = (logits.clone() for logits in decoder.decode(tokens, positions))
+        with patch.object(experts, "_in_turn", lambda count, *_: (slice(i, i + 1) for i in range(count))):
+            (found,) = decoder.decode(tokens, positions)
+    torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
 
 class _Computed(Watching):

@@ -32,6 +32,6 @@ def save(directory: Path, data: dict[str, Any], dtype: torch.dtype, shard: str) 
     for name, tensor in (*model.named_buffers(), *model.named_parameters()):
         if name.endswith((".e_score_correction_bias", ".expert_bias")):  # stays as it is on the hub
             tensor.data = tensor.data.float()
-        elif "norm" in name:  # in 16 bits, though transformers loads some in 32
+        elif "norm" in name or name.endswith(".A_log"):  # in 16 bits, though transformers makes some in 32
             tensor.data = tensor.data.to(dtype)
     save_model(model, directory, shard)

@@ -40,7 +40,7 @@ SMALL = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 20),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 5),
     **dict.fromkeys(("num_attention_heads", "n_head"), 6),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 3),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "o_groups"), 3),
     **dict.fromkeys(("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("mamba_n_heads", "n_mamba_heads"), 8),

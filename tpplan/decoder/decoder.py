@@ -27,7 +27,6 @@ from tpplan.decoder.prompts import Prompt, check, check_step, cut, facts_of, len
 from tpplan.decoder.weights.convert import matrices_of
 from tpplan.decoder.weights.fuse import check_weights, fuse_weights
 from tpplan.decoder.weights.gguf import dequantised, room_note
-from tpplan.decoder.weights.products import elements_at_once
 from tpplan.errors import ExecutionError
 from tpplan.exec.processes.agreement import agree
 from tpplan.exec.programs.program import HOST
@@ -130,6 +129,9 @@ class Decoder:
         self.graph: Graph | None = None
         self.generations = 0
         self.cached: list[list[int]] = []
+        # By sequence, how much is cached of texts whose logits nobody here checked for NaN: by prompts, and by steps.
+        self._unchecked: dict[int, int] = {}
+        self._decoded: dict[int, int] = {}
         agree(context, "preparing the decoder", lambda: self._prepare(context, model, weights, cache, kernels=kernels))
         if turns is None:
             is_joint = len(context.all_devices) > 1 and context.processes == 1
@@ -182,7 +184,7 @@ class Decoder:
                 experts=experts,
                 linear=[block.linear for block in layers if block.linear],
                 codes=codes_of(self.weights[device]),
-                at_once=elements_at_once(room[device].scratch_bytes // context.dtype.itemsize),
+                room=room[device].scratch_bytes // context.dtype.itemsize,
             )
             for device in context.devices
         }
@@ -265,7 +267,10 @@ class Decoder:
         decoder: Decoder = proxy(self)  # a strong reference would be a cycle, which delays freeing the memory
 
         def read(prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
-            return decoder.read(prompts)
+            logits = decoder.read(prompts)
+            for prompt in prompts:  # the steps check them
+                decoder._unchecked.pop(prompt.sequence, None)
+            return logits
 
         return Steps(self.forward, sequences, read, self._capture(), graphs=graphs)
 
@@ -322,6 +327,8 @@ class Decoder:
     def read(self, prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
         """Process the next tokens of several sequences, in passes of at most the context's ``max_rows`` rows.
 
+        A sequence that begins anew meets nothing of earlier ones, even if their numbers were infinite or NaN.
+
         Args:
             prompts: one or more prompts, of different sequences.
 
@@ -341,6 +348,7 @@ class Decoder:
 
         agree(self.context, "the prompts", check_prompts, lambda _: facts_of(prompts))
         self.cached = []
+        self._begin(prompts)
         if progress:
             progress.begin(prompts)
         ends: list[list[Tensor]] = [[] for _ in self.context.devices]
@@ -360,6 +368,15 @@ class Decoder:
             progress.end(prompts)
         return self.forward.logits([torch.cat(rows) for rows in ends])
 
+    def _begin(self, prompts: Sequence[Prompt]) -> None:
+        """Clear what earlier texts, which may have overflowed, left in the caches of sequences that begin anew."""
+        for prompt in prompts:
+            end = prompt.start + len(prompt.tokens)
+            before = self._unchecked.get(prompt.sequence, 0)
+            if not prompt.start and (left := max(before, self._decoded.get(prompt.sequence, 0))):
+                self.stack.clear_caches(slice(prompt.sequence, prompt.sequence + 1), left)
+            self._unchecked[prompt.sequence] = max(before, end) if prompt.start else end
+
     def run(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> tuple[Tensor, ...]:
         """Return the residual stream after a prefill pass; see :meth:`tpplan.decoder.forward.Forward.prefill`."""
         return self.forward.prefill(numbers, prompt_slices)
@@ -369,7 +386,7 @@ class Decoder:
         """Process one token of each sequence; it can be captured, as nothing waits and no shape depends on a value.
 
         With linear attention, a token is taken to follow those that the states of its sequence have read. At position 0
-        a sequence begins.
+        a sequence begins. Its cache is not cleared: if an earlier text overflowed, begin by :meth:`read`.
 
         Args:
             tokens: tokens of the first B sequences, ``[B]`` on each device in use.
@@ -384,6 +401,8 @@ class Decoder:
         """
         check_step(tokens, positions, len(self.context.devices), self.context.plan)
         self.cached = []
+        end = span or self.length
+        self._decoded |= {i: max(end, self._decoded.get(i, 0)) for i in range(len(tokens[0]))}  # also if it is captured
         if self.stack.progress:
             self.stack.progress.set([None] * len(tokens[0]))
-        return self.forward.decode(tokens, positions, span or self.length)
+        return self.forward.decode(tokens, positions, end)

@@ -60,9 +60,9 @@ class LayerCache:
         """Bytes of memory."""
         return self._store.nbytes
 
-    def clear(self, sequences: int) -> None:
-        """Clear the first sequences."""
-        self._store.clear(sequences)
+    def clear(self, sequences: slice, end: int | None = None) -> None:
+        """Clear the places of sequences up to ``end``, by default all."""
+        self._store.clear(sequences, end)
 
     def in_pieces(self, sequences: int, start: int, end: int, find: Callable[[slice, slice], Tensor]) -> Tensor:
         """Return the attention output ``[R, H × K]``, computed for slices of the sequences and KV heads.

@@ -223,10 +223,10 @@ class Store:
         """Bytes of memory."""
         return sum(part.nbytes for part in self._parts)
 
-    def clear(self, sequences: int) -> None:
-        """Clear all places of the first sequences."""
+    def clear(self, sequences: slice, end: int | None = None) -> None:
+        """Clear the places of sequences up to ``end``, by default all."""
         for part in self._parts:
-            part[:, :sequences].zero_()
+            part[:, sequences, :, :end].zero_()
 
     def mix_queries(self, q: Tensor) -> Tensor:
         """Return the queries whose products with the keys as they are read are those of queries and keys."""

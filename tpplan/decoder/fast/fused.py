@@ -26,7 +26,7 @@ from tpplan.decoder.fast.launches.skinny import SkinnyGemm
 from tpplan.decoder.fast.launches.wide import QuantisedGemm
 from tpplan.decoder.layer.steps import Plain
 from tpplan.decoder.math import concat, slice_of
-from tpplan.decoder.weights.products import AT_ONCE
+from tpplan.decoder.weights.products import ROOM
 from tpplan.decoder.weights.quantised import ordered
 from tpplan.exec.toolchain import kernel_cache
 
@@ -61,7 +61,7 @@ def steps_on(
     experts: bool = False,
     linear: Collection[LinearAttention] = (),
     codes: Collection[str] = (),
-    at_once: int = AT_ONCE,
+    room: int = ROOM,
 ) -> Plain:
     """Return the computation steps of a device: with fused kernels if it has any, else in plain torch.
 
@@ -76,7 +76,7 @@ def steps_on(
         experts: whether any layer has experts.
         linear: sizes of linear attention of the layers that have it.
         codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.fast.launches.dense.KINDS`.
-        at_once: elements of a quantised matrix to dequantise at a time.
+        room: elements that the plan has scratch for on the device.
     """
     if kernels and has_kernels(place, dtype):
         return Fused(
@@ -89,9 +89,9 @@ def steps_on(
             experts=experts,
             linear=linear,
             codes=codes,
-            at_once=at_once,
+            room=room,
         )
-    return Plain(settings.norm_eps, settings.activation, offset=settings.family.offset, at_once=at_once)
+    return Plain(settings.norm_eps, settings.activation, offset=settings.family.offset, room=room)
 
 
 def has_kernels(place: torch.device, dtype: torch.dtype) -> bool:
@@ -120,7 +120,7 @@ class Fused(Plain):
         experts: bool = False,
         linear: Collection[LinearAttention] = (),
         codes: Collection[str] = (),
-        at_once: int = AT_ONCE,
+        room: int = ROOM,
     ) -> None:
         """Load the kernels.
 
@@ -134,10 +134,10 @@ class Fused(Plain):
             experts: whether any layer has experts.
             linear: sizes of linear attention of the layers that have it.
             codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.fast.launches.dense.KINDS`.
-            at_once: elements of a quantised matrix to dequantise at a time.
+            room: elements that the plan has scratch for on the device.
         """
         offset = settings.family.offset
-        super().__init__(settings.norm_eps, settings.activation, offset=offset, at_once=at_once)
+        super().__init__(settings.norm_eps, settings.activation, offset=offset, room=room)
         self.joint_rows = skinny.MOST_JOINT if joint else 0
         self._name = settings.activation
         cap = settings.attention_cap

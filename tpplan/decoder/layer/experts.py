@@ -1,7 +1,8 @@
 """A mixture of experts (arXiv:1701.06538) on one device in plain torch: top-k routing, and the experts' products.
 
 Where no shape may depend on the choice, few rows are multiplied by copies of the chosen matrices, and many rows by all
-experts. The kernels in :mod:`tpplan.decoder.fast.launches.experts` need no copies.
+experts: by as many at a time as the plan's scratch has room for. The kernels in
+:mod:`tpplan.decoder.fast.launches.experts` need no copies.
 
 Shapes: R rows, D hidden, E experts, C experts of a row, G groups of experts, K eligible ones, I intermediate (the
 device's part), N choices of all rows, P some of them.
@@ -17,7 +18,7 @@ from attrs import evolve
 from torch import Tensor
 
 from tpplan.decoder.math import AT_ONCE, concat
-from tpplan.decoder.weights.products import ProductOptions, linear, linear_of_all, sum_of_all
+from tpplan.decoder.weights.products import ProductOptions, add_sum_of_all, linear, linear_of_all
 from tpplan.decoder.weights.stacked import Stacked
 
 if TYPE_CHECKING:
@@ -95,8 +96,16 @@ def up(  # noqa: PLR0917 (the inputs of an expert)
             each.plus_bias(_multiply(each.matrix, experts_RC, x_RD[:, None]), experts_RC) for each in (gates, ups)
         )
         return gating(gate_RCI, up_RCI)
-    all_REI = gating(*(each.plus_bias(linear_of_all(x_RD, each.matrix, options)) for each in (gates, ups)))
-    return all_REI.gather(1, _places(experts_RC, all_REI))
+    places_RE = _places(experts_RC, count)
+    out_NI = x_RD.new_empty(experts_RC.numel() + 1, gates.outputs)  # the last one for what no row chose
+    room = options.room - 2 * x_RD.numel() - out_NI.numel()  # the rows and the residual stream, and the result
+    for some in _in_turn(count, 2 * len(x_RD) * gates.outputs, room):
+        y_REI = gating(
+            *(part.plus_bias(linear_of_all(x_RD, part.matrix, options)) for part in (gates[some], ups[some]))
+        )
+        out_NI.index_copy_(0, places_RE[:, some].flatten(), y_REI.flatten(0, 1))
+        del y_REI  # the next ones are made in its memory
+    return torch.unflatten(out_NI[:-1], 0, experts_RC.shape)
 
 
 def down(
@@ -119,7 +128,7 @@ def down(
         fixed: whether no shape may depend on the choice, as in a graph.
     """
     h_RCI *= weights_RC[..., None].to(h_RCI.dtype)
-    (rows, chosen, width), count, down_EDI = h_RCI.shape, len(downs), downs.matrix
+    (rows, chosen, width), count = h_RCI.shape, len(downs)
     if not fixed:
         out_RD = _bias_of_all(downs, experts_RC, weights_RC, h_RCI)
         for choices, parts in _by_expert(experts_RC, count):
@@ -129,11 +138,16 @@ def down(
                 out_RD.index_add_(0, rows_P[some], y_PD[some])
         return out_RD
     if experts_RC.numel() <= count:
-        out_RD = _multiply(down_EDI, experts_RC, h_RCI).sum(1)
+        out_RD = _multiply(downs.matrix, experts_RC, h_RCI).sum(1)
     else:
-        all_REI = h_RCI.new_zeros(rows, count, width)
-        all_REI.scatter_(1, _places(experts_RC, all_REI), h_RCI)
-        out_RD = sum_of_all(all_REI, down_EDI, options)
+        out_RD, places_RE = h_RCI.new_zeros(rows, downs.outputs), _places(experts_RC, count)
+        room = options.room - h_RCI.numel() - 3 * out_RD.numel()  # also for the rows, and for what is added
+        for some in _in_turn(count, rows * (width + downs.outputs), room):
+            places_RE1 = places_RE[:, some, None]
+            x_REI = h_RCI.gather(1, (places_RE1 % chosen).expand(-1, -1, width))
+            x_REI.masked_fill_(places_RE1 == rows * chosen, 0)
+            add_sum_of_all(out_RD, x_REI, downs[some].matrix, options)
+            del x_REI  # the next ones are made in its memory
     return out_RD if downs.bias is None else out_RD.add_(_bias_of_all(downs, experts_RC, weights_RC, h_RCI))
 
 
@@ -188,6 +202,22 @@ def _multiply(matrix_EOI: Tensor | Stacked, experts_RC: Tensor, x_RCI: Tensor) -
     return concat(found, dim=2)
 
 
-def _places(experts_RC: Tensor, all_REI: Tensor) -> Tensor:
-    """Return the indices of the chosen experts along the second dimension of ``all_REI``, expanded over its last."""
-    return experts_RC[..., None].expand(-1, -1, all_REI.shape[-1])
+def _in_turn(count: int, each: int, room: int) -> Iterator[slice]:
+    """Yield slices of the experts that are computed at a time.
+
+    Half of the room is for what they take, the rest for what computing it does.
+
+    Args:
+        count: number of experts.
+        each: elements that each takes.
+        room: elements that the plan has scratch for beside what there is already.
+    """
+    step = max(1, room // 2 // each)
+    yield from (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _places(experts_RC: Tensor, count: int) -> Tensor:
+    """Return the number of each row's choice of each expert, counted over all rows: ``[R, E]``; N if it has none."""
+    choices = experts_RC.numel()
+    places_RE = experts_RC.new_full((len(experts_RC), count), choices)
+    return places_RE.scatter_(1, experts_RC, torch.arange(choices, device=places_RE.device).view(experts_RC.shape))

@@ -152,18 +152,22 @@ class Stack:
                     aside.wait()
 
     def clear(self, sequences: int) -> None:
-        """Clear the caches and states of the first sequences, on the devices of this process.
-
-        Numbers that are not finite would spoil later texts even where attention does not see them: 0 times NaN is NaN.
-        """
-        for heads in self.heads:
-            for each in heads.values():
-                each.cache.clear(sequences)
+        """Clear the caches and states of the first sequences, on the devices of this process."""
+        self.clear_caches(slice(0, sequences))
         for layer in self.linear:
             for linear in layer.values():
                 linear.state.clear(sequences)
         if self.progress:
             self.progress.set([0] * sequences)
+
+    def clear_caches(self, sequences: slice, end: int | None = None) -> None:
+        """Clear the caches of sequences up to position ``end``, by default all, on the devices of this process.
+
+        Numbers that are not finite would spoil later texts even where attention does not see them: 0 times NaN is NaN.
+        """
+        for heads in self.heads:
+            for each in heads.values():
+                each.cache.clear(sequences, end)
 
     def has_fixed_experts(self, rows: int) -> bool:
         """Tell whether neither the host nor a shape depends on the experts that rows are routed to, in any layer."""
@@ -335,11 +339,15 @@ class Stack:
     def _experts_up(
         self, layer: int, inputs: Mapping[int, Tensor], choices: Mapping[int, Tensor], rows: Pass
     ) -> list[Tensor]:
-        """Return each device's intermediate activations of the rows' experts, ``[R, C, I]``."""
+        """Return each device's intermediate activations of the rows' experts, ``[R, C, I]``.
+
+        If they are to be gathered, columns are elements × experts of a row, so that the elements can be joined.
+        """
         start, names, hidden = f"model.layers.{layer}.", self._family.experts, []
         for device in self.context.devices_of(Axis.EXPERT_INTERMEDIATE, layer):
             gates, ups = (self._weights[device].experts(start + name) for name in (names.gate, names.up))
-            hidden.append(self.steps[device].experts_up(inputs[device], gates, ups, choices[device], fixed=rows.fixed))
+            h_RCI = self.steps[device].experts_up(inputs[device], gates, ups, choices[device], fixed=rows.fixed)
+            hidden.append(h_RCI if self._reduce else h_RCI.transpose(1, 2).flatten(1))
         return hidden
 
     def _experts_down(  # noqa: PLR0917 (what a layer has)
@@ -354,8 +362,7 @@ class Stack:
         """Return the weighted sums of the outputs of the rows' experts by device, ``[R, D]``, added to ``to_RD``."""
         name, count = f"model.layers.{layer}.{self._family.experts.down}", self._blocks[layer].experts_per_token
         devices = self.context.devices_of(Axis.EXPERT_INTERMEDIATE, layer)
-        if not self._reduce:  # columns are elements × experts of a row here, so that the elements can be joined
-            hidden = [h_RCI.transpose(1, 2).flatten(1) for h_RCI in hidden]
+        if not self._reduce:
             wholes = self._gathered(hidden, Axis.EXPERT_INTERMEDIATE, layer, xs, dim=count)
             hidden = [torch.unflatten(whole, 1, (-1, count)).transpose(1, 2) for whole in wholes]
             devices = self.context.devices_of(Axis.RESIDUAL)

@@ -19,7 +19,7 @@ from tpplan.decoder.layer import experts
 from tpplan.decoder.math import argmax_columns, attend, attend_in_parts, rms_norm, rotate
 from tpplan.decoder.model.gates import gated
 from tpplan.decoder.weights.products import (
-    AT_ONCE,
+    ROOM,
     ProductOptions,
     add_linear,
     by_torch,
@@ -73,16 +73,16 @@ class Plain:
 
     joint_rows = 0
 
-    def __init__(self, eps: float, activation: str, *, offset: float = 0.0, at_once: int = AT_ONCE) -> None:
+    def __init__(self, eps: float, activation: str, *, offset: float = 0.0, room: int = ROOM) -> None:
         """Create the steps for a model.
 
         Args:
             eps: epsilon that norms add to the mean square.
             activation: name of the gate's activation, see :func:`tpplan.decoder.model.gates.gated`.
             offset: number that norms add to their weights.
-            at_once: elements of a quantised matrix to dequantise at a time.
+            room: elements that the plan has scratch for on the device.
         """
-        self._options = ProductOptions(self.dequantise, at_once, self.kernels)
+        self._options = ProductOptions(self.dequantise, room, self.kernels)
         self._eps, self._offset = eps, offset
         self._activation = activation
 

@@ -28,11 +28,8 @@ _MOST_AT_ONCE: Final = 2**23
 _EVEN: Final = 128
 #: A piece takes at most one part in this many of the elements that a plan has scratch for.
 _SHARE: Final = 8
-
-
-def elements_at_once(room: int) -> int:
-    """Return the elements to dequantise at a time, where a plan has scratch for ``room`` elements."""
-    return max(AT_ONCE, min(_MOST_AT_ONCE, room // _SHARE))
+#: Elements that there is scratch for, where no plan says how many.
+ROOM: Final = _SHARE * AT_ONCE
 
 
 def by_torch(matrix: Quantised, start: int, out_RK: Tensor) -> None:
@@ -50,13 +47,18 @@ class ProductOptions:
 
     Attributes:
         rows: dequantises rows of a matrix, from a row number on, into a tensor ``[R, K]``.
-        at_once: elements to dequantise at a time.
+        room: elements that the plan has scratch for on the device.
         kernels: returns kernels that are faster than torch for rows and a matrix, or None.
     """
 
     rows: Callable[[Quantised, int, Tensor], None] = by_torch
-    at_once: int = AT_ONCE
+    room: int = ROOM
     kernels: Callable[[Tensor, Matrix], RowKernels[Any] | None] = no_kernels
+
+    @property
+    def at_once(self) -> int:
+        """Elements to dequantise at a time."""
+        return max(AT_ONCE, min(_MOST_AT_ONCE, self.room // _SHARE))
 
 
 _BY_TORCH: Final = ProductOptions()
@@ -125,14 +127,15 @@ def linear_of_all(x_RK: Tensor, matrix_EOI: Tensor | Stacked, options: ProductOp
     return torch.unflatten(linear(x_RK, matrix, options=options), 1, (len(matrix_EOI), -1))
 
 
-def sum_of_all(x_REI: Tensor, matrix_EOI: Tensor | Stacked, options: ProductOptions = _BY_TORCH) -> Tensor:
-    """Return the sum over experts of the products of their rows and matrices: ``[R, O]``."""
-    if isinstance(matrix_EOI, Tensor):
-        return (x_REI.transpose(0, 1) @ matrix_EOI.mT).sum(0)
-    y_RO = linear(x_REI[:, 0], matrix_EOI[0], options=options)
-    for expert in range(1, len(matrix_EOI)):
-        add_linear(y_RO, x_REI[:, expert], matrix_EOI[expert], None, options)
-    return y_RO
+def add_sum_of_all(
+    to_RO: Tensor, x_REI: Tensor, matrix_EOI: Tensor | Stacked, options: ProductOptions = _BY_TORCH
+) -> None:
+    """Add the sum over experts of the products of their rows and matrices to rows in place."""
+    if isinstance(matrix_EOI, Tensor) and len(matrix_EOI) > 1:
+        to_RO.add_((x_REI.transpose(0, 1) @ matrix_EOI.mT).sum(0))
+        return
+    for expert in range(len(matrix_EOI)):
+        add_linear(to_RO, x_REI[:, expert], matrix_EOI[expert], None, options)
 
 
 def heads_at_once(matrix_NK: Matrix, heads: int, options: ProductOptions = _BY_TORCH) -> int:

@@ -22,7 +22,7 @@ _BITS, _WORD = 4, 8
 #: Bits of the mantissa of float32.
 _MANTISSA: Final = 23
 #: Elements that torch dequantises at a time, at least; and the temporary memory for more, in bytes for each element of
-#: the piece that is made: where a plan has room for a larger piece, see ``elements_at_once``, it has room for that.
+#: the piece that is made: where a plan has room for a larger piece, see ``ProductOptions``, it has room for that.
 _AT_ONCE: Final = 2**19
 _BESIDE: Final = 3
 #: Numbers of 4-bit floats (e2m1), which have a sign bit on top.

@@ -69,6 +69,14 @@ class Stacked:
             self._each.extend(map(self._part, range(self.count)))
         return self._each[expert]
 
+    def part(self, some: slice) -> Self:
+        """Return a slice of the experts; all of them, the usual case, are the same."""
+        count, rows, _ = self.shape
+        if some == slice(0, count):
+            return self
+        matrix = self.matrix.part(some.start * rows, some.stop * rows)
+        return type(self)(matrix, some.stop - some.start, None if self.columns is None else self.columns[some])
+
     def _part(self, expert: int) -> Quantised:
         rows = self.shape[1]
         found = self.matrix.part(expert * rows, (expert + 1) * rows)
@@ -100,6 +108,10 @@ class Projection:
 
     def __len__(self) -> int:
         return len(self.matrix)
+
+    def __getitem__(self, some: slice) -> Self:
+        matrix = self.matrix[some] if isinstance(self.matrix, Tensor) else self.matrix.part(some)
+        return type(self)(matrix, None if self.bias is None else self.bias[some])
 
     @property
     def outputs(self) -> int:

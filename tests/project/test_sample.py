@@ -1,0 +1,56 @@
+"""The sample of the cases of tests with many of them: a third, which can be run again, and others for other commits."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+from attrs import frozen
+
+from tests import conftest
+from tests.conftest import sampled
+
+
+@frozen
+class Case:
+    """What a sample reads of a test's case."""
+
+    originalname: str
+    name: str
+    nodeid: str
+    path: Path = Path("tests/test_some.py")
+
+
+def cases(name: str, count: int) -> list[Any]:
+    """Return the cases of a test."""
+    return [Case(name, name, f"tests/test_some.py::{name}[{i}]") for i in range(count)]
+
+
+def test_a_third_of_the_cases_and_all_of_them_in_the_end() -> None:
+    """Of few cases it takes all, of no test fewer than eight, and for the same seed the same ones in any order."""
+    few, some, many = cases("test_few", 8), cases("test_some", 10), cases("test_many", 100)
+    found = sampled([*few, *some, *many], "0f3a")
+    assert [len(found & {*each}) for each in (few, some, many)] == [8, 8, 34]
+    assert sampled([*many, *some, *few][::-1], "0f3a") == found
+    assert sampled(many, "0f3b") != sampled(many, "0f3a")
+    assert {case for seed in range(40) for case in sampled(many, f"{seed:x}")} == {*many}
+
+
+def test_a_sample_can_be_run_again(tmp_path: Path) -> None:
+    """All workers take the same cases; with the seed that is printed, one process takes them again."""
+    (tmp_path / "conftest.py").write_text(Path(conftest.__file__).read_text())
+    lines = ("import pytest", '@pytest.mark.parametrize("n", range(40))', "def test_one(n): pass")
+    (tmp_path / "test_many.py").write_text("\n".join(lines))
+    found = []
+    for options in (("-n", "2", "--sample="), ("-n", "2", "--sample=0f3a"), ("--sample=0f3a",)):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *options]
+        done = run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        seed = re.search(r"just test --sample=(\w+)$", done.stdout, re.MULTILINE)
+        assert seed, done.stdout
+        found.append((seed[1], {*re.findall(r"^PASSED (.*)", done.stdout, re.MULTILINE)}))
+    assert [(seed, len(cases)) for seed, cases in found] == [("none", 14), ("0f3a", 14), ("0f3a", 14)]
+    assert found[1] == found[2]
+    assert found[1][1] != found[0][1]
