@@ -123,7 +123,7 @@ def test_a_plan_is_not_written_over_what_plans_are_made_of() -> None:
         ("batch = 4", "batch = 4\ncache = 'q4'", ["options"], "the manifest asks for cache q4 instead of fp16"),
         ("batch = 4", "batch = 4\ntokens = 8192", ["options"], "tokens 8192 instead of for equal parts"),
         ("batch = 4", "batch = 4\nstrategy = 'exllamav2'", ["options"], "strategy exllamav2 instead of auto"),
-        ("batch = 4", "batch = 4\nreserve = '1GiB@0'", ["options"], "reserve 1GiB@0 instead of nothing"),
+        ("batch = 4", "batch = 4\nreserve = '1GiB@0'", ["options"], "reserve 1.00 GiB on device 0 instead of nothing"),
         ("2xRTX4090", "RTX4090,RTX3090", ["devices"], "the plan is for other devices"),
         ("batch = 4", "batch = 4\ncontext = 200_000", ["request"], "are more than the 131072"),
         ("2xRTX4090", "RTX3060", ["devices", "infeasible"], "does not fit"),

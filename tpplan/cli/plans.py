@@ -245,8 +245,8 @@ def note_all(plan: SplitPlan, model: ModelSpec, options: Options, links: tuple[L
 
 def note_uncounted(plan: SplitPlan, *, on_screen: bool, of: str = "") -> None:
     """Say what a plan does not count or assumes, unless that is on the screen, and how to keep room for it."""
+    from tpplan.core.model import PREDICTION  # noqa: PLC0415
     from tpplan.files.codec import unstructure  # noqa: PLC0415
-    from tpplan.models.families.aside import PREDICTION  # noqa: PLC0415
     from tpplan.models.formats.matching import BUFFERS  # noqa: PLC0415
     from tpplan.render.show import uncounted_lines  # noqa: PLC0415
 

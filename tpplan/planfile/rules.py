@@ -156,7 +156,11 @@ def names_readable(plan: SplitPlan) -> Iterator[Finding]:
     model = plan.model
     names = [("model.name", model.name), ("model.architecture", model.architecture)]
     names += [(f"model.not_planned[{i}].what", part.what) for i, part in enumerate(model.not_planned)]
-    told = (("model.assumed", model.assumed), ("model.weight_format", model.weight_format))
+    told = (
+        ("model.assumed", model.assumed),
+        ("model.weight_format", model.weight_format),
+        ("request.draft", plan.request.draft),
+    )
     names += [(path, text) for path, text in told if text]
     for path, name in chain(names, ((f"devices[{i}].name", d.name) for i, d in enumerate(plan.devices))):
         if not name.strip():

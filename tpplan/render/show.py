@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from tpplan.core.model import NotPlanned
+from tpplan.core.model import PREDICTION, NotPlanned
 from tpplan.render.blocks import INDENT, Bar, Heading, Table, Text
 from tpplan.render.text import (
     BLANK,
@@ -90,11 +90,13 @@ def request_lines(plan: dict[str, Any]) -> tuple[str, str]:
     sequences += ", sliding windows kept whole" * ("full_window" in request)
     sequences += ", beyond the model's context" * ("beyond" in request)
     kv = ", KV heads replicated" if request["kv"] == "replicate" else ""
+    draft = PREDICTION if "mtp" in request else f"the draft model {request['draft']}" if "draft" in request else ""
+    room = f", room for {draft}" if draft else ""
     stored, whole = [model[key] for key in ("weight_format",) if key in model], abridged(model["fingerprint"])
     caching = f"cache {cache['kind']} for {cache['tokens']} tokens{sequences}"
     return (
         ", ".join((model["architecture"], f"{model['layers']} layers", model["dtype"], *stored, whole)),
-        f"layout {request['layout']}, strategy {request['strategy']}, {caching}, up to {rows} rows{kv}",
+        f"layout {request['layout']}, strategy {request['strategy']}, {caching}, up to {rows} rows{kv}{room}",
     )
 
 

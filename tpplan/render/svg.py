@@ -110,7 +110,7 @@ def picture(report: dict[str, Any], *, narrow: bool = False) -> str:
     buckets = buckets_of(plan["memory"])
     texts = [(part, "strong") for text in uncounted_lines(plan) for part in wrapped(text, at.text)]
     for text in request_lines(plan):
-        texts += [(part, "dim") for part in (wrapped(text, at.text) if narrow else [shorten(text, at.text)])]
+        texts += [(shorten(part, at.text), "dim") for part in wrapped(text, at.text)]
     top = 82 + 18 * len(texts)
     rows_top = top + 24 + (22 * -(-len(buckets) // _BESIDE) if narrow else 0)
     splits_top = rows_top + 30 + at.row * (len(first) + len(last) + bool(last))

@@ -14,7 +14,7 @@ from tpplan.core.speed import LinkSpeed
 from tpplan.errors import TpplanError
 from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
-from tpplan.planner.draft import reserve_for_draft, split_draft
+from tpplan.planner.draft import for_draft, reserve_for_draft, split_draft
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.plan import plan_request
 from tpplan.reports.diff import PlanDiff, diff
@@ -38,6 +38,7 @@ class Inputs:
         links: measured links between them.
         draft: the draft model, or the model's prediction layers, that the plan leaves room for, if any.
         is_split: whether the draft model is split like the model; else all of it is on every device.
+        drafted_for: the model that ``model`` drafts for, by whose request it is split; None for any other plan.
     """
 
     model: ModelSpec
@@ -45,6 +46,17 @@ class Inputs:
     links: tuple[LinkSpeed, ...] = ()
     draft: ModelSpec | None = None
     is_split: bool = False
+    drafted_for: ModelSpec | None = None
+
+    def asked(self, options: Options) -> Request:
+        """Return the request that options ask for, without room for a draft model.
+
+        Raises:
+            RequestError: they are not valid.
+        """
+        if self.drafted_for:
+            return for_draft(options.request(self.drafted_for), self.drafted_for)
+        return options.request(self.model)
 
     def with_room(self, asked: Request, devices: tuple[Device, ...]) -> tuple[Request, SplitPlan | None]:
         """Return a request with room for the draft model, if there is any, and the plan of one that is split.
@@ -64,11 +76,11 @@ class Inputs:
             InfeasibleError: none fits.
             RequestError: the options are not valid for the models or the devices.
         """
-        asked = options.request(self.model)
+        asked = self.asked(options)
 
         def room(request: Request, devices: tuple[Device, ...]) -> Request:
             whole, _ = self.with_room(evolve(request, strategy=asked.strategy), devices)
-            return evolve(request, reserve=whole.reserve)
+            return evolve(request, reserve=whole.reserve, draft=whole.draft)
 
         return plan_request(self.model, self.devices, asked, self.links, room if self.draft else None)
 

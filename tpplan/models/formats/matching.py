@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.core.axes import Axis
-from tpplan.core.model import NotPlanned, Parameter, Segment
+from tpplan.core.model import PREDICTION, NotPlanned, Parameter, Segment
 from tpplan.errors import ModelError
-from tpplan.models.families.aside import PREDICTION
 from tpplan.models.families.wrappers import HEARS, SEES
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.scheme import Form
