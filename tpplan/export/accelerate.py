@@ -25,6 +25,10 @@ CACHES = dict.fromkeys(CACHE_KINDS, _SIXTEEN_BITS)
 #: Packed weights need a kernel of the Hub for the GPU.
 NO_GGUF = "which transformers mostly dequantises as it loads, to bytes that the plan does not tell"
 
+#: How the generate method of transformers' models takes a draft model, and uses prediction layers, on one device.
+ASSISTANT = "assistant_model=… to the model's generate"
+USE_MTP = "use_mtp=True to the model's generate, which puts them on the device of the last layer"
+
 #: Architectures without RoPE, or with its tables in each layer.
 _NO_TABLES = frozenset({
     *("BloomForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"),
@@ -130,4 +134,6 @@ ENGINE = Engine(
     refused=_refused,
     no_gguf=NO_GGUF,
     differs=_differs,
+    draft=ASSISTANT,
+    mtp=USE_MTP,
 )

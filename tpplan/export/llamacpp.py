@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tpplan.core.sizes import format_bytes
-from tpplan.export.engine import MODEL, CacheKind, Engine
+from tpplan.export.engine import DRAFT, MODEL, CacheKind, Engine
 from tpplan.export.facts import MIB, listed, round_up
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
@@ -192,6 +192,8 @@ TENSOR = Engine(
     caches=_CACHES,
     refused=_refused_tensor,
     differs=_differs_tensor,
+    draft=f"--model-draft {DRAFT}.gguf --gpu-layers-draft all",
+    mtp="--spec-type draft-mtp",
 )
 
 LAYER = Engine(
@@ -202,4 +204,6 @@ LAYER = Engine(
     caches=_CACHES,
     refused=_refused_layer,
     differs=_differs_layer,
+    draft=f"--model-draft {DRAFT}.gguf --gpu-layers-draft all",
+    mtp="--spec-type draft-mtp",
 )

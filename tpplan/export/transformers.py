@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.export.accelerate import CACHES, CODE_OF_THEIR_OWN, NO_GGUF
+from tpplan.export.accelerate import ASSISTANT, CACHES, CODE_OF_THEIR_OWN, NO_GGUF, USE_MTP
 from tpplan.export.engine import MODEL, Engine
 from tpplan.export.even import uneven_parts
 from tpplan.export.names import EngineName
@@ -76,5 +76,7 @@ ENGINE = Engine(
     refused=_refused,
     no_gguf=NO_GGUF,
     differs=_differs,
+    draft=ASSISTANT,
+    mtp=USE_MTP,
     cuts_evenly=True,
 )
