@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.core.sizes import format_bytes
 from tpplan.render.blocks import Heading, Table, Text
-from tpplan.render.text import BLANK, amount, elided, scale_for, shorten, shorten_name
+from tpplan.render.text import BLANK, amount, elided, scale_for, shorten, shorten_layers, shorten_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +103,7 @@ def _splits(changes: dict[str, Any]) -> list[Block]:
 
 def _column(split: dict[str, Any], shown: list[tuple[int, int]]) -> list[Span]:
     shares = {(s["device"].get("before", -1), s["device"].get("after", -1)): s for s in split["shares"]}
-    column = [(shorten(split.get("layers", ""), _LONGEST_CELL), "dim")]
+    column = [(shorten_layers(split.get("layers", ""), _LONGEST_CELL), "dim")]
     for key in shown:
         share = shares.get(key)
         if not share:

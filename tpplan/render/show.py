@@ -16,6 +16,7 @@ from tpplan.render.text import (
     percent,
     scale_for,
     shorten,
+    shorten_layers,
     shorten_name,
 )
 
@@ -243,9 +244,8 @@ def _cuts(report: dict[str, Any]) -> list[Block]:
 
 def _column(split: dict[str, Any], labels: Sequence[str], shown: Sequence[int]) -> list[Span]:
     """Return the column of one split: axis, its properties, then the slice of each device."""
-    defaults = {"layers": "", "replicas": 1}
-    head = [(split["axis"], "head")]
-    head += [(shorten(str(split.get(label, defaults.get(label, ""))), _LONGEST_CELL), "dim") for label in labels]
+    told = {"replicas": 1} | split | {"layers": shorten_layers(split.get("layers", ""), _LONGEST_CELL)}
+    head = [(split["axis"], "head"), *((str(told[label]), "dim") for label in labels)]
     cuts = list(pairwise(split["bounds"]))
     return head + [(f"{a}:{b}", "") if b > a else ("-", "dim") for a, b in (cuts[i] for i in shown)]
 
