@@ -197,6 +197,13 @@ def test_the_command(head: Path, tmp_path: Path) -> None:
     assert command("check", output, "--model", LLAMA_8B).code == 0
 
 
+def test_devices_without_a_part_of_a_draft_model(head: Path, tmp_path: Path) -> None:
+    """They are noted as those without a part of a model are."""
+    asked = ("plan", LLAMA_8B, "--gpus", "RTX4090,RTX3060", "--context", "4096", "--draft", head)
+    done = command(*asked, "--draft-output", tmp_path / "d.json")
+    assert "note: no part of the draft model head is on device 1 (RTX 3060)" in done.err.replace("\n", " ")
+
+
 def test_another_vocabulary_is_noted(tmp_path: Path) -> None:
     """A small model drafts for one with the same tokens."""
     config = json.loads((LLAMA_8B / "config.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 32000}

@@ -191,6 +191,8 @@ def plan(
         found = inputs.plan(options)
         beside = inputs.with_room(options.request(spec), gpu_list)[1] if draft_output else None
     on_plans.note_draft(inputs, options, found)
+    if beside:
+        on_plans.note_idle_draft(beside)
     on_plans.note_all(found, spec, options, links)
     for each, path in ((beside, draft_output), (found, output)):
         if each and path:
