@@ -346,7 +346,8 @@ def test_in_a_hook_of_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("other")
     for name, value in (("GIT_DIR", "../../.git"), ("GIT_INDEX_FILE", "../../.git/index"), ("GIT_WORK_TREE", "..")):
         monkeypatch.setenv(name, value)
-    assert "there is no revision 'HEAD'" in refused("diff", "--against", "HEAD", "box.json")
+    assert "has no commit yet" in refused("diff", "--against", "HEAD", "box.json")
+    assert "there is no revision 'main~1'" in refused("diff", "--against", "main~1", "box.json")
 
 
 def test_plans_of_a_manifest_have_the_notes_of_their_own_command() -> None:

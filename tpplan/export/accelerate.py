@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.core.plan import CACHE_KINDS
+from tpplan.core.sizes import counted
 from tpplan.export.engine import MODEL, CacheKind, Engine
 from tpplan.export.facts import MIB, bytes_each, listed
 from tpplan.export.layers import Layers
@@ -115,8 +116,8 @@ def _differs(plan: Facts) -> Iterator[str]:
         yield "it cuts no matrix: a token goes through whole layers on one device after the other, which wait for it"
         if family_of(plan.model.architecture):
             yield (
-                f"the devices get {listed(layers(plan).counts)} of {plan.model.layers} layers, each with its cache; "
-                f"embedding, last norm and output matrix are on {plan.name(home(plan))}"
+                f"the devices get {listed(layers(plan).counts)} of {counted(plan.model.layers, 'layer')}, each with "
+                f"its cache; embedding, last norm and output matrix are on {plan.name(home(plan))}"
             )
         else:
             yield 'device_map="auto" fills the devices by their max_memory, the model\'s vision tower too'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.core.axes import Axis
+from tpplan.core.sizes import counted
 from tpplan.export.engine import DRAFT, MODEL, CacheKind, Engine
 from tpplan.export.facts import GIB, gibibytes, listed, round_up
 from tpplan.export.layers import Layers
@@ -125,7 +126,7 @@ def _differs_v3(plan: Facts) -> Iterator[str]:
             yield "it gives whole experts to devices instead of a part of each"
     yield "weights in its own format, EXL3, have other bytes than the plan's, unless it was made for them"
     if _cache_size(plan) != plan.request.cache.tokens:
-        yield f"the cache has {_cache_size(plan)} tokens instead of {plan.request.cache.tokens}"
+        yield f"the cache has {counted(_cache_size(plan), 'token')} instead of {plan.request.cache.tokens}"
 
 
 V3 = Engine(

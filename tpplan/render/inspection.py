@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tpplan.core.model import NotPlanned
-from tpplan.core.sizes import format_bytes
+from tpplan.core.sizes import counted, format_bytes
 from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, shorten_layers, table
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
     tied = "tied to the embedding" if d["tied_embeddings"] else "apart from the embedding"
     missing = [NotPlanned(**part) for part in d.get("not_planned", ())]
     kinds = d.get("layer_kinds", ())
-    width = str(d["intermediate_size"]), f"{d['experts']} experts" if d["experts"] else ""
+    width = str(d["intermediate_size"]), counted(d["experts"], "expert") if d["experts"] else ""
     heads = f"{d['q_heads']} query heads", f"{d['kv_heads']} KV heads of {d['head_dim']}"
     rows = [
         ("parameters", f"{d['parameters']:,}", _count(d["parameters"])),
@@ -61,11 +61,16 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
             if (label != "linear attention" or d["linear_key_heads"]) and not _differ(kinds, keys)
         ),
         ("vocabulary", str(d["vocab_size"]), f"output matrix {tied}"),
-        ("context", f"{d['max_context']} tokens", d["context_basis"] or "the longest that the model was made for"),
+        (
+            "context",
+            counted(d["max_context"], "token"),
+            d["context_basis"] or "the longest that the model was made for",
+        ),
     ]
     each, whole, tokens = d["cache_bytes_per_token"], d["max_context_cache_bytes"], d["max_context"]
     cache = [
-        (kind, f"{size:,} bytes", f"{format_bytes(whole[kind])} for {tokens} tokens") for kind, size in each.items()
+        (kind, f"{size:,} bytes", f"{format_bytes(whole[kind])} for {counted(tokens, 'token')}")
+        for kind, size in each.items()
     ]
     state = d["state_bytes_per_sequence"]
     windows = ", until the sliding windows are full" if whole["fp16"] - state < each["fp16"] * tokens else ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from unicodedata import combining, east_asian_width
 
 from tpplan.core.axes import parse_layers
+from tpplan.core.sizes import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -91,7 +92,7 @@ def shorten_layers(layers: str, columns: int) -> str:
         first.pop()
         if len(text := ",".join([*first, "…", last])) <= columns and first:
             return text
-    return f"{len(parse_layers(layers))} layers"
+    return counted(len(parse_layers(layers)), "layer")
 
 
 def abridged(text: str) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tpplan.core.plan import Request, SplitPlan
+    from tpplan.planner.infeasible import Room
     from tpplan.planner.manifest import Entry, Manifest
     from tpplan.planner.options import Options
 
@@ -77,12 +78,16 @@ class Inputs:
             RequestError: the options are not valid for the models or the devices.
         """
         asked = self.asked(options)
+        return plan_request(self.model, self.devices, asked, self.links, self.room(asked.strategy))
+
+    def room(self, strategy: str) -> Room | None:
+        """Return what reserves room for the draft model, which is split by a strategy; None if there is none."""
 
         def room(request: Request, devices: tuple[Device, ...]) -> Request:
-            whole, _ = self.with_room(evolve(request, strategy=asked.strategy), devices)
+            whole, _ = self.with_room(evolve(request, strategy=strategy), devices)
             return evolve(request, reserve=whole.reserve, draft=whole.draft)
 
-        return plan_request(self.model, self.devices, asked, self.links, room if self.draft else None)
+        return room if self.draft else None
 
 
 class Outcome(StrEnum):
