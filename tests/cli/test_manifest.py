@@ -123,7 +123,7 @@ def test_a_plan_is_not_written_over_what_plans_are_made_of() -> None:
         ("batch = 4", "batch = 4\ncache = 'q4'", ["options"], "the manifest asks for cache q4 instead of fp16"),
         ("batch = 4", "batch = 4\ntokens = 8192", ["options"], "tokens 8192 instead of for equal parts"),
         ("batch = 4", "batch = 4\nstrategy = 'exllamav2'", ["options"], "strategy exllamav2 instead of auto"),
-        ("batch = 4", "batch = 4\nreserve = '1GiB@0'", ["options"], "reserve 1GiB@0 instead of nothing"),
+        ("batch = 4", "batch = 4\nreserve = '1GiB@0'", ["options"], "reserve 1.00 GiB on device 0 instead of nothing"),
         ("2xRTX4090", "RTX4090,RTX3090", ["devices"], "the plan is for other devices"),
         ("batch = 4", "batch = 4\ncontext = 200_000", ["request"], "are more than the 131072"),
         ("2xRTX4090", "RTX3060", ["devices", "infeasible"], "does not fit"),
@@ -264,7 +264,7 @@ def test_what_git_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("plan", "--all").code == 0
     assert "is in no git repository" in refused("diff", "--against", "HEAD")
     git("init", "-q")
-    for name in ("HEAD", "--all", "a b", "HEAD:tpplan.toml"):
+    for name in ("--all", "a b", "HEAD:tpplan.toml"):
         assert f"there is no revision {name!r}" in refused("diff", f"--against={name}")
     git("add", ".")
     git("commit", "-qm", "plans")
@@ -346,7 +346,8 @@ def test_in_a_hook_of_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("other")
     for name, value in (("GIT_DIR", "../../.git"), ("GIT_INDEX_FILE", "../../.git/index"), ("GIT_WORK_TREE", "..")):
         monkeypatch.setenv(name, value)
-    assert "there is no revision 'HEAD'" in refused("diff", "--against", "HEAD", "box.json")
+    assert "has no commit yet" in refused("diff", "--against", "HEAD", "box.json")
+    assert "there is no revision 'main~1'" in refused("diff", "--against", "main~1", "box.json")
 
 
 def test_plans_of_a_manifest_have_the_notes_of_their_own_command() -> None:

@@ -222,11 +222,14 @@ def test_more_memory_is_advised_where_it_helps() -> None:
     config = json.loads((LLAMA_8B / "config.json").read_text(encoding="utf-8"))
     Path("tiny.json").write_text(json.dumps(config | sizes | {"num_key_value_heads": 1}), encoding="utf-8")
     for gpus, hints in {
-        "8GiB,1MiB,1MiB": ["hint: leave them out of --gpus, or give them a larger budget"],
-        "2x8GiB,1MiB": ["hint: leave it out of --gpus, or give it a larger budget"],
+        "8GiB,1MiB,1MiB": ["hint: leave them out of --gpus, or give them a budget of 8GiB"],
+        "2x8GiB,1MiB": ["hint: leave it out of --gpus, or give it a budget of 8GiB"],
         "3x8GiB,1MiB": ["hint: leave it out of --gpus"],
         "5x8GiB": ["hint: leave them out of --gpus"],
         "3x8GiB": [],
+        "8GiB,7GiB,6GiB": ["hint: leave them out of --gpus, or give them a budget of 8GiB"],
+        "RTX4090,RTX3060,RTX3060": ["hint: leave them out of --gpus"],  # which have no more memory
+        "RTX4090": [],
     }.items():
         done = command("plan", "tiny.json", "--context", 64, "--gpus", gpus, "-o", "plan.json")
         assert [line for line in done.err.splitlines() if line.startswith("hint: ")] == hints

@@ -16,7 +16,7 @@ from tests.codec_cases import FIXTURE, PLAN
 from tests.examples import examples
 from tests.render_cases import data, plain
 from tests.strategies import plans
-from tpplan.core.axes import bounds_of
+from tpplan.core.axes import bounds_of, format_layers
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, DeviceMemory, SplitPlan
 from tpplan.files.codec import unstructure
@@ -25,7 +25,18 @@ from tpplan.render.blocks import lines_of
 from tpplan.render.diff import diff as diff_view
 from tpplan.render.show import show
 from tpplan.render.svg import picture
-from tpplan.render.text import PLAIN_COLUMNS, abridged, amount, bar, elided, line_width, shorten, shorten_name, width
+from tpplan.render.text import (
+    PLAIN_COLUMNS,
+    abridged,
+    amount,
+    bar,
+    elided,
+    line_width,
+    shorten,
+    shorten_layers,
+    shorten_name,
+    width,
+)
 from tpplan.reports.diff import diff
 
 if TYPE_CHECKING:
@@ -287,6 +298,22 @@ def test_elided(count: int, most: int) -> None:
     assert len(first) + len(last) == min(count, most)
     assert [*first, *last] == sorted({*first, *last})
     assert not last or last.stop == count
+
+
+@given(st.sets(st.integers(0, 200), min_size=1, max_size=60), st.integers(10, 40))
+def test_layers_are_cut_between_ranges(layers: set[int], columns: int) -> None:
+    """What is left of the ranges are the first and the last ones, whole; a few that do not fit are counted."""
+    whole = format_layers(layers)
+    short = shorten_layers(whole, columns)
+    assert len(short) <= columns
+    if short == f"{len(layers)} layers":
+        first, *_, last = whole.split(",")
+        assert len(f"{first},…,{last}") > columns or whole.count(",") < 1
+    elif short != whole:
+        first, last = short.split(",…,")
+        assert whole.startswith(f"{first},")
+        assert whole.endswith(f",{last}")
+        assert "," not in last
 
 
 def test_fingerprints_are_shortened_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,7 @@ from tpplan.export.names import EngineName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -158,3 +160,44 @@ def test_beside_pydantic() -> None:
         assert command(name, LLAMA_8B, "--gpus", "80GiB").code == 0
     for name in ("show", "selftest", "bench"):
         assert "cannot read 'none.json'" in command(name, "none.json").err
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "greenlet"])
+def test_what_transformers_needs_is_told_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a plan or a model is read, which here are not even there."""
+    monkeypatch.setitem(sys.modules, name, None)
+    done = command("generate", "none.json", "--model", "none", "--prompt", "x", "--engine", "transformers")
+    assert (done.code, f"running a plan by transformers needs {name}, which is not installed" in done.err) == (2, True)
+
+
+def test_help_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options that name a model say what for."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for name, option, words in (
+        ("plan", "--draft", "leave room for all of it"),
+        ("fit", "--draft", "leave room for all of it"),
+        ("check", "--model", "plans are checked by the manifest"),
+    ):
+        text = " ".join(command(name, "--help").out.replace("│", " ").split())
+        assert words in text.split(f"{option} PATH", 1)[1]
+
+
+def test_one_of_something_is_no_plural(tmp_path: Path) -> None:
+    """Screens say 1 layer and 1 token."""
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 64}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1}))
+    asked = (tmp_path, "--gpus", "RTX4090", "--context", "1", "--max-rows", "1")
+    for name, words in (("plan", ("1 layer,", "1 token,", "1 row")), ("fit", ("1 token in",))):
+        text = " ".join(command(name, *asked).out.split())
+        assert all(each in text for each in words), text
+        assert not [each for each in ("layers", "tokens", "rows") if f" 1 {each}" in text]
+    text = command("inspect", tmp_path).out
+    assert "1 token " in text
+    assert "1 tokens" not in text
+
+
+def test_the_current_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing in it is not named as a file of somewhere else."""
+    monkeypatch.chdir(tmp_path)
+    assert "there is no config.json in the current directory" in command("inspect", ".").err

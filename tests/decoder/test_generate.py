@@ -197,7 +197,7 @@ def test_virtual_devices_are_told_of(checkpoint: Path) -> None:
         (("--token-ids", f"1,{VOCAB}"), f"token {VOCAB}, the model's are 0 to {VOCAB - 1}"),
         (("--prompt", "a\udcff"), r"the prompt has '\udcff' at character 1"),
         (("--token-ids", "1", "--max-new-tokens", 0), "--max-new-tokens is 0, expected 1 or more hint: leave it out"),
-        (("--token-ids", "1", "--max-new-tokens", LENGTH), f"1 tokens and {LENGTH} new ones, the plan caches {LENGTH}"),
+        (("--token-ids", "1", "--max-new-tokens", LENGTH), f"1 token and {LENGTH} new ones, the plan caches {LENGTH}"),
         (("--token-ids", "1", "--temperature", -1), "the temperature is -1.0"),
         (("--token-ids", "1", "--temperature", 1, "--top-p", 2), "top-p is 2.0"),
         (("--token-ids", "1", "--backend", "gpu"), "--backend is 'gpu', expected auto, cpu or cuda"),

@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from tests.export_cases import ALIKE, EVEN, NAMES, ROOT, data_of, made, plan_of
-from tpplan.core.plan import CACHE_KINDS, Cache
+from tpplan.core.plan import CACHE_KINDS, Cache, Reserve
 from tpplan.errors import RequestError
 from tpplan.export.export import ENGINES, engine_of, export
 
@@ -149,3 +149,31 @@ def test_the_page_has_every_engine_and_version() -> None:
     assert {kind: re.findall("`(.+?)`", row) for kind, row in caches} == {
         kind: [ENGINES[name].caches[kind].name for name in order] for kind in CACHE_KINDS
     }
+
+
+#: What engines are told of a draft model, and of prediction layers, by their own documentation.
+DRAFTS = {
+    "llama.cpp": ("--model-draft DRAFT.gguf", "--spec-type draft-mtp"),
+    "llama.cpp-layer": ("--model-draft DRAFT.gguf", "--spec-type draft-mtp"),
+    "exllamav3": ("draft_model_name: DRAFT", "draft_mode: mtp"),
+    "exllamav2": ("draft_model=", "which it does not use"),
+    "accelerate": ("assistant_model=", "use_mtp=True"),
+    "transformers": ("assistant_model=", "use_mtp=True"),
+    "vllm": ('{"model": "DRAFT", "num_speculative_tokens": N}', '{"method": "mtp", "num_speculative_tokens": N}'),
+    "sglang": ("--speculative-draft-model-path DRAFT", "--speculative-algorithm NEXTN"),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("mtp", [False, True])
+def test_what_drafts_is_told(engine: str, mtp: bool) -> None:
+    """A line says how an engine takes what the plan leaves room for, and how much room that is."""
+    alone = made("Llama-3.1-8B", "2xRTX4090")
+    plan = made("Llama-3.1-8B", "2xRTX4090", reserve=Reserve(2**30))
+    plan = attrs.evolve(plan, request=attrs.evolve(plan.request, draft="" if mtp else "small", mtp=mtp))
+    told = [text for text in export(plan, engine).differences if "with room for" in text]
+    assert len(told) == 1
+    assert "1.00 GiB on each device" in told[0]
+    assert DRAFTS[engine][mtp] in told[0]
+    assert ("prediction layers" if mtp else "the draft model small") in told[0]
+    assert not [text for text in export(alone, engine).differences if "room for" in text]

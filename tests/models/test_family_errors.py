@@ -31,7 +31,7 @@ from tpplan.models.config import Config
         ({"hidden_size": -1}, ("hidden_size is -1",)),
         ({"hidden_size": 2**40}, ("hidden_size is 1099511627776",)),
         ({"n_embd": 7}, ("hidden_size is 4096", "n_embd", "7")),
-        ({"layer_types": ["full_attention"]}, ("1 entries", "32 layers")),
+        ({"layer_types": ["full_attention"]}, ("1 entry", "32 layers")),
         ({"layer_types": ["linear_attention"] * 32}, ("'linear_attention'", "sliding_attention")),
         ({"torch_dtype": "int3"}, ("torch_dtype is 'int3'", "bfloat16")),
         ({"architectures": ["MistralForSequenceClassification"]}, ("MistralForSequenceClassification",)),
@@ -57,8 +57,8 @@ from tpplan.models.config import Config
         ({"model_type": "qwen2_vl_text", "architectures": ["A"]}, ("'qwen2_vl_text'", "supported name")),
         ({"model_type": "qwen3_vl"}, ("text_config is missing",)),
         ({"model_type": "mixtral"}, ("num_local_experts", "missing")),
-        ({"model_type": "mixtral", "num_local_experts": 1}, ("num_experts_per_tok is 2", "1 experts")),
-        ({"model_type": "exaone_moe", "num_experts": 9, "mlp_layer_types": ["sparse"]}, ("1 entries", "32 layers")),
+        ({"model_type": "mixtral", "num_local_experts": 1}, ("num_experts_per_tok is 2", "1 expert")),
+        ({"model_type": "exaone_moe", "num_experts": 9, "mlp_layer_types": ["sparse"]}, ("1 entry", "32 layers")),
         (
             {"model_type": "hy_v3", "num_experts": 9, "mlp_layer_types": ["moe"] * 32},
             ("'moe'", "known are dense and sparse"),
@@ -67,7 +67,7 @@ from tpplan.models.config import Config
             {"model_type": "hunyuan_v1_moe", "num_experts": 9, "moe_topk": [1, 2]},
             ("moe_topk is [1, 2]", "not the same for all layers"),
         ),
-        ({"model_type": "smollm3", "num_key_value_heads": 4, "no_rope_layers": [1]}, ("1 entries", "32 layers")),
+        ({"model_type": "smollm3", "num_key_value_heads": 4, "no_rope_layers": [1]}, ("1 entry", "32 layers")),
         (
             {"model_type": "smollm3", "sliding_window": 9, "layer_types": ["sliding_attention"] * 32},
             ("layer_types has sliding_attention", "use_sliding_window is not true"),
@@ -113,7 +113,7 @@ def test_a_language_model_in_an_unknown_one_can_be_planned_alone(path: tuple[str
         *(("laguna", {"gating": value}, "gating is") for value in (["per-head"], {}, {"a": 1}, 1.5, "gated")),
         ("laguna", {"gating_types": ["per_head"] * 3}, "gating_types has 3 entries for 2 layers"),
         ("laguna", {"gating_types": ["per_head", "none"]}, "gating is 'none', known are per-head"),
-        ("laguna", {"num_attention_heads_per_layer": [8]}, "num_attention_heads_per_layer has 1 entries for 2 layers"),
+        ("laguna", {"num_attention_heads_per_layer": [8]}, "num_attention_heads_per_layer has 1 entry for 2 layers"),
         (
             "mimo_v2_flash",
             {"hybrid_layer_pattern": [0, 1, 1]},

@@ -23,8 +23,11 @@ from tests.family_models import (
     saved_tensors,
     spec_of,
 )
+from tests.later import transformers
 from tpplan.core.axes import Axis
+from tpplan.errors import ModelError
 from tpplan.models import families
+from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -308,3 +311,22 @@ def test_elements_of_an_axis_can_change_places(form: str, tmp_path: Path) -> Non
 def test_every_family_is_computed() -> None:
     """All families take part that are models of their own and not others by another name."""
     assert {form.partition(",")[0] for form in FORMS} == families.FAMILIES.keys() - SAME.keys() - NOT_IN_TRANSFORMERS
+
+
+def test_longcat_as_transformers_saves_it(tmp_path: Path) -> None:
+    """Its files have matrices of experts that do nothing, which are told and not counted; others are refused."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 64}
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    experts = {"moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 32, "head_dim": 8}
+    config = transformers.LongcatFlashConfig(**sizes, **ranks, **experts, max_position_embeddings=128)
+    model = transformers.LongcatFlashForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    found = read_model(tmp_path)
+    idle = 2 * 2 * (2 * 64 * 32) * 4  # of two layers, two experts' gate and up projections in 32 bits
+    assert [(part.what, part.bytes) for part in found.not_planned] == [("matrices of experts that do nothing", idle)]
+    assert found.weight_bytes + idle == sum(p.numel() for p in model.state_dict().values()) * 4
+    (tmp_path / "config.json").write_text(
+        (tmp_path / "config.json").read_text().replace('"n_routed_experts": 4', '"n_routed_experts": 5')
+    )
+    with pytest.raises(ModelError, match=r"router\.classifier"):
+        read_model(tmp_path)

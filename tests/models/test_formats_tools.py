@@ -984,3 +984,60 @@ def test_any_description_is_followed_or_refused(tmp_path: Path, data: st.DataObj
         assert read_model(tmp_path).weight_bytes > 0
     except ModelError as error:
         assert error.hint  # noqa: PT017 (both outcomes are right)
+
+
+#: What tools are told to leave, by names of the language model alone.
+LEFT = {
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}}
+        },
+        "ignore": ["lm_head", "model.layers.0.self_attn.q_proj", "re:model\\.layers\\.1\\.mlp.*"],
+    },
+    "fp8": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [32, 32],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.q_proj"],
+    },
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "exclude_modules": ["lm_head", "model.layers.0.self_attn.q_proj"],
+    },
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "desc_act": False,
+        "lm_head": True,
+        "dynamic": {"-:^lm_head": {}, "-:^model\\.layers\\.0\\.self_attn\\.q_proj": {}},
+    },
+}
+
+
+@pytest.mark.parametrize("tool", LEFT)
+@pytest.mark.parametrize("within", ["llava", "gemma3-like", "text"])
+def test_names_of_a_language_model_alone_count_in_a_wrapper(tool: str, within: str, tmp_path: Path) -> None:
+    """What was quantised as a language model stays what it is in a model of text and images around it."""
+    text = LLAMA | {"torch_dtype": "float16"}
+    quantisation = {"quantization_config": LEFT[tool]}
+    wrapper: dict[str, Any] = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    config = {
+        "llava": wrapper | {"text_config": text} | quantisation,
+        "gemma3-like": wrapper | {"model_type": "mistral3", "architectures": [], "text_config": text} | quantisation,
+        "text": wrapper | {"text_config": text | quantisation},
+    }[within]
+    found = []
+    for name, written in (("alone", text | quantisation), ("inside", config)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(written))
+        model = read_model(tmp_path / name / "config.json")
+        found.append({name.replace("language_model.", ""): p.dtype for name, p, _ in model.tensors()})
+    alone, inside = found
+    assert inside == alone
+    assert alone["lm_head.weight"] == "F16"
+    assert alone["model.layers.0.self_attn.q_proj.weight"] == "F16"
+    assert alone.get("model.layers.1.self_attn.q_proj.weight") != "F16"

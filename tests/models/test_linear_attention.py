@@ -227,7 +227,7 @@ def test_the_axis_comes_last() -> None:
         ({"linear_num_key_heads": 2**17}, "linear_num_key_heads is 131072"),
         ({"linear_conv_kernel_dim": "4"}, "linear_conv_kernel_dim is '4'"),
         ({"full_attention_interval": 0}, "full_attention_interval is 0"),
-        ({"layer_types": ["linear_attention"]}, "layer_types has 1 entries for 4 layers"),
+        ({"layer_types": ["linear_attention"]}, "layer_types has 1 entry for 4 layers"),
         ({"layer_types": ["sliding_attention"] * 4}, "known are full_attention and linear_attention"),
     ],
 )

@@ -155,6 +155,20 @@ def test_both_names_of_kimi_k25_are_known(name: str) -> None:
     assert spec_of(config).architecture == name
 
 
+def test_kimi_k25_as_published(tmp_path: Path) -> None:
+    """Its experts have 4 bits and a scale of 16 for every 32, and all else 16 bits: 594 GB, as the hub says."""
+    left = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}}
+    told = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    text = MODELS["Kimi-K2"][0] | {"torch_dtype": "bfloat16", "quantization_config": told | {"ignore": left}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+    model = read_model(tmp_path / "config.json")
+    experts = 60 * 384 * 3 * 7168 * 2048
+    others = spec_of(MODELS["Kimi-K2"][0]).parameter_count - experts
+    assert abs(model.weight_bytes - (experts * 9 // 16 + 2 * others)) < 2_000_000  # shapes of matrices, biases
+    assert 593.5e9 < model.weight_bytes < 594.5e9
+
+
 def test_dense_layers_of_llama_4_have_a_width_of_their_own() -> None:
     """Every other layer of Maverick is dense, and twice as wide as an expert."""
     sizes = {(block.intermediate, block.expert_intermediate) for block in spec_of(MODELS["Llama-4-Maverick"][0]).blocks}

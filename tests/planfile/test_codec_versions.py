@@ -35,11 +35,11 @@ def test_unknown_major(version: str, allow_newer: bool) -> None:
 
 def test_newer_minor(tmp_path: Path) -> None:
     """A newer minor version loads only for showing: unknown keys pass, and nothing executes or saves the plan."""
-    text = changed(format_version="1.4", topology={"links": []}, request=json.loads(TEXT)["request"] | {"new": 1})
-    with pytest.raises(PlanError, match=r"TP001 at format_version: is 1.4, newer than 1.3, the latest that"):
+    text = changed(format_version="1.5", topology={"links": []}, request=json.loads(TEXT)["request"] | {"new": 1})
+    with pytest.raises(PlanError, match=r"TP001 at format_version: is 1.5, newer than 1.4, the latest that"):
         codec.loads(text)
     plan = codec.loads(text, allow_newer=True)
-    assert plan == attrs.evolve(PLAN, format_version="1.4")
+    assert plan == attrs.evolve(PLAN, format_version="1.5")
     assert [problem.rule for problem in problems(plan)] == ["TP001"]
     with pytest.raises(PlanError, match="TP001"):
         codec.save(plan, tmp_path / "plan.json")
@@ -48,7 +48,7 @@ def test_newer_minor(tmp_path: Path) -> None:
 
 def test_newer_minor_still_obeys_the_rules() -> None:
     """Showing a newer plan is no way around the rules, or the types of the keys that are known."""
-    data = json.loads(TEXT) | {"format_version": "1.4"}
+    data = json.loads(TEXT) | {"format_version": "1.5"}
     data["request"]["batch"] = 0
     with pytest.raises(PlanError, match=r"TP008 at request.batch") as caught:
         codec.loads(json.dumps(data), allow_newer=True)
@@ -60,6 +60,17 @@ def test_newer_minor_still_obeys_the_rules() -> None:
 
 NEWER = FIXTURE.with_name("plan-1.1.json").read_text(encoding="utf-8")
 WITH_SPEED = FIXTURE.with_name("plan-1.2.json").read_text(encoding="utf-8")
+
+
+def test_minor_4() -> None:
+    """A frozen plan beside a draft model loads, is written again byte for byte, and says 1.4 only for it."""
+    text = FIXTURE.with_name("plan-1.4.json").read_text(encoding="utf-8")
+    plan = codec.loads(text)
+    assert dumps(plan) == text
+    assert (plan.request.draft, plan.request.mtp) == ("Fixture-Head", False)
+    alone = attrs.evolve(plan.request, draft="")
+    assert least_version(attrs.evolve(plan, request=alone)) == "1.1"
+    assert least_version(attrs.evolve(plan, request=attrs.evolve(alone, mtp=True))) == "1.4"
 
 
 def test_minor_3() -> None:

@@ -82,7 +82,7 @@ def link(first: int, second: int, latency_ns: int = 1) -> LinkSpeed:
 
 VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP001", {"format_version": "2.0"}, "TP001 at format_version: is '2.0', this tpplan reads 1.x"),
-    ("TP001", {"format_version": "1.4"}, "is 1.4, newer than 1.3, the latest that this tpplan knows"),
+    ("TP001", {"format_version": "1.5"}, "is 1.5, newer than 1.4, the latest that this tpplan knows"),
     ("TP001", {"format_version": "1.1"}, "is 1.1, expected 1.0, the oldest version with all of its keys"),
     ("TP001", {"request.beyond": True}, "is 1.0, expected 1.1"),
     ("TP008", {"format_version": "1.1", "model.not_planned": (NotPlanned("vision tower", -1),)}, "bytes: is -1"),

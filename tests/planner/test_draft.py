@@ -11,7 +11,7 @@ import tpplan
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.cli_cases import LLAMA_8B, ROOT
 from tests.command import Done, command
-from tpplan.core.plan import Reserve
+from tpplan.core.plan import Reserve, reserves_told
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import ModelError
 from tpplan.models.reader import read_prediction_layers
@@ -137,7 +137,6 @@ def test_a_draft_model_split_like_the_model(head: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("--gpus", "24GiB,900MiB", "--draft", "HEAD"), "a budget of 900.00 MiB, all of head takes 1020.15 MiB"),
         (("--gpus", "24GiB", "--draft-output", "d.json"), "--draft-output writes the plan of a draft model"),
         (("--gpus", "24GiB", "--draft", "HEAD", "--reserve", "1GiB@3"), "1.00 GiB are reserved on device 3"),
         (("--gpus", "24GiB", "--draft", "HEAD", "--draft-output", "o.json", "-o", "o.json"), "written by the same"),
@@ -156,6 +155,33 @@ def test_what_is_refused(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_draft_model_too_large_for_a_device(head: Path) -> None:
+    """It does not fit, which is an answer, and what is advised fits both models."""
+    asked = ("plan", LLAMA_8B, "--context", "4096", "--draft", head)
+    done = command(*asked, "--gpus", "48GiB,900MiB")
+    assert done.code == 1
+    assert "a budget of 900.00 MiB, all of head takes 1020.15 MiB" in done.err.replace("\n", " ")
+    found = json.loads(command(*asked, "--gpus", "48GiB,900MiB", "--json").out)["error"]
+    assert found["kind"] == "infeasible"
+    assert "split it over the devices: --draft-output FILE" in found["hint"]
+    (advice,) = (each for each in found["suggestions"] if each["kind"] == "memory")
+    assert command(*asked, *advice["option"].split()).code == 0
+
+
+@pytest.mark.parametrize("gpus", ["2x6GiB", "3x4GiB", "8GiB,4GiB,2GiB"])
+def test_a_split_draft_model_that_does_not_fit(gpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice is for the model with its draft model: followed, both fit."""
+    monkeypatch.chdir(tmp_path)
+    asked = ("plan", LLAMA_8B, "--context", "4096", "--draft", LLAMA_8B, "--draft-output", "d.json")
+    done = command(*asked, "--gpus", gpus, "--json")
+    assert done.code == 1
+    options = [each["option"] for each in json.loads(done.out)["error"]["suggestions"]]
+    assert len(options) == 2
+    for option in options:
+        again = command(*asked, *option.split())
+        assert again.code == 0, (option, again.err)
+
+
 def test_the_command(head: Path, tmp_path: Path) -> None:
     """Both plans are written, both verify, and the screen says what is left where."""
     output, beside = tmp_path / "plan.json", tmp_path / "draft.json"
@@ -169,6 +195,13 @@ def test_the_command(head: Path, tmp_path: Path) -> None:
     taken = [entry.used_bytes - entry.overhead_bytes for entry in tpplan.load(beside).memory]
     assert [entry.reserved_bytes for entry in tpplan.load(output).memory] == taken
     assert command("check", output, "--model", LLAMA_8B).code == 0
+
+
+def test_devices_without_a_part_of_a_draft_model(head: Path, tmp_path: Path) -> None:
+    """They are noted as those without a part of a model are."""
+    asked = ("plan", LLAMA_8B, "--gpus", "RTX4090,RTX3060", "--context", "4096", "--draft", head)
+    done = command(*asked, "--draft-output", tmp_path / "d.json")
+    assert "note: no part of the draft model head is on device 1 (RTX 3060)" in done.err.replace("\n", " ")
 
 
 def test_another_vocabulary_is_noted(tmp_path: Path) -> None:
@@ -188,17 +221,69 @@ def test_a_manifest_names_a_draft_model(head: Path, tmp_path: Path, monkeypatch:
     assert command("check").code == 0
     (tmp_path / "tpplan.toml").write_text(entry + 'draft = "head/config.json"\n')
     stale = command("check")
-    assert (stale.code, "the manifest asks for reserve, with room for head, " in stale.out.replace("\n", " ")) == (
-        1,
-        True,
-    ), stale.out
+    told = "the manifest asks for draft head instead of none, reserve, with room for head, "
+    assert (stale.code, told in " ".join(stale.out.split())) == (1, True), stale.out
     assert command("plan", "--all").code == 0
     assert command("check").code == 0
     model, draft = tpplan.read_model(LLAMA_8B), tpplan.read_model(head)
     asked = reserve_for_draft(Options(context=4096).request(model), draft, model, tpplan.parse_devices("48GiB"))
     assert tpplan.load("plan.json").request.reserve == asked.reserve
-    refused = command("plan", "--all", "--draft-output", "d.json")
-    assert (refused.code, "--draft-output does not go with --all" in refused.err) == (2, True)
+    assert (tpplan.load("plan.json").request.draft, tpplan.load("plan.json").format_version) == ("head", "1.4")
+
+
+def test_a_manifest_splits_a_draft_model(head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both plans are those of the command; each is made, checked and listed."""
+    monkeypatch.chdir(tmp_path)
+    gpus = "RTX4090,RTX3060"
+    asked = ("plan", LLAMA_8B / "config.json", "--gpus", gpus, "--context", "4096", "--reserve", "64MiB@0")
+    assert command(*asked, "--draft", head, "--draft-output", "d.json", "-o", "p.json").code == 0
+    entry = f'file = "plans/p.json"\nmodel = "{LLAMA_8B / "config.json"}"\ngpus = "{gpus}"\ncontext = 4096\n'
+    entry = f'[[plan]]\n{entry}reserve = "64MiB@0"\n'
+    (tmp_path / "tpplan.toml").write_text(f'{entry}draft = "head/config.json"\ndraft-output = "plans/d.json"\n')
+    assert "plans/d.json: new: not made yet" in command("check").out
+    done = command("plan", "--all")
+    assert done.code == 0, done.err
+    for name in ("p.json", "d.json"):
+        assert (tmp_path / "plans" / name).read_bytes() == (tmp_path / name).read_bytes()
+    current = command("check")
+    assert (current.code, "2 of 2 plans current" in current.out) == (0, True), current.out
+    head.write_text(json.dumps(EAGLE3 | {"intermediate_size": 20000}))
+    stale = command("check")
+    assert (stale.code, "plans/d.json: stale (model)" in stale.out) == (1, True), stale.out
+    for wrong, problem in (
+        ('draft-output = "plans/d.json"', "has draft-output and no draft"),
+        ('draft = "head/config.json"\ndraft-output = "plans/p.json"', "has the same file as"),
+        ('draft = "head/config.json"\ndraft-output = "../d.json"', "expected a path within the folder"),
+        ('draft = "head/config.json"\ndraft-output = 3', "names the file of the draft model's plan"),
+    ):
+        (tmp_path / "tpplan.toml").write_text(f"{entry}{wrong}\n")
+        refused = command("check")
+        assert (refused.code, problem in refused.err.replace("\n", " ")) == (2, True), refused.err
+    (tmp_path / "tpplan.toml").write_text(f'[defaults]\ndraft-output = "d.json"\n{entry}')
+    assert 'has the unknown key "draft-output"' in command("check").err
+
+
+def test_room_is_told_in_one_way(head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are rounded as everywhere; to the byte only where two would look alike."""
+    monkeypatch.chdir(tmp_path)
+    asked = ("plan", LLAMA_8B, "--gpus", "2xRTX3060", "--context", "4096", "--cache", "q8")
+    assert command(*asked, "-o", "a.json").code == 0
+    assert command(*asked, "--draft", head, "--draft-output", "d.json", "--reserve", "1GiB@1", "-o", "b.json").code == 0
+    found = json.loads(command("diff", "a.json", "b.json", "--json").out)["fields"]
+    (reserve,) = (each for each in found if each["path"] == "request.reserve")
+    sizes = [format_bytes(entry.reserved_bytes) for entry in tpplan.load("b.json").memory]
+    told = f"{sizes[0]} on device 0, {sizes[1]} on device 1"
+    assert (reserve["before"], reserve["after"]) == ("nothing", told)
+    entry = f'[[plan]]\nfile = "a.json"\nmodel = "{LLAMA_8B / "config.json"}"\ngpus = "2xRTX3060"\n'
+    entry += 'cache = "q8"\nreserve = "1GiB@1"\n'
+    (tmp_path / "tpplan.toml").write_text(
+        f'{entry}context = 4096\ndraft = "head/config.json"\ndraft-output = "d.json"\n'
+    )
+    stale = command("check", "a.json").out.replace("\n", " ")
+    assert "draft head instead of none" in stale
+    assert told in " ".join(stale.split())
+    one, two = (Reserve(2**30 + more) for more in (0, 1))
+    assert reserves_told((one,), (two,)) == ("1073741824 bytes on every device", "1073741825 bytes on every device")
 
 
 def test_a_draft_model_too_large_for_all(tmp_path: Path) -> None:
@@ -317,6 +402,13 @@ def test_room_for_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (done.code, "room for prediction layers of DeepSeek-V3: " in done.err) == (0, True)
     plan = tpplan.load("plan.json")
     together = sum(entry.reserved_bytes for entry in plan.memory)
+    assert (plan.request.mtp, plan.format_version, plan.model.not_planned) == (True, "1.4", ())
+    shown = command("show", "plan.json", "--html", "plan.html", "--format", "text")
+    page = (tmp_path / "plan.html").read_text()
+    for text in (done.err, shown.out, page):
+        assert "ot planned" not in text
+    assert "room for prediction layers" in " ".join(shown.out.split())
+    assert "room for prediction layers" in page
     weights, cache = read_prediction_layers(path).weight_bytes, 8 * 4096 * 576 * 2
     assert weights + cache < together < weights + cache + 8 * GIB // 2
     entry = f'[[plan]]\nfile = "plan.json"\nmodel = "{path}"\ngpus = "8xH200"\ncontext = 4096\nmtp = true\n'

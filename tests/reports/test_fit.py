@@ -10,6 +10,8 @@ from attrs import evolve
 from gguf import GGMLQuantizationType
 
 import tpplan
+from tests.cli_cases import LLAMA_8B
+from tests.command import command
 from tests.models.gguf.test_gguf import write
 from tests.planning_cases import spec
 from tests.render_cases import plain
@@ -168,3 +170,17 @@ def test_nothing_fits() -> None:
     roomy = fit(model, [Device(name="x", budget_bytes=20 * GIB)])
     assert roomy.fits
     assert all(cell.fits and not cell.tokens_per_second for row in roomy.rows for cell in row.cells)
+
+
+def test_what_fits_beside_a_draft_model(tmp_path: Path) -> None:
+    """The longest context is the one that plan makes with the same reserve and draft model, and not one step more."""
+    config = json.loads((LLAMA_8B / "config.json").read_text()) | {"num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    more = ("--gpus", "RTX4090", "--reserve", "256MiB", "--draft", tmp_path)
+    report = json.loads(command("fit", LLAMA_8B, *more, "--json").out)
+    assert report["reserve"] == "256.00 MiB on every device"
+    longest = {one["cache"]: one["context"] for one in report["longest"]}["fp16"]
+    assert command("plan", LLAMA_8B, *more, "--context", longest).code == 0
+    assert command("plan", LLAMA_8B, *more, "--context", longest + 256).code == 1
+    alone = json.loads(command("fit", LLAMA_8B, *more[:2], "--json").out)
+    assert {one["cache"]: one["context"] for one in alone["longest"]}["fp16"] > longest > 0

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.cli_cases import ROOT
 from tests.command import command
+from tests.later import transformers
+from tpplan.files.codec import unstructure
+from tpplan.models.config import Config
+from tpplan.models.families import spec_from_config
+from tpplan.render.inspection import inspection
+from tpplan.reports.inspect import inspect
 
-MODELS = Path(__file__).parents[2] / "examples/models"
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODELS = ROOT / "examples/models"
 
 KEYS = [
     "$schema",
     "architecture",
     "model_type",
     "layers",
+    "layer_kinds",
     "hidden_size",
     "intermediate_size",
     "q_heads",
@@ -41,7 +52,7 @@ KEYS = [
     "notes",
 ]
 #: Those that are left out where there is nothing to say.
-OPTIONAL = {"assumed", "not_planned", "notes"}
+OPTIONAL = {"assumed", "not_planned", "notes", "layer_kinds"}
 
 #: Published numbers: parameters and cache bytes per token at 16 bits from the models' own papers and cards.
 TRUTHS: dict[str, dict[str, Any]] = {
@@ -134,3 +145,43 @@ def test_windows_keep_less_of_a_long_sequence(tmp_path: Path) -> None:
     assert planned["request"]["cache"]["tokens"] == found["max_context"] == 4096
     assert planned["memory"][0]["cache_bytes"] == whole["q8"]
     assert "Cache per token, until the sliding windows are full\n" in command("inspect", tmp_path).out
+
+
+def inspected(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the document of a model of which there is a config alone."""
+    return unstructure(inspect(spec_from_config(Config(config, "config.json"), "model")))
+
+
+def test_kinds_of_layers() -> None:
+    """Where layers differ in heads or widths, no number stands for all of them, and each kind is told."""
+    text = transformers.Gemma4TextConfig(
+        num_hidden_layers=8,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * 2,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+    )
+    found = inspected(text.to_dict())
+    sliding, full = {"q_heads": 8, "kv_heads": 4, "head_dim": 256, "window": 512}, {"q_heads": 8, "head_dim": 512}
+    assert found["layer_kinds"] == [
+        {"layers": "0-1,3-5", **sliding, "intermediate_size": text.intermediate_size},
+        {"layers": "2", **full, "kv_heads": 2, "intermediate_size": text.intermediate_size},
+        {"layers": "6-7", **full, "kv_heads": 2, "intermediate_size": 2 * text.intermediate_size},
+    ]
+    assert text.layer_types[-1] == "full_attention"  # which it always is
+    screen = "\n".join("".join(text for text, _ in each) for each in inspection(found))
+    assert "of 3 kinds" in screen
+    assert "KV heads of" not in screen
+    assert "intermediate size" not in screen
+    assert re.search(r"0-1,3-5 +8 +4 +256 +512 +9216\n", screen)
+
+
+def test_kinds_without_attention() -> None:
+    """Layers without attention are no layers of other heads, so that these are told of all that have some."""
+    config = transformers.Lfm2Config(num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"])
+    found = inspected(config.to_dict() | {"architectures": ["Lfm2ForCausalLM"]})
+    assert [(kind["layers"], kind.get("q_heads")) for kind in found["layer_kinds"]] == [("0-1,3", None), ("2", 32)]
+    screen = "\n".join("".join(text for text, _ in each) for each in inspection(found))
+    assert "8 KV heads of 80" in screen
+    assert "intermediate size" in screen

@@ -133,7 +133,7 @@ def plan(
     full_window: bool = False,
     beyond: bool = False,
     reserve: tuple[str, ...] = (),
-    draft: _Model = "",
+    draft: File = "",
     draft_output: File = "",
     mtp: bool = False,
     json: bool = False,
@@ -191,6 +191,8 @@ def plan(
         found = inputs.plan(options)
         beside = inputs.with_room(options.request(spec), gpu_list)[1] if draft_output else None
     on_plans.note_draft(inputs, options, found)
+    if beside:
+        on_plans.note_idle_draft(beside)
     on_plans.note_all(found, spec, options, links)
     for each, path in ((beside, draft_output), (found, output)):
         if each and path:
@@ -216,6 +218,9 @@ def fit(
     batch: Whole = 1,
     max_rows: Whole = 2048,
     layout: Layout | None = None,
+    reserve: tuple[str, ...] = (),
+    draft: File = "",
+    mtp: bool = False,
     form: View | None = None,
     json: bool = False,
 ) -> int:
@@ -229,17 +234,27 @@ def fit(
         batch: sequences that decode together; 1 by default.
         max_rows: tokens in the largest forward pass; 2048 by default.
         layout: reduce by default, gather where the weights' rows cannot be cut.
+        reserve: memory to leave to something else on every device, such as 2GiB, or on one, as 2GiB@0; repeatable.
+        draft: a draft model, by path or name: leave room for all of it and its cache on every device.
+        mtp: leave room for the model's own prediction layers, split like the model.
         form: markdown prints tables for a pull request; text by default.
         json: print one JSON document.
     """
     from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
+    from tpplan.planner.options import parse_reserve  # noqa: PLC0415
     from tpplan.render.fit import fit as view  # noqa: PLC0415
     from tpplan.reports.fit import fit as look  # noqa: PLC0415
+    from tpplan.reports.manifest import Inputs  # noqa: PLC0415
 
     chosen = form_of(form, json=json)
     if context is not None and context < 1:
         raise RequestError(f"--context is {context}, expected 1 or more tokens", "leave it out for the longest")
+    reserves = tuple(map(parse_reserve, reserve))
     spec, gpu_list = on_plans.read_model(model), parse_devices(gpus, on_plans.note)
+    drafting = on_plans.read_draft(model, draft, "", mtp=mtp)
+    room = Inputs(spec, gpu_list, draft=drafting, is_split=mtp).room("balanced")
+    if drafting:
+        on_plans.note(f"with room for {drafting.name}")
     with console.busy("planning"):
         report = look(
             spec,
@@ -251,6 +266,9 @@ def fit(
             layout=layout or "",
             links=links_of(gpus),
             gpus=gpus,
+            reserve=reserves,
+            room=room,
+            mtp=mtp,
         )
     console.present(report, view, chosen)
     return OK if report.fits else NO
@@ -336,7 +354,7 @@ def validate(*plans: File, form: Verdict | None = None, json: bool = False) -> i
 @app.command(sort_key=8, usage="Usage: tpplan check [OPTIONS] [PLANS...]")
 def check(
     *plans: File,
-    model: _Model = "",
+    model: File = "",
     gpus: str = "",
     all_: _All = False,
     manifest: File = "",

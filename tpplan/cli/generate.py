@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Characters of a number; no model has so many tokens.
 _LONGEST = 12
+#: What running by transformers needs.
+_NEEDED = ("torch", "transformers", "greenlet")
 #: Settings that only count where tokens are drawn.
 _DRAWING = ("top_p", "top_k", "min_p", "seed")
 
@@ -105,6 +107,7 @@ def generate(
         "seed": seed,
     }
     given = {name: value for name, value in settings.items() if value is not None}
+    _check_installed(engine)
     tokens = _tokens(token_ids)
     variables = _variables(chat_template_kwargs)
     plans.some((plan, prompt, prompts))
@@ -143,6 +146,22 @@ def generate(
     return OK
 
 
+def _check_installed(engine: str) -> None:
+    """Refuse an engine before anything that takes seconds to import, if it lacks a library.
+
+    Raises:
+        MissingError: it does.
+    """
+    with needing("running a plan by transformers", "transformers"):
+        if engine == "transformers" and (name := _lacking()):
+            raise ModuleNotFoundError(name=name)
+
+
+def _lacking() -> str:
+    """Return a library that running by transformers lacks; empty if it lacks none."""
+    return next((name for name in _NEEDED if find_spec(name) is None), "")
+
+
 def _is_for_transformers(task: Task, engine: str) -> bool:
     """Choose the engine of a task; what the decoder lacks is told."""
     if engine != "auto":
@@ -152,7 +171,7 @@ def _is_for_transformers(task: Task, engine: str) -> bool:
     try:
         check_model(task.source, task.source.model, task.plan)
     except TpplanError as error:
-        if find_spec("transformers") is None or find_spec("greenlet") is None or not task.source.model.is_plain:
+        if _lacking() or not task.source.model.is_plain:
             raise
         plans.note(f"computed by transformers, as {error.message}")
         return True

@@ -58,6 +58,9 @@ def plan(path: str, given: Mapping[str, object], *, json: bool) -> ManifestRepor
     console.present(report, verdicts.made, "json" if json else "text")
     for file, found in made.items():
         known = inputs(entries[file])
+        if known.drafted_for:  # of whose plan all else is told
+            on_plans.note_idle_draft(found, file)
+            continue
         on_plans.note_draft(known, entries[file].options, found, file)
         on_plans.note_all(found, known.model, entries[file].options, known.links, file)
         on_plans.note_uncounted(found, on_screen=False, of=file)
@@ -121,8 +124,6 @@ def _refuse(path: str, given: Mapping[str, object]) -> None:
     if wrong := [name for name, value in given.items() if value]:
         option = "--manifest" if path else "--all"
         hint = f"leave out {option}, or write it into the manifest: {path or MANIFEST}"
-        if wrong[0] == "--draft-output":
-            hint = f"leave out {option}; a manifest keeps room for all of a draft model on every device"
         raise UsageError(f"{wrong[0]} does not go with {option}", hint)
 
 
@@ -137,8 +138,12 @@ def _inputs() -> Callable[[Entry], Inputs]:
 
     def read(entry: Entry) -> Inputs:
         with console.busy(f"planning {entry.file}"):
-            draft = predicting(entry.model) if entry.options.mtp else model(entry.draft) if entry.draft else None
-            return Inputs(model(entry.model), devices(entry.gpus), links(entry.gpus), draft, entry.options.mtp)
+            spec, mtp = model(entry.model), entry.options.mtp
+            draft = predicting(entry.model) if mtp else model(entry.draft) if entry.draft else None
+            named = devices(entry.gpus), links(entry.gpus)
+            if draft and entry.is_draft:
+                return Inputs(draft, *named, drafted_for=spec)
+            return Inputs(spec, *named, draft, is_split=mtp or entry.is_split)
 
     return read
 

@@ -238,15 +238,15 @@ def note_all(plan: SplitPlan, model: ModelSpec, options: Options, links: tuple[L
         note(f"{length} tokens per sequence are more than the {model.max_context} that the model was made for", of)
     if plan.speed and (text := without_kernels(model)):
         note(text, of)
-    note_idle(plan, model, of)
+    note_idle(plan, model, links, of)
     note_faster(plan, model, links, of)
     note_fewer(plan, model, of)
 
 
 def note_uncounted(plan: SplitPlan, *, on_screen: bool, of: str = "") -> None:
     """Say what a plan does not count or assumes, unless that is on the screen, and how to keep room for it."""
+    from tpplan.core.model import PREDICTION  # noqa: PLC0415
     from tpplan.files.codec import unstructure  # noqa: PLC0415
-    from tpplan.models.families.aside import PREDICTION  # noqa: PLC0415
     from tpplan.models.formats.matching import BUFFERS  # noqa: PLC0415
     from tpplan.render.show import uncounted_lines  # noqa: PLC0415
 
@@ -283,36 +283,57 @@ def note_fewer(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
         hint(f"name only devices {', '.join(map(str, devices))} in --gpus", of)
 
 
-def note_idle(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
+def note_idle(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], of: str = "") -> None:
     """Say which devices got nothing, and what to do about it: whoever named them may not expect that."""
-    idle = [i for i, entry in enumerate(plan.memory) if not entry.used_bytes]
-    if idle:
-        names = ", ".join(f"{i} ({plan.devices[i].name})" for i in idle[:_NAMED])
-        more = f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else ""
-        note(f"no part of the model is on device {names}{more}", of)
+    if idle := _idle(plan):
+        note(f"no part of the model is on {_named(plan, idle)}", of)
         them = "it" if len(idle) == 1 else "them"
-        larger = f", or give {them} a larger budget" if _wants_memory(plan, model, idle) else ""
+        budget = _enough_budget(plan, model, links, idle)
+        larger = f", or give {them} a budget of {budget}" if budget else ""
         hint(f"leave {them} out of --gpus{larger}", of)
 
 
-def _wants_memory(plan: SplitPlan, model: ModelSpec, idle: list[int]) -> bool:
-    """Say whether idle devices would all get a part with as much memory as the largest in use has."""
+def note_idle_draft(plan: SplitPlan, of: str = "") -> None:
+    """Say which devices got nothing of a draft model that is split."""
+    if idle := _idle(plan):
+        note(f"no part of the draft model {plan.model.name} is on {_named(plan, idle)}", of)
+
+
+def _idle(plan: SplitPlan) -> list[int]:
+    return [i for i, entry in enumerate(plan.memory) if not entry.used_bytes]
+
+
+def _named(plan: SplitPlan, places: list[int]) -> str:
+    names = ", ".join(f"{i} ({plan.devices[i].name})" for i in places[:_NAMED])
+    more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
+    return f"device {names}{more}"
+
+
+def _enough_budget(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], idle: list[int]) -> str:
+    """Return the budget of the largest device in use, if idle devices would all get a part with it; else nothing.
+
+    GPUs of the catalogue cannot have more memory than they do.
+    """
     from attrs import evolve  # noqa: PLC0415
 
-    from tpplan.planner.plan import replan  # noqa: PLC0415
+    from tpplan.core.sizes import exact_bytes  # noqa: PLC0415
+    from tpplan.hardware.spec import is_modified  # noqa: PLC0415
+    from tpplan.planner.plan import asked_strategy, plan_request  # noqa: PLC0415
 
     most = max(device.budget_bytes for i, device in enumerate(plan.devices) if i not in idle)
-    devices = tuple(
+    devices = [
         evolve(device, budget_bytes=max(device.budget_bytes, most)) if i in idle else device
         for i, device in enumerate(plan.devices)
-    )
-    if devices == plan.devices:
-        return False
+    ]
+    changed = [(old, new) for old, new in zip(plan.devices, devices, strict=True) if old != new]
+    if not changed or any(is_modified(new) and not is_modified(old) for old, new in changed):
+        return ""
+    asked = evolve(plan.request, strategy=asked_strategy(plan))
     try:
-        again = replan(model, evolve(plan, devices=devices))
+        again = plan_request(model, devices, asked, links, is_advised=False)
     except TpplanError:
-        return False
-    return all(again.memory[i].used_bytes for i in idle)
+        return ""
+    return exact_bytes(most) if all(again.memory[i].used_bytes for i in idle) else ""
 
 
 def some(plans: tuple[str, ...]) -> tuple[str, ...]:

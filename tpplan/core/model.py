@@ -25,6 +25,9 @@ DTYPE_BITS = {
 }
 
 
+#: What plans call layers that predict further tokens.
+PREDICTION = "prediction layers"
+
 #: What the formats of weights begin with that GGUF files store.
 GGUF = "GGUF "
 

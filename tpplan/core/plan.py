@@ -9,15 +9,16 @@ from attrs import frozen
 from tpplan.core.axes import Axis, Slice, parse_layers, slices_of
 from tpplan.core.device import MEASURED, Device
 from tpplan.core.model import NotPlanned
-from tpplan.core.sizes import exact_bytes
+from tpplan.core.sizes import exact_bytes, format_bytes
 from tpplan.core.speed import Speed
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from os import PathLike
 
 #: The latest version of the format; a plan is written in the oldest one that has all of its keys.
-FORMAT_VERSION = "1.3"
+FORMAT_VERSION = "1.4"
 FIRST_VERSION = "1.0"
 SCHEMA_URN = "urn:tpplan:split-plan:1"
 
@@ -62,6 +63,21 @@ class Reserve:
         return exact_bytes(self.bytes) + (f"@{self.device}" if self.device >= 0 else "")
 
 
+def reserves_told(*sides: tuple[Reserve, ...]) -> tuple[str, ...]:
+    """Return in words what each of several plans reserves, to the byte only where they would look alike."""
+    texts = tuple(_told(side, format_bytes) for side in sides)
+    alike = len(set(texts)) < len(set(sides))
+    return tuple(_told(side, lambda size: f"{size} bytes") for side in sides) if alike else texts
+
+
+def _told(reserves: tuple[Reserve, ...], told: Callable[[int], str]) -> str:
+    rest = "every other device" if len(reserves) > 1 else "every device"
+    places = (f"device {each.device}" if each.device >= 0 else rest for each in reserves)
+    return (
+        ", ".join(f"{told(each.bytes)} on {place}" for each, place in zip(reserves, places, strict=True)) or "nothing"
+    )
+
+
 @frozen
 class Request:
     """A request to the planner; planning again from it gives the same plan.
@@ -78,6 +94,8 @@ class Request:
         full_window: whether layers with a sliding window keep all tokens, as some servers do.
         beyond: whether a context longer than the model's is accepted.
         reserve: memory left to something else on the devices.
+        draft: name of the draft model that a part of ``reserve`` is for; empty for none.
+        mtp: whether a part of ``reserve`` is for the model's own prediction layers.
     """
 
     layout: str
@@ -90,6 +108,8 @@ class Request:
     full_window: bool = False
     beyond: bool = False
     reserve: tuple[Reserve, ...] = ()
+    draft: str = ""
+    mtp: bool = False
 
     def reserved(self, device: int) -> int:
         """Return the bytes that the request leaves to something else on a device."""
@@ -244,6 +264,8 @@ class SplitPlan:
 def least_version(plan: SplitPlan) -> str:
     """Return the oldest version of the format that has all keys of a plan."""
     model, request = plan.model, plan.request
+    if request.draft or request.mtp:
+        return "1.4"
     if model.weight_format:
         return "1.3"
     if plan.speed or any(getattr(device, key) for device in plan.devices for key in MEASURED):

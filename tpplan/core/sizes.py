@@ -76,6 +76,12 @@ def _with_a_unit(number: str, unit: str) -> str:
     return f"write {binary} for {number}·2^{10 * power} bytes or {decimal} for {number}·10^{3 * power} bytes"
 
 
+def counted(count: int, noun: str) -> str:
+    """Write how many there are of something: ``1 layer``, ``2 layers``, ``2 entries``."""
+    more = noun if count == 1 else f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count} {more}"
+
+
 def exact_bytes(size: int) -> str:
     """Write bytes so that :func:`parse_bytes` reads the same number: ``24GiB``, ``25757220865B``."""
     return next(f"{size // scale}{unit}" for unit, scale in (*reversed(_BINARY.items()), ("B", 1)) if size % scale == 0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Self
 from attrs import evolve, frozen
 
 from tpplan.core.axes import Axis
+from tpplan.core.sizes import counted
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:
         if not count:
             raise RequestError(f"the prompt of sequence {sequence} has no tokens", "give one or more")
         if start < 0 or start + count > length:
-            what = f"{count} tokens from position {start}, the plan caches {length} of a sequence"
+            what = f"{counted(count, 'token')} from position {start}, the plan caches {length} of a sequence"
             raise RequestError(what, "plan with a larger --context")
         if any(before.sequence == sequence for before in prompts[:i]):
             raise RequestError(f"sequence {sequence} has two prompts", "join them")

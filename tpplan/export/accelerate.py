@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.core.plan import CACHE_KINDS
+from tpplan.core.sizes import counted
 from tpplan.export.engine import MODEL, CacheKind, Engine
 from tpplan.export.facts import MIB, bytes_each, listed
 from tpplan.export.layers import Layers
@@ -24,6 +25,10 @@ _SIXTEEN_BITS = CacheKind(name="16-bit", sixteenths=32)
 CACHES = dict.fromkeys(CACHE_KINDS, _SIXTEEN_BITS)
 #: Packed weights need a kernel of the Hub for the GPU.
 NO_GGUF = "which transformers mostly dequantises as it loads, to bytes that the plan does not tell"
+
+#: How the generate method of transformers' models takes a draft model, and uses prediction layers, on one device.
+ASSISTANT = "assistant_model=… to the model's generate"
+USE_MTP = "use_mtp=True to the model's generate, which puts them on the device of the last layer"
 
 #: Architectures without RoPE, or with its tables in each layer.
 _NO_TABLES = frozenset({
@@ -111,8 +116,8 @@ def _differs(plan: Facts) -> Iterator[str]:
         yield "it cuts no matrix: a token goes through whole layers on one device after the other, which wait for it"
         if family_of(plan.model.architecture):
             yield (
-                f"the devices get {listed(layers(plan).counts)} of {plan.model.layers} layers, each with its cache; "
-                f"embedding, last norm and output matrix are on {plan.name(home(plan))}"
+                f"the devices get {listed(layers(plan).counts)} of {counted(plan.model.layers, 'layer')}, each with "
+                f"its cache; embedding, last norm and output matrix are on {plan.name(home(plan))}"
             )
         else:
             yield 'device_map="auto" fills the devices by their max_memory, the model\'s vision tower too'
@@ -130,4 +135,6 @@ ENGINE = Engine(
     refused=_refused,
     no_gguf=NO_GGUF,
     differs=_differs,
+    draft=ASSISTANT,
+    mtp=USE_MTP,
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from tpplan.core.model import PREDICTION
 from tpplan.core.plan import CACHE_KINDS
 from tpplan.export.facts import Facts, apart, bytes_each
 from tpplan.reports.export import TextFile, Variable
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Stands for the path of the model, which a plan does not know.
 MODEL = "MODEL"
+#: Stands for the path of its draft model.
+DRAFT = "DRAFT"
 
 #: A flag's value: text or number, True for a word that has none, None to leave it out.
 Flags = Mapping[str, Callable[[Facts], str | int | bool | None]]
@@ -60,6 +63,8 @@ class Engine:
         refused: why the engine cannot run a plan, a clause each.
         no_gguf: why it cannot where the plan's weights are in GGUF, which a clause ends with; empty if it can.
         differs: what only this engine does differently.
+        draft: how it is told of a draft model, for which :data:`DRAFT` stands.
+        mtp: how it is told to use the model's own prediction layers; empty if it does not use them.
         cuts_evenly: whether every device has to get the same.
         repeats_heads: whether it gives a KV head to several devices where there are more devices than heads.
         aliases: other names.
@@ -75,6 +80,8 @@ class Engine:
     refused: Sentences = _nothing
     no_gguf: str = ""
     differs: Sentences = _nothing
+    draft: str
+    mtp: str = ""
     cuts_evenly: bool = False
     repeats_heads: bool = False
     aliases: tuple[str, ...] = ()
@@ -105,11 +112,28 @@ class Engine:
 
     def differences(self, facts: Facts) -> tuple[str, ...]:
         """Return what the engine does differently from a plan, a sentence each."""
-        return (*self.differs(facts), *self._of_the_cache(facts), *self._of_copies(facts), *_of_all(facts))
+        return (
+            *self.differs(facts),
+            *self._of_the_cache(facts),
+            *self._of_copies(facts),
+            *self._of_drafts(facts),
+            *_of_all(facts),
+        )
 
     def _of_copies(self, facts: Facts) -> Iterator[str]:
         if not self.repeats_heads and any(split.replicas > 1 for split in facts.splits):
             yield "it does not replicate KV heads as the plan does"
+
+    def _of_drafts(self, facts: Facts) -> Iterator[str]:
+        """Yield how it is told of what a plan leaves room for, which it loads itself, and cuts as it does."""
+        request = facts.request
+        room = f"the plan reserves {bytes_each([entry.reserved_bytes for entry in facts.memory])}, with room for"
+        if request.draft:
+            yield f"{room} the draft model {request.draft}: add {self.draft}, and what the draft takes to its memory"
+        if request.mtp and self.mtp:
+            yield f"{room} {PREDICTION}: add {self.mtp}, and what they take to its memory"
+        elif request.mtp:
+            yield f"{room} {PREDICTION}, which it does not use"
 
     def _of_the_cache(self, facts: Facts) -> Iterator[str]:
         asked, kind = facts.request.cache.kind, self.cache(facts)

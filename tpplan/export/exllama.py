@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.core.axes import Axis
-from tpplan.export.engine import MODEL, CacheKind, Engine
+from tpplan.core.sizes import counted
+from tpplan.export.engine import DRAFT, MODEL, CacheKind, Engine
 from tpplan.export.facts import GIB, gibibytes, listed, round_up
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
@@ -125,7 +126,7 @@ def _differs_v3(plan: Facts) -> Iterator[str]:
             yield "it gives whole experts to devices instead of a part of each"
     yield "weights in its own format, EXL3, have other bytes than the plan's, unless it was made for them"
     if _cache_size(plan) != plan.request.cache.tokens:
-        yield f"the cache has {_cache_size(plan)} tokens instead of {plan.request.cache.tokens}"
+        yield f"the cache has {counted(_cache_size(plan), 'token')} instead of {plan.request.cache.tokens}"
 
 
 V3 = Engine(
@@ -139,6 +140,8 @@ V3 = Engine(
     refused=_refused_v3,
     no_gguf="which it does not read; its own format is EXL3",
     differs=_differs_v3,
+    draft=f"draft_model_name: {DRAFT} under draft_model:",
+    mtp="draft_mode: mtp under draft_model: (it knows those of DeepSeek-V4, HY-V3 and Qwen3.5)",
 )
 
 
@@ -209,4 +212,5 @@ V2 = Engine(
     refused=_refused_v2,
     no_gguf="which it does not read; its own format is EXL2",
     differs=_differs_v2,
+    draft="draft_model=… and draft_cache=… to its generator",
 )

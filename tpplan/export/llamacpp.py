@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from tpplan.core.sizes import format_bytes
-from tpplan.export.engine import MODEL, CacheKind, Engine
+from tpplan.core.sizes import counted, format_bytes
+from tpplan.export.engine import DRAFT, MODEL, CacheKind, Engine
 from tpplan.export.facts import MIB, listed, round_up
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
@@ -176,8 +176,8 @@ def _differs_layer(plan: Facts) -> Iterator[str]:
     if plan.count > 1:
         yield "it cuts no matrix: a token goes through whole layers on one device after the other, which wait for it"
         yield (
-            f"the devices get {listed(_layers(plan).counts)} of {plan.model.layers} layers, each with its cache; "
-            "--tensor-split counts what is behind the last layer as one more"
+            f"the devices get {listed(_layers(plan).counts)} of {counted(plan.model.layers, 'layer')}, each with "
+            "its cache; --tensor-split counts what is behind the last layer as one more"
         )
     yield from _differs(plan)
 
@@ -192,6 +192,8 @@ TENSOR = Engine(
     caches=_CACHES,
     refused=_refused_tensor,
     differs=_differs_tensor,
+    draft=f"--model-draft {DRAFT}.gguf --gpu-layers-draft all",
+    mtp="--spec-type draft-mtp",
 )
 
 LAYER = Engine(
@@ -202,4 +204,6 @@ LAYER = Engine(
     caches=_CACHES,
     refused=_refused_layer,
     differs=_differs_layer,
+    draft=f"--model-draft {DRAFT}.gguf --gpu-layers-draft all",
+    mtp="--spec-type draft-mtp",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.core.sizes import format_bytes
-from tpplan.export.engine import MODEL, Engine, with_fp8
+from tpplan.export.engine import DRAFT, MODEL, Engine, with_fp8
 from tpplan.export.even import even_bytes, uneven_parts
 from tpplan.export.facts import share
 from tpplan.export.names import EngineName
@@ -51,6 +51,8 @@ ENGINE = Engine(
     caches=_CACHES,
     allows_beyond="SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
     differs=_differs,
+    draft=f"--speculative-draft-model-path {DRAFT} --speculative-algorithm STANDALONE (EAGLE3 for an EAGLE-3 head)",
+    mtp="--speculative-algorithm NEXTN",
     no_gguf="and tpplan does not know which GGUF files it reads, and by which cuts",
     cuts_evenly=True,
     repeats_heads=True,

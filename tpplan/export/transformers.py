@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.export.accelerate import CACHES, CODE_OF_THEIR_OWN, NO_GGUF
+from tpplan.core.sizes import counted
+from tpplan.export.accelerate import ASSISTANT, CACHES, CODE_OF_THEIR_OWN, NO_GGUF, USE_MTP
 from tpplan.export.engine import MODEL, Engine
 from tpplan.export.even import uneven_parts
 from tpplan.export.names import EngineName
@@ -63,7 +64,7 @@ def _differs(plan: Facts) -> Iterator[str]:
     yield from uneven_parts(plan)
     yield 'releases that do not know DistributedConfig take tp_plan="auto" instead'
     yield "what the model's base_model_tp_plan does not name is whole on each device, in most models the embedding"
-    yield f"nothing limits the cache to {plan.request.cache.tokens} tokens or a device to its budget"
+    yield f"nothing limits the cache to {counted(plan.request.cache.tokens, 'token')} or a device to its budget"
 
 
 ENGINE = Engine(
@@ -76,5 +77,7 @@ ENGINE = Engine(
     refused=_refused,
     no_gguf=NO_GGUF,
     differs=_differs,
+    draft=ASSISTANT,
+    mtp=USE_MTP,
     cuts_evenly=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.core.sizes import format_bytes
-from tpplan.export.engine import MODEL, Engine, with_fp8
+from tpplan.export.engine import DRAFT, MODEL, Engine, with_fp8
 from tpplan.export.even import even_bytes, uneven_parts
 from tpplan.export.facts import share
 from tpplan.export.names import EngineName
@@ -58,6 +58,8 @@ ENGINE = Engine(
     caches=_CACHES,
     allows_beyond="VLLM_ALLOW_LONG_MAX_MODEL_LEN",
     differs=_differs,
+    draft=f'--speculative-config \'{{"model": "{DRAFT}", "num_speculative_tokens": N}}\'',
+    mtp='--speculative-config \'{"method": "mtp", "num_speculative_tokens": N}\'',
     no_gguf="which it reads by a plugin only (vllm-gguf-plugin), of whose cuts and bytes tpplan knows nothing",
     cuts_evenly=True,
     repeats_heads=True,

@@ -14,6 +14,7 @@ from tpplan.files.text import LARGEST_DOCUMENT
 
 #: Seconds after which git is not waited for any longer.
 _PATIENCE: Final = 60
+_HEAD: Final = "HEAD"
 #: The object type in front of a file's hash; folders and submodules have others.
 _BLOB: Final = b"blob"
 #: The mode of a symbolic link.
@@ -128,6 +129,9 @@ def revision(name: str, folder: str = "") -> Revision:
     unknown = UsageError(f"there is no revision {name[:60]!r} in {root!r}", hint)
     if "\0" in name:
         raise unknown
+    if name == _HEAD and not _git(here, "for-each-ref", "--count=1"):
+        hint = "commit the plans first; the next commit can then be compared with that one"
+        unknown = UsageError(f"the repository {root!r} has no commit yet", hint)
     found = _git(here, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}", otherwise=unknown)
     return Revision(name, os.path.realpath(root), found.decode().strip())
 

@@ -255,7 +255,8 @@ def read_config(path: str | Path) -> Config:
     try:
         asked, path = path, path / "config.json" if path.is_dir() else path
         if not path.exists():
-            raise ModelError(f"{_name(path)} does not exist", _instead(asked))
+            here = "there is no config.json in the current directory"
+            raise ModelError(here if asked == Path() else f"{_name(path)} does not exist", _instead(asked))
         content = read(path, MAX_CONFIG_BYTES, pipes=path == asked)
     except ContentError as error:
         raise ModelError(f"{_name(path)} {error}", error.hint or ELSEWHERE) from error

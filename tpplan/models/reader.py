@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.core.limits import LONGEST_NAME
-from tpplan.core.model import NotPlanned
+from tpplan.core.model import PREDICTION, NotPlanned
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import ModelError
 from tpplan.files.jsontext import UNSEEN, NotJSONError, read_json
 from tpplan.models.checkpoint import Headers, read_headers
 from tpplan.models.config import Config, read_config
 from tpplan.models.families import LANGUAGE_MODELS, Tolerated, spec_from_config, tolerated
-from tpplan.models.families.aside import PREDICTION, parts_aside
+from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.drafts import as_draft
 from tpplan.models.families.predictions import PREDICTIONS
 from tpplan.models.families.wrappers import text_part

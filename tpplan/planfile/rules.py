@@ -15,6 +15,7 @@ from tpplan.core.plan import (
     SplitPlan,
     least_version,
 )
+from tpplan.core.sizes import counted
 from tpplan.core.versions import version_problem
 from tpplan.files.jsontext import UNSEEN
 from tpplan.planfile import split_rules
@@ -60,7 +61,7 @@ def some_device(plan: SplitPlan) -> Iterator[Finding]:
 def memory_per_device(plan: SplitPlan) -> Iterator[Finding]:
     """Memory has one entry per device, in order."""
     if len(plan.memory) != len(plan.devices):
-        yield "memory", f"has {len(plan.memory)} entries for {len(plan.devices)} devices"
+        yield "memory", f"has {counted(len(plan.memory), 'entry')} for {counted(len(plan.devices), 'device')}"
     for i, entry in enumerate(plan.memory):
         if entry.device != i:
             yield f"memory[{i}].device", f"is {entry.device}, expected {i}"
@@ -156,7 +157,11 @@ def names_readable(plan: SplitPlan) -> Iterator[Finding]:
     model = plan.model
     names = [("model.name", model.name), ("model.architecture", model.architecture)]
     names += [(f"model.not_planned[{i}].what", part.what) for i, part in enumerate(model.not_planned)]
-    told = (("model.assumed", model.assumed), ("model.weight_format", model.weight_format))
+    told = (
+        ("model.assumed", model.assumed),
+        ("model.weight_format", model.weight_format),
+        ("request.draft", plan.request.draft),
+    )
     names += [(path, text) for path, text in told if text]
     for path, name in chain(names, ((f"devices[{i}].name", d.name) for i, d in enumerate(plan.devices))):
         if not name.strip():

@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 
 from tpplan.core.axes import Axis, bounds_of, format_layers, minimum_units, parse_layers
 from tpplan.core.device import Device
-from tpplan.core.model import GGUF, ModelSpec
+from tpplan.core.model import GGUF, PREDICTION, ModelSpec
 from tpplan.core.plan import DeviceMemory, PlanModel, Request, Split, SplitPlan, least_version
 from tpplan.planfile.codec import fingerprint
 from tpplan.planner.apportion import apportion
@@ -61,7 +61,7 @@ class Attempt:
     def plan(self) -> SplitPlan:
         """Return the plan with these cuts."""
         made = SplitPlan(
-            model=described(self.model),
+            model=described(self.model, self.request),
             request=self.request,
             devices=self.devices,
             splits=splits_of(self.wanted.axes, self.bounds),
@@ -192,11 +192,12 @@ def bin_of(device: Device, wanted: Demands, reserved: int = 0, bandwidth: int = 
     return Bin(room, device.budget_bytes, wanted.common.bytes + device.overhead_bytes + reserved)
 
 
-def described(model: ModelSpec) -> PlanModel:
-    """Return what a plan says of its model."""
+def described(model: ModelSpec, request: Request) -> PlanModel:
+    """Return what a plan says of its model; prediction layers that it leaves room for are planned."""
     name, architecture, layers = model.name, model.architecture, model.layer_count
     stored = model.weight_format if model.weight_format.startswith(GGUF) else ""
-    told = model.not_planned, model.assumed, stored
+    beside = tuple(part for part in model.not_planned if not (request.mtp and part.what == PREDICTION))
+    told = beside, model.assumed, stored
     return PlanModel(name, architecture, fingerprint(model), model.dtype, layers, *told)
 
 

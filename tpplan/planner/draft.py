@@ -10,7 +10,7 @@ from tpplan.core.device import Device
 from tpplan.core.limits import MOST
 from tpplan.core.plan import Reserve
 from tpplan.core.sizes import format_bytes
-from tpplan.errors import RequestError
+from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.plan import plan_request
 from tpplan.planner.request import check_devices
 
@@ -34,20 +34,21 @@ def reserve_for_draft(request: Request, draft: ModelSpec, model: ModelSpec, devi
         devices: the devices.
 
     Raises:
-        RequestError: the request is not valid for the draft model or the devices, or a device cannot hold all of it.
+        InfeasibleError: a device cannot hold all of it.
+        RequestError: the request is not valid for the draft model or the devices.
     """
     check_devices(devices, request)
     alone = Device(name="alone", budget_bytes=MOST, overhead_bytes=0)
-    asked = evolve(_for_draft(request, model), strategy="balanced", reserve=())
+    asked = evolve(for_draft(request, model), strategy="balanced", reserve=())
     (entry,) = plan_request(draft, (alone,), asked).memory
     needed = _bytes_of(entry)
     for i, device in enumerate(devices):
         if request.reserved(i) + needed >= device.budget_bytes:
             budget = f"device {i} ({device.name}) has a budget of {format_bytes(device.budget_bytes)}"
             kept = f" beside {format_bytes(request.reserved(i))} reserved" if request.reserved(i) else ""
-            hint = "take a smaller one or a shorter context, or split it over the devices: --draft-output FILE"
-            raise RequestError(f"{budget}, all of {draft.name} takes {format_bytes(needed)}{kept}", hint)
-    return _with_room(request, [needed] * len(devices))
+            hint = "take a smaller draft model, or split it over the devices: --draft-output FILE"
+            raise InfeasibleError(f"{budget}, all of {draft.name} takes {format_bytes(needed)}{kept}", hint, (), ())
+    return _with_room(request, draft, [needed] * len(devices))
 
 
 def split_draft(
@@ -70,26 +71,27 @@ def split_draft(
         The request with room for the draft model beside what it reserves, and the plan of the draft model.
 
     Raises:
-        InfeasibleError: not even the draft model fits.
+        InfeasibleError: not even the draft model fits; what would help is for who plans both to say.
         RequestError: the request is not valid for the draft model or the devices.
     """
     check_devices(devices, request)
-    plan = plan_request(draft, devices, _for_draft(request, model), links)
-    return _with_room(request, [_bytes_of(entry) for entry in plan.memory]), plan
+    plan = plan_request(draft, devices, for_draft(request, model), links, is_advised=False)
+    return _with_room(request, draft, [_bytes_of(entry) for entry in plan.memory]), plan
 
 
-def _for_draft(request: Request, model: ModelSpec) -> Request:
+def for_draft(request: Request, model: ModelSpec) -> Request:
     """Return the request for a draft model that follows every token of the model, however short its own context is."""
     tokens = request.cache.tokens or (request.context or model.max_context) * request.batch
-    return evolve(request, cache=evolve(request.cache, tokens=tokens), layout="", beyond=True)
+    return evolve(request, cache=evolve(request.cache, tokens=tokens), layout="", beyond=True, mtp=False)
 
 
 def _bytes_of(entry: DeviceMemory) -> int:
     return entry.used_bytes - entry.overhead_bytes
 
 
-def _with_room(request: Request, room: Sequence[int]) -> Request:
-    """Return a request that reserves so many bytes more on each device."""
+def _with_room(request: Request, draft: ModelSpec, room: Sequence[int]) -> Request:
+    """Return a request that reserves so many bytes more for a draft model on each device."""
+    request = request if request.mtp else evolve(request, draft=draft.name)
     sizes = [request.reserved(device) + more for device, more in enumerate(room)]
     if len(set(sizes)) == 1:
         return evolve(request, reserve=(Reserve(sizes[0]),))

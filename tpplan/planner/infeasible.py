@@ -178,18 +178,21 @@ class Trials:
         return next((each for each in tries if each and not each.lacking), None)
 
 
-def explain(best: Attempt, reserve: tuple[Reserve, ...], room: Room | None = None) -> InfeasibleError:
+def explain(
+    best: Attempt, reserve: tuple[Reserve, ...], room: Room | None = None, *, is_advised: bool = True
+) -> InfeasibleError:
     """Return the error for a request that does not fit, with shortfalls and suggestions.
 
     Args:
         best: the attempt that lacks least, or ExLlamaV2's.
         reserve: what the request reserves, without the room.
         room: see :class:`Trials`.
+        is_advised: whether to look for what would help.
     """
     model, devices = best.model, best.devices
     trials = Trials(model, devices, evolve(best.request, reserve=reserve), room)
     shortfalls = tuple(_shortfall(best, i) for i in range(len(devices)))
-    suggestions = tuple(_suggestions(trials))
+    suggestions = tuple(_suggestions(trials)) if is_advised else ()
     needed = sum(entry.used_bytes for entry in best.memory)
     budget = sum(device.budget_bytes for device in devices)
     reserved = sum(entry.reserved_bytes for entry in best.memory)
@@ -212,9 +215,29 @@ def explain(best: Attempt, reserve: tuple[Reserve, ...], room: Room | None = Non
         what = "an overhead and a reserve" if reserved else "an overhead"
         beside = "" if model.weight_bytes > budget else f", beside {what} of {format_bytes(budget - usable)}"
         message += f"; its weights alone are {format_bytes(model.weight_bytes)}{beside}"
-        message += f": with these budgets it needs a checkpoint with fewer bits per weight{_fewer_bits(trials)}"
+        bits = _fewer_bits(trials) if is_advised else ""
+        message += f": with these budgets it needs a checkpoint with fewer bits per weight{bits}"
     hint = "; or ".join(s.message for s in suggestions) or "use more or larger devices, or a smaller model"
     return InfeasibleError(message, hint, shortfalls, suggestions)
+
+
+def explain_draft(
+    error: InfeasibleError, model: ModelSpec, devices: tuple[Device, ...], request: Request, room: Room
+) -> InfeasibleError:
+    """Return the error for a request whose draft model does not fit, with what would make both models fit.
+
+    Args:
+        error: why the draft model does not fit.
+        model: the model that it drafts for.
+        devices: the devices.
+        request: for the model, without the room.
+        room: see :class:`Trials`.
+    """
+    suggestions = tuple(_suggestions(Trials(model, devices, request, room)))
+    hints = [suggestion.message for suggestion in suggestions]
+    if not hints or not error.shortfalls:  # these say what a split lacks
+        hints.append(error.hint)
+    return InfeasibleError(error.message, "; or ".join(hints), error.shortfalls, suggestions)
 
 
 def _fewer_bits(trials: Trials) -> str:

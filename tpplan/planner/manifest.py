@@ -27,12 +27,16 @@ _DEFAULTS: Final = "defaults"
 #: What each plan has beside options; only the file may not be a default.
 _INPUTS: Final = ("file", "model", "gpus")
 _DRAFT: Final = "draft"
-#: All keys; the file is the first.
-_KEYS: Final = (*_INPUTS, _DRAFT, *USUAL)
+_DRAFT_FILE: Final = "draft-output"
+#: Plan files, which defaults do not have.
+_FILES: Final = ("file", _DRAFT_FILE)
+_KEYS: Final = (*_INPUTS, _DRAFT, _DRAFT_FILE, *USUAL)
 #: What a key names, where that is not the key.
-_NAMED: Final = {"gpus": "GPUs", _DRAFT: "a draft model"}
+_NAMED: Final = {"gpus": "GPUs", _DRAFT: "a draft model", _DRAFT_FILE: "the file of the draft model's plan"}
 _MOST: Final = 2**40
-_CORRECT: Final = "correct it; keys are file, model, gpus, draft and the options of tpplan plan without their dashes"
+_CORRECT: Final = (
+    "correct it; keys are file, model, gpus, draft, draft-output and the options of tpplan plan without their dashes"
+)
 
 
 @frozen
@@ -45,6 +49,8 @@ class Entry:
         gpus: the devices, as :func:`tpplan.hardware.spec.parse_devices` takes them.
         options: what is asked.
         draft: path or name of the draft model to leave room for; empty for none.
+        is_split: whether that is split like the model; else all of it is on every device.
+        is_draft: whether the plan is that of the draft model, which is split, and not of the model.
     """
 
     file: str
@@ -52,6 +58,8 @@ class Entry:
     gpus: str
     options: Options
     draft: str = ""
+    is_split: bool = False
+    is_draft: bool = False
 
 
 @frozen
@@ -114,42 +122,39 @@ def loads(data: bytes, path: str) -> Manifest:
         tables = []
     elif not tables:
         found.append(Problem(FORM, "", "has no plan: begin each with [[plan]]"))
-    found += _problems(usual, _KEYS[1:], f"[{_DEFAULTS}]")
+    found += _problems(usual, tuple(key for key in _KEYS if key not in _FILES), f"[{_DEFAULTS}]")
     folder = os.path.dirname(path)  # noqa: PTH120 (which stays empty)
     names: dict[str, str] = {}
     for number, table in enumerate(tables, 1):
         file = table.get("file")
         where = f"[[plan]] {number}" + (f" ({file})" if isinstance(file, str) else "")
         found += _problems(table, _KEYS, where)
-        if (both := {**usual, **table}).get("mtp") is True and both.get(_DRAFT):
-            found.append(Problem(FORM, where, f"has {_DRAFT} and mtp, of which a model drafts by one"))
+        found += _draft_problems(table, {**usual, **table}, where)
         missing = [key for key in _INPUTS if key not in {*usual, *table}]
         found += [Problem(FORM, where, f"has no {key}") for key in missing]
-        if isinstance(file, str):
-            place = os.path.realpath(_from(folder, file))
-            if not _no_plan_file(file) and not Path(place).is_relative_to(os.path.realpath(folder)):
-                found.append(Problem(FORM, where, f"file leads by a link to {place!r}, outside the manifest's folder"))
-            if place in names:
-                found.append(Problem(FORM, where, f"has the same file as {names[place]}"))
-            names[place] = where
+        found += _file_problems(table, folder, where, names)
     if found:
         raise refusal(path, found, _CORRECT)
-    return Manifest(path, tuple(_entry(usual | table, folder) for table in tables))
+    return Manifest(path, tuple(entry for table in tables for entry in _entries(usual | table, folder)))
 
 
-def _entry(table: dict[str, Any], folder: str) -> Entry:
-    """Return the entry of a table without problems."""
+def _entries(table: dict[str, Any], folder: str) -> Iterator[Entry]:
+    """Yield the entry of a table without problems, and that of its draft model if this is split."""
     gpus = table["gpus"].strip()
     options = {key.replace("-", "_"): table[key] for key in USUAL if key in table}
     reserve = options.get("reserve", ())
     options["reserve"] = (reserve,) if isinstance(reserve, str) else tuple(reserve)
-    return Entry(
+    entry = Entry(
         file=_from(folder, table["file"]),
         model=_model(folder, table["model"]),
         gpus=_from(folder, gpus) if is_file(gpus) or Path(_from(folder, gpus)).is_file() else gpus,
         options=Options(**options),
         draft=_model(folder, table[_DRAFT]) if table.get(_DRAFT) else "",
+        is_split=_DRAFT_FILE in table,
     )
+    yield entry
+    if entry.is_split:
+        yield evolve(entry, file=_from(folder, table[_DRAFT_FILE]), is_draft=True)
 
 
 def _model(folder: str, name: str) -> str:
@@ -166,6 +171,26 @@ def _problems(table: dict[str, Any], known: tuple[str, ...], where: str) -> Iter
     for key in known:
         if key in table and (message := _problem(key, table[key])):
             yield Problem(FORM, where, f"{key} is {_said(table[key])}, {message}")
+
+
+def _draft_problems(table: dict[str, Any], both: dict[str, Any], where: str) -> Iterator[Problem]:
+    """Yield what does not go together of what a plan is to have room for; ``both`` has the defaults, too."""
+    if both.get("mtp") is True and both.get(_DRAFT):
+        yield Problem(FORM, where, f"has {_DRAFT} and mtp, of which a model drafts by one")
+    if _DRAFT_FILE in table and not both.get(_DRAFT):
+        yield Problem(FORM, where, f"has {_DRAFT_FILE} and no {_DRAFT}, of which that is to be the plan")
+
+
+def _file_problems(table: dict[str, Any], folder: str, where: str, names: dict[str, str]) -> Iterator[Problem]:
+    """Yield which files of a plan are elsewhere, or another's of ``names``, to which they are added."""
+    for key in _FILES:
+        if isinstance(file := table.get(key), str):
+            place = os.path.realpath(_from(folder, file))
+            if not _no_plan_file(file) and not Path(place).is_relative_to(os.path.realpath(folder)):
+                yield Problem(FORM, where, f"{key} leads by a link to {place!r}, outside the manifest's folder")
+            if place in names:
+                yield Problem(FORM, where, f"has the same file as {names[place]}")
+            names[place] = where
 
 
 def _unknown(table: dict[str, Any], known: tuple[str, ...], where: str) -> Iterator[Problem]:
@@ -195,7 +220,7 @@ def _no_input(key: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         is_none = (key, value) == (_DRAFT, "")  # where the defaults have one
         return "" if is_none else f"expected a text that names {_NAMED.get(key, f'a {key}')}"
-    return _no_plan_file(value) if key == "file" else _not_everywhere(value) if key == "gpus" else ""
+    return _no_plan_file(value) if key in _FILES else _not_everywhere(value) if key == "gpus" else ""
 
 
 def _no_plan_file(value: str) -> str:

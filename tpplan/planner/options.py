@@ -80,6 +80,7 @@ class Options:
             full_window=self.full_window,
             beyond=self.beyond,
             reserve=tuple(map(parse_reserve, self.reserve)),
+            mtp=self.mtp,
         )
 
 

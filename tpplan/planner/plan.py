@@ -84,6 +84,8 @@ def plan_request(
     request: Request,
     links: Iterable[LinkSpeed] = (),
     room: Room | None = None,
+    *,
+    is_advised: bool = True,
 ) -> SplitPlan:
     """Make the plan that a request asks for; see :func:`plan`.
 
@@ -94,12 +96,14 @@ def plan_request(
         links: measured links between the devices.
         room: reserves more for something whose size depends on request and devices, see
             :class:`tpplan.planner.infeasible.Trials`.
+        is_advised: whether an error says what would help, which takes many attempts.
     """
     devices = tuple(devices)
     check_kinds(model, devices, request.cache)
     if request.strategy != AUTO:
-        return _plan(model, devices, request, room)
-    return faster(_plan(model, devices, evolve(request, strategy="balanced"), room), model, tuple(links))
+        return _plan(model, devices, request, room, is_advised=is_advised)
+    balanced = _plan(model, devices, evolve(request, strategy="balanced"), room, is_advised=is_advised)
+    return faster(balanced, model, tuple(links))
 
 
 def faster(
@@ -139,18 +143,31 @@ def gains(balanced: Speed, other: Speed) -> bool:
     return after * _WHOLE > before * (_WHOLE + _TIE)
 
 
-def _plan(model: ModelSpec, devices: tuple[Device, ...], asked: Request, room: Room | None) -> SplitPlan:
+def _plan(
+    model: ModelSpec, devices: tuple[Device, ...], asked: Request, room: Room | None, *, is_advised: bool
+) -> SplitPlan:
     """Return the plan by one strategy, which predicts nothing."""
-    request = resolve(model, room(asked, devices) if room else asked)
+    request = resolve(model, _with_room(model, devices, asked, room) if room else asked)
     check_devices(devices, request)
     found = attempt(model, devices, request)
     if found is None or found.lacking:
         from tpplan.planner.infeasible import explain  # noqa: PLC0415 (explaining plans again)
 
-        raise explain(found or nearest_attempt(model, devices, request), asked.reserve, room)
+        best = found or nearest_attempt(model, devices, request)
+        raise explain(best, asked.reserve, room, is_advised=is_advised)
     result = found.plan()
     verify(result, "the new plan")
     return result
+
+
+def _with_room(model: ModelSpec, devices: tuple[Device, ...], asked: Request, room: Room) -> Request:
+    """Return a request with the room that it needs beside the model; where there is none, advice is for both."""
+    from tpplan.planner.infeasible import InfeasibleError, explain_draft  # noqa: PLC0415 (only drafts need room)
+
+    try:
+        return room(asked, devices)
+    except InfeasibleError as error:
+        raise explain_draft(error, model, devices, resolve(model, asked), room) from error
 
 
 def replan(model: ModelSpec, old: SplitPlan) -> SplitPlan:

@@ -41,7 +41,7 @@ def differences(plan: SplitPlan, model: ModelSpec) -> list[str]:
         plan: a plan that breaks no rule.
         model: the model to run it with.
     """
-    if found := [*_unequal("model", plan.model, described(model), _TOLD)]:
+    if found := [*_unequal("model", plan.model, described(model, plan.request), _TOLD)]:
         return found
     try:
         resolve(model, plan.request)

@@ -12,7 +12,7 @@ from tpplan.core.device import Device
 from tpplan.core.limits import LEAST, MOST
 from tpplan.core.model import ModelSpec
 from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request, Reserve
-from tpplan.core.sizes import format_bytes
+from tpplan.core.sizes import counted, format_bytes
 from tpplan.errors import RequestError
 from tpplan.planner.speed import bandwidth_of
 
@@ -86,7 +86,7 @@ def _tokens(model: ModelSpec, asked: Request) -> tuple[Cache, int]:
         message = f"a sequence of {context} tokens does not fit into a pool of {tokens} cache tokens"
         raise RequestError(message, f"ask for at least {context} cache tokens, or for a context of at most {tokens}")
     if context and tokens > context * batch:
-        of = f"{batch} sequence{'s' if batch > 1 else ''} of at most {context} tokens"
+        of = f"{counted(batch, 'sequence')} of at most {counted(context, 'token')}"
         hint = f"ask for at most {context * batch} cache tokens, for a longer context, or for more sequences"
         raise RequestError(f"{tokens} cache tokens are more than {of} can fill", hint)
     return Cache(asked.cache.kind, tokens), context if context > -(-tokens // batch) else 0
@@ -97,7 +97,8 @@ def _check_beyond(model: ModelSpec, asked: Request, sequence: int) -> None:
     batch, tokens, most = asked.batch, asked.cache.tokens, model.max_context
     split = batch > 1 and tokens and not asked.context
     told = f"{tokens} cache tokens for {batch} sequences, " if split else ""
-    message = f"{told}{sequence} tokens per sequence{',' if split else ''} are more than the {most} that {model.name}"
+    each = f"{counted(sequence, 'token')} per sequence{',' if split else ''}"
+    message = f"{told}{each} are more than the {most} that {model.name}"
     hint = f"ask for at most {most} per sequence"
     if any(p.lookup and all(s.axis is not Axis.VOCAB for s in p.dims[0]) for p in model.parameters):
         raise RequestError(f"{message} has positions for", hint)

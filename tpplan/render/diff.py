@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tpplan.core.sizes import format_bytes
+from tpplan.core.sizes import counted, format_bytes
 from tpplan.render.blocks import Heading, Table, Text
-from tpplan.render.text import BLANK, amount, elided, scale_for, shorten, shorten_name
+from tpplan.render.text import BLANK, amount, elided, scale_for, shorten, shorten_layers, shorten_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +103,7 @@ def _splits(changes: dict[str, Any]) -> list[Block]:
 
 def _column(split: dict[str, Any], shown: list[tuple[int, int]]) -> list[Span]:
     shares = {(s["device"].get("before", -1), s["device"].get("after", -1)): s for s in split["shares"]}
-    column = [(shorten(split.get("layers", ""), _LONGEST_CELL), "dim")]
+    column = [(shorten_layers(split.get("layers", ""), _LONGEST_CELL), "dim")]
     for key in shown:
         share = shares.get(key)
         if not share:
@@ -153,7 +153,7 @@ def _speed(changes: dict[str, Any]) -> list[Block]:
     """Return a row per pass: the tokens a second that each plan predicts."""
     rows: list[list[Span]] = []
     for one in changes.get("speed", ()):
-        what = f"a prompt of {one['rows']} tokens" if one["prefill"] else f"batch {one['rows']}"
+        what = f"a prompt of {counted(one['rows'], 'token')}" if one["prefill"] else f"batch {one['rows']}"
         before, after = one["before_tokens_per_second"], one["after_tokens_per_second"]
         style = _judged(after - before) if before and after else "dim"
         part = f"{100 * (after - before) / before:+.0f} %" if before and after else ""

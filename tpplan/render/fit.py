@@ -24,6 +24,7 @@ def fit(report: dict[str, Any]) -> list[Block]:
     devices = ", ".join(f"{count} × {name}" if count > 1 else name for name, count in groups)
     now = f"{report['weight_format']}, {_bits(report['bits_tenths'])} bits per weight"
     beside = f"{format_bytes(report['budget_bytes'])} together, batch {report['batch']}"
+    beside += f"; reserved: {report['reserve']}" if "reserve" in report else ""
     blocks: list[Block] = [
         Heading(shorten(report["model"], _LONGEST_TITLE), f" on {shorten(devices, _LONGEST_DEVICES)}", is_title=True),
         Text(f"{now}; {beside}", "dim", INDENT),
@@ -85,7 +86,8 @@ def _cell(cell: dict[str, Any]) -> Span:
 def _verdict(report: dict[str, Any]) -> list[Block]:
     """Say whether what was asked for fits, and which changes make it fit."""
     each = " each" if report["batch"] > 1 else ""
-    asked = f"{report['context']:,} tokens{each} in {report['cache']}"
+    tokens = f"{report['context']:,} token{'s' * (report['context'] != 1)}"
+    asked = f"{tokens}{each} in {report['cache']}"
     if report["fits"]:
         return [Text(f"{asked} fit", "good")]
     found = report.get("suggestions", ())

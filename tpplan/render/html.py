@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tpplan.core.model import NotPlanned
-from tpplan.core.plan import Reserve
+from tpplan.core.plan import Reserve, reserves_told
 from tpplan.render.show import (
     CAUSES,
     basis_of,
@@ -114,7 +114,8 @@ def _request(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     rows += [("not planned", NotPlanned(**part).text) for part in model.get("not_planned", ())]
     rows += [(key, value) for key, value in request.items() if key not in {"cache", "reserve"}]
     rows += [(f"cache {key}", value) for key, value in request["cache"].items()]
-    rows += [("reserve", Reserve(**each).text) for each in request.get("reserve", ())]
+    reserves = tuple(Reserve(**each) for each in request.get("reserve", ()))
+    rows += [("reserve", text) for text in reserves_told(reserves) if reserves]
     return [(key.replace("_", " "), str(value)) for key, value in rows]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from tpplan.core.model import NotPlanned
+from tpplan.core.model import PREDICTION, NotPlanned
+from tpplan.core.sizes import counted
 from tpplan.render.blocks import INDENT, Bar, Heading, Table, Text
 from tpplan.render.text import (
     BLANK,
@@ -16,6 +17,7 @@ from tpplan.render.text import (
     percent,
     scale_for,
     shorten,
+    shorten_layers,
     shorten_name,
 )
 
@@ -83,18 +85,20 @@ def count(plan: dict[str, Any]) -> str:
 def request_lines(plan: dict[str, Any]) -> tuple[str, str]:
     """Return the model and the request in words."""
     model, request = plan["model"], plan["request"]
-    cache, batch, rows = request["cache"], request["batch"], request["max_rows"]
-    sequences = f" ({batch} sequences)" if batch > 1 else ""
+    cache, batch, rows = request["cache"], request["batch"], counted(request["max_rows"], "row")
+    sequences = f" ({counted(batch, 'sequence')})" if batch > 1 else ""
     if "context" in request:
-        sequences = f" shared by up to {batch} sequences of at most {request['context']}"
+        sequences = f" shared by up to {counted(batch, 'sequence')} of at most {request['context']}"
     sequences += ", sliding windows kept whole" * ("full_window" in request)
     sequences += ", beyond the model's context" * ("beyond" in request)
     kv = ", KV heads replicated" if request["kv"] == "replicate" else ""
+    draft = PREDICTION if "mtp" in request else f"the draft model {request['draft']}" if "draft" in request else ""
+    room = f", room for {draft}" if draft else ""
     stored, whole = [model[key] for key in ("weight_format",) if key in model], abridged(model["fingerprint"])
-    caching = f"cache {cache['kind']} for {cache['tokens']} tokens{sequences}"
+    caching = f"cache {cache['kind']} for {counted(cache['tokens'], 'token')}{sequences}"
     return (
-        ", ".join((model["architecture"], f"{model['layers']} layers", model["dtype"], *stored, whole)),
-        f"layout {request['layout']}, strategy {request['strategy']}, {caching}, up to {rows} rows{kv}",
+        ", ".join((model["architecture"], counted(model["layers"], "layer"), model["dtype"], *stored, whole)),
+        f"layout {request['layout']}, strategy {request['strategy']}, {caching}, up to {rows}{kv}{room}",
     )
 
 
@@ -119,7 +123,10 @@ def speed_lines(report: dict[str, Any]) -> list[str]:
         totals = [sum(times_of(step, each)[:-2]) for each in step["devices"]]
         differ = max(totals) * _ALIKE > min(totals) * (_ALIKE + 1)
         texts.append(f"batch {one['rows']}: {one['tokens_per_second']:,} tokens/s{full}{limits * differ}")
-    prompts = (f"a prompt of {one['rows']} tokens: {one['tokens_per_second']:,} tokens/s" for one in speed["prefill"])
+    prompts = (
+        f"a prompt of {counted(one['rows'], 'token')}: {one['tokens_per_second']:,} tokens/s"
+        for one in speed["prefill"]
+    )
     return [*texts, *prompts]
 
 
@@ -149,7 +156,7 @@ def _speed(report: dict[str, Any]) -> list[Block]:
         one = step["devices"][place]
         cells = [f"{each / 10**6:.2f}" for each in times_of(step, one)]
         rows.append([*_device(report["devices"][one["device"]]), *((cell, "") for cell in cells)])
-    batch = f"a step of {step['rows']} sequences" if step["rows"] > 1 else "a step"
+    batch = f"a step of {counted(step['rows'], 'sequence')}" if step["rows"] > 1 else "a step"
     return [
         Heading("Speed", f", ms of {batch} with a full cache"),
         Table(
@@ -241,9 +248,8 @@ def _cuts(report: dict[str, Any]) -> list[Block]:
 
 def _column(split: dict[str, Any], labels: Sequence[str], shown: Sequence[int]) -> list[Span]:
     """Return the column of one split: axis, its properties, then the slice of each device."""
-    defaults = {"layers": "", "replicas": 1}
-    head = [(split["axis"], "head")]
-    head += [(shorten(str(split.get(label, defaults.get(label, ""))), _LONGEST_CELL), "dim") for label in labels]
+    told = {"replicas": 1} | split | {"layers": shorten_layers(split.get("layers", ""), _LONGEST_CELL)}
+    head = [(split["axis"], "head"), *((str(told[label]), "dim") for label in labels)]
     cuts = list(pairwise(split["bounds"]))
     return head + [(f"{a}:{b}", "") if b > a else ("-", "dim") for a, b in (cuts[i] for i in shown)]
 

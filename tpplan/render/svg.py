@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from tpplan.render.show import count, exactness, request_lines, summary, uncounted_lines
-from tpplan.render.text import amount, buckets_of, elided, percent, scale_for, shorten, shorten_name, wrapped
+from tpplan.render.text import (
+    amount,
+    buckets_of,
+    elided,
+    percent,
+    scale_for,
+    shorten,
+    shorten_layers,
+    shorten_name,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -110,7 +120,7 @@ def picture(report: dict[str, Any], *, narrow: bool = False) -> str:
     buckets = buckets_of(plan["memory"])
     texts = [(part, "strong") for text in uncounted_lines(plan) for part in wrapped(text, at.text)]
     for text in request_lines(plan):
-        texts += [(part, "dim") for part in (wrapped(text, at.text) if narrow else [shorten(text, at.text)])]
+        texts += [(shorten(part, at.text), "dim") for part in wrapped(text, at.text)]
     top = 82 + 18 * len(texts)
     rows_top = top + 24 + (22 * -(-len(buckets) // _BESIDE) if narrow else 0)
     splits_top = rows_top + 30 + at.row * (len(first) + len(last) + bool(last))
@@ -213,16 +223,18 @@ def _splits(plan: dict[str, Any], top: int, at: _Layout) -> Iterator[str]:
     yield _text(place, top, "In the slices: devices. Below: bounds, in elements.", f"dim small{side}")
     for i, split in enumerate(plan["splits"]):
         y = top + 14 + at.split_row * i
-        layers = f"layers {split['layers']}" if "layers" in split else "outside the layers"
         copies = f", {split['replicas']} copies" if "replicas" in split else ""
         size = f"{split['size']}, unit {split['unit']}{copies}"
+        layers = "outside the layers"
+        if "layers" in split:
+            layers = f"layers {shorten_layers(split['layers'], (32 - len(size) if is_narrow else 28) - 7)}"
         if is_narrow:
             yield _text(at.edge, y + 15, split["axis"], "strong")
             told = f"{layers}; {size}" if "layers" in split else size
             yield _text(at.right, y + 15, shorten(told, 34), "dim small end")
         else:
             yield _text(at.edge, y + 11, split["axis"], "strong")
-            yield _text(at.edge, y + 25, shorten(layers, 28), "dim small")
+            yield _text(at.edge, y + 25, layers, "dim small")
             yield _text(at.edge, y + 38, shorten(size, 28), "dim small")
         yield from _cut(split, plan["devices"], y + 20 if is_narrow else y, at)
 

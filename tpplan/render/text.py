@@ -7,6 +7,9 @@ from itertools import accumulate, combinations
 from typing import TYPE_CHECKING
 from unicodedata import combining, east_asian_width
 
+from tpplan.core.axes import parse_layers
+from tpplan.core.sizes import counted
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -75,6 +78,21 @@ def shorten_name(name: str, columns: int) -> str:
     cuts = [f"{' '.join(words[:i])}…{' '.join(words[j:])}" for i, j in combinations(places, 2)]
     fitting = [cut for cut in cuts if columns // 2 < width(cut) <= columns]
     return max(fitting, key=lambda cut: (sum(map(str.isdigit, cut)), width(cut)), default=shorten(name, columns))
+
+
+def shorten_layers(layers: str, columns: int) -> str:
+    """Leave out ranges of layers that take more than ``columns``, but the first ones and the last: ``0-4,6,…,30``.
+
+    Where not even these fit, it is said how many layers there are.
+    """
+    if len(layers) <= columns:
+        return layers
+    *first, last = layers.split(",")
+    while first:
+        first.pop()
+        if len(text := ",".join([*first, "…", last])) <= columns and first:
+            return text
+    return counted(len(parse_layers(layers)), "layer")
 
 
 def abridged(text: str) -> str:

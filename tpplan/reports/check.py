@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs import frozen
 
-from tpplan.core.plan import AUTO
+from tpplan.core.plan import AUTO, reserves_told
 from tpplan.errors import RequestError, TpplanError
 from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
@@ -197,7 +197,7 @@ def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> list[str
     Raises:
         RequestError: it asks for what is not valid for the model.
     """
-    asked, _ = inputs.with_room(options.request(inputs.model), inputs.devices)
+    asked, _ = inputs.with_room(inputs.asked(options), inputs.devices)
     is_auto = asked.strategy == AUTO
     resolved = resolve(inputs.model, attrs.evolve(asked, strategy=old.request.strategy if is_auto else asked.strategy))
     before, now = _words(old.request), _words(resolved)
@@ -205,6 +205,7 @@ def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> list[str
         now["strategy"] = AUTO
     elif old.speed and not is_auto:
         before["strategy"] = AUTO
+    before["reserve"], now["reserve"] = reserves_told(old.request.reserve, resolved.reserve)
     named = {"reserve": f"reserve, with room for {inputs.draft.name}," if inputs.draft else "reserve"}
     return [f"{named.get(key, key)} {now[key]} instead of {before[key]}" for key in now if now[key] != before[key]]
 
@@ -220,5 +221,6 @@ def _words(request: Request) -> dict[str, str]:
         "max-rows": f"{request.max_rows}",
         "full-window": str(request.full_window).lower(),
         "beyond": str(request.beyond).lower(),
-        "reserve": ", ".join(reserve.text for reserve in request.reserve) or "nothing",
+        "draft": request.draft or "none",
+        "mtp": str(request.mtp).lower(),
     }

@@ -10,7 +10,7 @@ import attrs
 from attrs import frozen
 
 from tpplan.core.axes import Axis, format_layers, parse_layers
-from tpplan.core.plan import SplitPlan
+from tpplan.core.plan import SplitPlan, reserves_told
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import RequestError
 from tpplan.files.codec import document
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.device import Device
     from tpplan.core.model import NotPlanned
-    from tpplan.core.plan import DeviceMemory, Reserve, Split
+    from tpplan.core.plan import DeviceMemory, Split
     from tpplan.core.speed import Pass, Speed
 
 
@@ -339,22 +339,18 @@ def _field_changes(a: attrs.AttrsInstance, b: attrs.AttrsInstance, path: str) ->
         if attrs.has(type(before)):
             yield from _field_changes(before, after, f"{path}{name}.")
         elif before != after and (name in _TEXTS or not isinstance(before, tuple)):
-            told = _TEXTS.get(name, _plain)
-            yield FieldChange(path + name, told(before), told(after))
+            yield FieldChange(path + name, *_TEXTS.get(name, _plain)(before, after))
 
 
-def _plain(value: int | str) -> int | str:
-    """Return a value as documents have it: a flag as a text."""
-    return str(value).lower() if isinstance(value, bool) else value
+def _plain(*values: int | str) -> Iterator[int | str]:
+    """Yield values as documents have them: a flag as a text."""
+    yield from (str(value).lower() if isinstance(value, bool) else value for value in values)
 
 
-def _parts(values: Iterable[NotPlanned]) -> str:
-    """Return what is not planned, to the byte: rounded sizes may look alike."""
-    return ", ".join(f"{value.text} ({value.bytes} bytes)" if value.bytes else value.text for value in values)
-
-
-def _reserves(values: Iterable[Reserve]) -> str:
-    return ", ".join(value.text for value in values)
+def _parts(*sides: Iterable[NotPlanned]) -> Iterator[str]:
+    """Yield what is not planned, to the byte: rounded sizes may look alike."""
+    for parts in sides:
+        yield ", ".join(f"{part.text} ({part.bytes} bytes)" if part.bytes else part.text for part in parts)
 
 
 #: What ``auto`` chooses.
@@ -364,7 +360,7 @@ _STRATEGY = "request.strategy"
 _SPEED = "speed"
 
 #: How tuples are told that are values of the model or the request.
-_TEXTS: dict[str, Callable[[Any], str]] = {"not_planned": _parts, "reserve": _reserves}
+_TEXTS: dict[str, Callable[..., Iterable[Any]]] = {"not_planned": _parts, "reserve": reserves_told}
 
 
 def _device_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -> Iterator[DeviceChange]:

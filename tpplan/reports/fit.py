@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from tpplan.core.plan import CACHE_KINDS, Cache, Request
+from tpplan.core.plan import CACHE_KINDS, Cache, Request, Reserve, reserves_told
 from tpplan.core.speed import LinkSpeed, Speed
 from tpplan.files.codec import document
 from tpplan.planner.infeasible import CONTEXT_STEP, FEWEST_TENTHS, InfeasibleError, Trials, most_that_fit
 from tpplan.planner.place import Effort
-from tpplan.planner.plan import faster, gains, plan
+from tpplan.planner.plan import faster, gains, plan_request
 from tpplan.planner.request import check_devices, resolve
 from tpplan.planner.speed import bandwidth_of, outside_elements, predict, quantised
 from tpplan.reports.error import Advice, error_report
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.device import Device
     from tpplan.core.model import ModelSpec
+    from tpplan.planner.infeasible import Room
 
 
 #: Shortest context of the table, and most of its contexts.
@@ -116,6 +117,7 @@ class FitReport:
         assumed: what is assumed of the weights because no file says; left out if their bytes are exact.
         devices: display names of the devices.
         budget_bytes: budgets of all devices together.
+        reserve: what is left to something else beside a draft model, in words; left out for nothing.
         batch: sequences that decode together.
         context: tokens of each sequence that were asked for.
         cache: cache kind that was asked for.
@@ -133,6 +135,7 @@ class FitReport:
     assumed: str = ""
     devices: tuple[str, ...]
     budget_bytes: int
+    reserve: str = ""
     batch: int
     context: int
     cache: str
@@ -154,6 +157,9 @@ def fit(
     layout: str = "",
     links: Iterable[LinkSpeed] = (),
     gpus: str = "",
+    reserve: tuple[Reserve, ...] = (),
+    room: Room | None = None,
+    mtp: bool = False,
 ) -> FitReport:
     """Return what of a model fits on devices.
 
@@ -167,22 +173,26 @@ def fit(
         layout: ``reduce`` or ``gather``, by default as the planner chooses.
         links: measured links between the devices.
         gpus: the devices as they were named, so that suggestions can name them with more memory.
+        reserve: memory to leave to something else.
+        room: reserves more for a draft model, see :class:`tpplan.planner.infeasible.Trials`.
+        mtp: whether that is the model's own prediction layers.
 
     Raises:
         RequestError: the request is not valid for this model or these devices.
     """
     devices, links = tuple(devices), tuple(links)
-    asked = Request(layout, "balanced", Cache(cache, (context or model.max_context) * batch), batch, max_rows, "idle")
+    wished = Cache(cache, (context or model.max_context) * batch)
+    asked = Request(layout, "balanced", wished, batch, max_rows, "idle", reserve=reserve, mtp=mtp)
     request = resolve(model, asked)
     check_devices(devices, request)
     context = context or model.max_context
-    table = _Table(Trials(model, devices, request), links)
+    table = _Table(Trials(model, devices, request, room), links)
     rows = tuple(table.row(each) for each in _contexts(model, context))
     row = next(row for row in rows if row.context == context)
     suggestions: tuple[Advice, ...] = ()
     if not (fits := table.fits(cache, context)):
         try:
-            plan(model, devices, cache=request.cache, layout=layout, batch=batch, max_rows=max_rows)
+            plan_request(model, devices, asked, room=room)
             fits = True
         except InfeasibleError as error:
             suggestions = _advised(error_report(error, gpus).error.suggestions, row.quantisation, model)
@@ -193,6 +203,7 @@ def fit(
         assumed=model.assumed,
         devices=tuple(device.name for device in devices),
         budget_bytes=sum(device.budget_bytes for device in devices),
+        reserve=reserves_told(reserve)[0] if reserve else "",
         batch=batch,
         context=context,
         cache=cache,

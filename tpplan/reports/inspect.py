@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve, frozen
 
+from tpplan.core.axes import format_layers
 from tpplan.core.model import NotPlanned
 from tpplan.core.plan import CACHE_KINDS
 from tpplan.files.codec import document
@@ -35,6 +36,37 @@ class CacheCosts:
     q4: int
 
 
+@frozen(kw_only=True)
+class LayerKind:
+    """Layers of the same shape; numbers are left out where the layers do not have it.
+
+    Attributes:
+        layers: inclusive ranges.
+        q_heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: elements of one query or key head.
+        window: tokens of the sliding window; left out for full attention.
+        linear_key_heads: key heads of linear attention.
+        linear_value_heads: value heads of linear attention.
+        intermediate_size: width of the dense MLP.
+        experts: routed experts.
+        expert_intermediate_size: width of one of them.
+        shared_intermediate_size: width of all shared experts together.
+    """
+
+    layers: str
+    q_heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    window: int = 0
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    intermediate_size: int = 0
+    experts: int = 0
+    expert_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
+
+
 @document("inspection")
 @frozen(kw_only=True)
 class Inspection:
@@ -44,6 +76,7 @@ class Inspection:
         architecture: the config's.
         model_type: the config's.
         layers: how many.
+        layer_kinds: the shapes of layers, by the first one of each; left out if all layers are alike.
         hidden_size: width of the residual stream.
         intermediate_size: width of the dense MLP; of one expert where no layer has a dense one.
         q_heads: query heads.
@@ -74,6 +107,7 @@ class Inspection:
     architecture: str
     model_type: str
     layers: int
+    layer_kinds: tuple[LayerKind, ...] = ()
     hidden_size: int
     intermediate_size: int
     q_heads: int
@@ -107,6 +141,7 @@ def inspect(model: ModelSpec) -> Inspection:
         architecture=model.architecture,
         model_type=model.model_type,
         layers=model.layer_count,
+        layer_kinds=_kinds(model),
         hidden_size=model.hidden_size,
         intermediate_size=dense or max((block.expert_intermediate for block in model.blocks), default=0),
         q_heads=max((a.q_heads for a in attention), default=0),
@@ -132,3 +167,24 @@ def inspect(model: ModelSpec) -> Inspection:
         fingerprint=fingerprint(model),
         notes=model.notes,
     )
+
+
+def _kinds(model: ModelSpec) -> tuple[LayerKind, ...]:
+    """Return the shapes of a model's layers; nothing if all are alike."""
+    layers: dict[LayerKind, list[int]] = {}
+    for block in model.blocks:
+        attention, linear = block.attention, block.linear
+        heads = (attention.q_heads, attention.kv_heads, attention.head_dim, attention.window) if attention else (0,) * 4
+        kind = LayerKind(
+            layers="",
+            **dict(zip(("q_heads", "kv_heads", "head_dim", "window"), heads, strict=True)),
+            linear_key_heads=linear.key_heads if linear else 0,
+            linear_value_heads=linear.value_heads if linear else 0,
+            intermediate_size=block.intermediate,
+            experts=block.experts,
+            expert_intermediate_size=block.expert_intermediate,
+            shared_intermediate_size=block.shared_intermediate,
+        )
+        layers.setdefault(kind, []).extend(block.layers)
+    found = sorted(layers.items(), key=lambda each: min(each[1]))
+    return tuple(evolve(kind, layers=format_layers(at)) for kind, at in found) if len(found) > 1 else ()

@@ -14,7 +14,7 @@ from tpplan.core.speed import LinkSpeed
 from tpplan.errors import TpplanError
 from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
-from tpplan.planner.draft import reserve_for_draft, split_draft
+from tpplan.planner.draft import for_draft, reserve_for_draft, split_draft
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.plan import plan_request
 from tpplan.reports.diff import PlanDiff, diff
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tpplan.core.plan import Request, SplitPlan
+    from tpplan.planner.infeasible import Room
     from tpplan.planner.manifest import Entry, Manifest
     from tpplan.planner.options import Options
 
@@ -38,6 +39,7 @@ class Inputs:
         links: measured links between them.
         draft: the draft model, or the model's prediction layers, that the plan leaves room for, if any.
         is_split: whether the draft model is split like the model; else all of it is on every device.
+        drafted_for: the model that ``model`` drafts for, by whose request it is split; None for any other plan.
     """
 
     model: ModelSpec
@@ -45,6 +47,17 @@ class Inputs:
     links: tuple[LinkSpeed, ...] = ()
     draft: ModelSpec | None = None
     is_split: bool = False
+    drafted_for: ModelSpec | None = None
+
+    def asked(self, options: Options) -> Request:
+        """Return the request that options ask for, without room for a draft model.
+
+        Raises:
+            RequestError: they are not valid.
+        """
+        if self.drafted_for:
+            return for_draft(options.request(self.drafted_for), self.drafted_for)
+        return options.request(self.model)
 
     def with_room(self, asked: Request, devices: tuple[Device, ...]) -> tuple[Request, SplitPlan | None]:
         """Return a request with room for the draft model, if there is any, and the plan of one that is split.
@@ -64,13 +77,17 @@ class Inputs:
             InfeasibleError: none fits.
             RequestError: the options are not valid for the models or the devices.
         """
-        asked = options.request(self.model)
+        asked = self.asked(options)
+        return plan_request(self.model, self.devices, asked, self.links, self.room(asked.strategy))
+
+    def room(self, strategy: str) -> Room | None:
+        """Return what reserves room for the draft model, which is split by a strategy; None if there is none."""
 
         def room(request: Request, devices: tuple[Device, ...]) -> Request:
-            whole, _ = self.with_room(evolve(request, strategy=asked.strategy), devices)
-            return evolve(request, reserve=whole.reserve)
+            whole, _ = self.with_room(evolve(request, strategy=strategy), devices)
+            return evolve(request, reserve=whole.reserve, draft=whole.draft)
 
-        return plan_request(self.model, self.devices, asked, self.links, room if self.draft else None)
+        return room if self.draft else None
 
 
 class Outcome(StrEnum):

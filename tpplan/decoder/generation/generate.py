@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import fields
 
+from tpplan.core.sizes import counted
 from tpplan.decoder.decoding.sampling import Sampling
 from tpplan.decoder.prompts import Prompt, check_tokens, facts_of, length_of
 from tpplan.errors import ExecutionError, RequestError
@@ -103,7 +104,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequen
         raise RequestError(f"{least} new tokens were asked for", "ask for 1 or more")
     longest, count = max(((len(prompt), count) for prompt, count in zip(prompts, counts, strict=True)), key=sum)
     if longest + count > length:
-        what = f"{longest} tokens and {count} new ones, the plan caches {length} of a sequence"
+        what = f"{counted(longest, 'token')} and {count} new ones, the plan caches {length} of a sequence"
         raise RequestError(what, "ask for fewer, or plan with a larger --context")
 
 

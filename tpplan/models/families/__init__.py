@@ -90,12 +90,14 @@ class Tolerated:
         prefix: the start of names that some checkpoints leave out, empty if none does.
         renamed: starts of names (with a dot: parts) that some checkpoints have, and what the tables have there.
         extra_layers: whether layers beyond the config's ``num_hidden_layers`` may be there (multi-token prediction).
+        extra_experts: whether experts beyond the config's may be there, which compute nothing.
     """
 
     ignored: tuple[str, ...]
     prefix: str
     renamed: Mapping[str, str]
     extra_layers: bool
+    extra_experts: bool = False
 
 
 def supported() -> tuple[str, ...]:
@@ -115,7 +117,7 @@ def tolerated(model_type: str, text: str = "") -> Tolerated:
     family = wrapper.around(LANGUAGE_MODELS[text or wrapper.text]) if wrapper else own
     assert family  # noqa: S101 - as said
     renamed = wrapper.renamed if wrapper else family.renamed
-    return Tolerated(family.ignored, family.prefix, renamed, family.extra_layers)
+    return Tolerated(family.ignored, family.prefix, renamed, family.extra_layers, family.extra_experts)
 
 
 def slides(config: Config, model_type: str, layers: int) -> tuple[bool, ...]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tpplan.core.model import NotPlanned
+from tpplan.core.model import PREDICTION, NotPlanned
 from tpplan.models.families.wrappers import HEARS, SEES, WRAPPERS
 
 if TYPE_CHECKING:
     from tpplan.models.config import Config
-
-#: What plans call layers that predict further tokens.
-PREDICTION: Final = "prediction layers"
 
 #: Keys that configs of the hub have for each part: an object or a name for towers, a number of layers for predictions.
 _KEYS: Final = {

@@ -8,6 +8,7 @@ from attrs import evolve
 
 from tpplan.core.axes import Axis
 from tpplan.core.model import Segment
+from tpplan.core.sizes import counted
 from tpplan.models.families.rows import linear, norm, numbered, outside
 from tpplan.models.families.shape import every_layer, windows
 from tpplan.models.families.table import Family, Row, Shape
@@ -50,7 +51,9 @@ def _first(config: Config, key: str, found: Sequence[_Kind], layers: int, known:
         ModelError: the list is too short, or has something that is not known.
     """
     if len(found) < layers:
-        raise config.error(f"{key} has {len(found)} entries for {layers} layers (num_hidden_layers)")
+        raise config.error(
+            f"{key} has {counted(len(found), 'entry')} for {counted(layers, 'layer')} (num_hidden_layers)"
+        )
     unknown = next((each for each in found[:layers] if each not in known), None)
     if unknown is not None:
         raise config.error(f"{key} has {str(unknown)[:60]!r}, known are {', '.join(map(str, known))}")
@@ -91,7 +94,7 @@ def _deepseek_v4(config: Config, shape: Shape) -> Shape:
     groups = config.count("o_groups", default=8)
     if shape.q_heads % groups:
         heads = f"{shape.q_heads} query heads (num_attention_heads)"
-        raise config.error(f"{heads} are not a multiple of {groups} groups (o_groups)")
+        raise config.error(f"{heads} are not a multiple of {counted(groups, 'group')} (o_groups)")
     latent, index = shape.head_dim, config.count("index_head_dim", default=128)
     index_heads, ratio = config.count("index_n_heads", default=64), config.count(_RATIO, default=0, minimum=0)
     streams = config.count("hc_mult", default=4)

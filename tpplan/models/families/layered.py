@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.core.axes import Axis
+from tpplan.core.sizes import counted
 from tpplan.models.families.rows import (
     BIASED_ATTENTION,
     EXPERTS,
@@ -55,7 +56,9 @@ def _laguna_layers(config: Config, layers: int) -> tuple[Mapping[str, object], .
     }
     for (key, own), values in listed.items():
         if values and len(values) != layers:
-            raise config.error(f"{key} has {len(values)} entries for {layers} layers (num_hidden_layers)")
+            raise config.error(
+                f"{key} has {counted(len(values), 'entry')} for {counted(layers, 'layer')} (num_hidden_layers)"
+            )
         for layer, value in zip(found, values, strict=False):
             layer[own] = value
     return tuple(found)

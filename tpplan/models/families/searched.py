@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
+from tpplan.core.sizes import counted
 from tpplan.models.config import MAX_COUNT, Config
 from tpplan.models.families.rows import linear, norm, outside
 from tpplan.models.families.table import NO_ATTENTION, Family, Row, Shape
@@ -29,8 +30,8 @@ def _nemotron_nas_layers(config: Config, layers: int) -> tuple[Mapping[str, obje
     """
     blocks = config.raw("block_configs")
     if not isinstance(blocks, list) or len(blocks) != layers:
-        what = f"has {len(blocks)} entries" if isinstance(blocks, list) else "is no list"
-        raise config.error(f"block_configs {what} for {layers} layers (num_hidden_layers)")
+        what = f"has {counted(len(blocks), 'entry')}" if isinstance(blocks, list) else "is no list"
+        raise config.error(f"block_configs {what} for {counted(layers, 'layer')} (num_hidden_layers)")
     return tuple(_block(config, block, f"{config.source}: block_configs[{i}]") for i, block in enumerate(blocks))
 
 

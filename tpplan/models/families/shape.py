@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.core.axes import MAX_LAYERS
+from tpplan.core.sizes import counted
 from tpplan.models.families.table import Family, Shape
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ def _own_keys(config: Config, family: Family, layers: int) -> list[dict[str, obj
     for name, values in given.items():
         layer = int(name) if name.isascii() and name.isdecimal() and len(name) <= len(str(MAX_LAYERS)) else layers
         if layer >= layers or not isinstance(values, dict):
-            what = "is no object" if layer < layers else f"is none of the {layers} layers (num_hidden_layers)"
+            what = (
+                "is no object" if layer < layers else f"is none of the {counted(layers, 'layer')} (num_hidden_layers)"
+            )
             raise config.error(f"{PER_LAYER}: {name[:60]!r} {what}")
         if values.get("skip"):
             raise config.error(f"{PER_LAYER}: layer {layer} skips a part of itself", "that is not supported")
@@ -102,7 +105,7 @@ def _read(config: Config, family: Family, *, tied: bool, stacked: bool) -> Shape
     experts = config.count("num_experts", default=given.get("num_experts"), maximum=MAX_PARTS) if any(sparse) else 0
     per_token = config.count("num_experts_per_tok", default=given.get("num_experts_per_tok")) if experts else 0
     if per_token > experts:
-        raise config.error(f"num_experts_per_tok is {per_token}, more than the {experts} experts that there are")
+        raise config.error(f"num_experts_per_tok is {per_token}, more than there are: {counted(experts, 'expert')}")
     width = family.mlp_ratio * hidden or given.get("intermediate_size")
     shape = Shape(
         hidden=hidden,
@@ -199,7 +202,9 @@ def are_of_kind(config: Config, key: str, layers: int, kinds: tuple[str, ...]) -
     """
     types = [_OLD_KINDS.get(found, found) for found in config.texts(key)]
     if types and len(types) != layers:
-        raise config.error(f"{key} has {len(types)} entries for {layers} layers (num_hidden_layers)")
+        raise config.error(
+            f"{key} has {counted(len(types), 'entry')} for {counted(layers, 'layer')} (num_hidden_layers)"
+        )
     unknown = next((found for found in types if found not in kinds), None)
     if unknown is not None:
         raise config.error(f"{key} has {unknown[:60]!r}, known are {', '.join(kinds[:-1])} and {kinds[-1]}")
@@ -294,7 +299,9 @@ def without_rope(config: Config, layers: int) -> tuple[bool, ...]:
     interval = config.count("no_rope_layer_interval", default=4)
     rope = config.numbers("no_rope_layers") or [(layer + 1) % interval for layer in range(layers)]
     if len(rope) != layers:
-        raise config.error(f"no_rope_layers has {len(rope)} entries for {layers} layers (num_hidden_layers)")
+        raise config.error(
+            f"no_rope_layers has {counted(len(rope), 'entry')} for {counted(layers, 'layer')} (num_hidden_layers)"
+        )
     return tuple(not turns for turns in rope)
 
 

@@ -232,6 +232,7 @@ class Family:
         renamed: starts of names (with a dot: parts) that some checkpoints have, and what the tables have there.
         ignored: patterns (fnmatch) of names in checkpoints that no plan needs, such as buffers and vision towers.
         extra_layers: whether checkpoints may hold layers beyond ``num_hidden_layers`` (multi-token prediction).
+        extra_experts: whether checkpoints may hold matrices of experts beyond those that compute anything.
         defaults: values of keys that a config.json may leave out, as in transformers' configuration classes.
         flags: keys that rows test, with their defaults; all families test ``tie_word_embeddings`` too.
         tied: the default of ``tie_word_embeddings``.
@@ -267,6 +268,7 @@ class Family:
     renamed: Mapping[str, str] = field(factory=dict)
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     extra_layers: bool = False
+    extra_experts: bool = False
     defaults: Mapping[str, int] = field(factory=dict)
     flags: Mapping[str, bool] = field(factory=dict)
     tied: bool = False

@@ -48,6 +48,7 @@ TWOFOLD: Final[dict[str, Family]] = {
             *EXPERTS,
         ),
         ignored=("*.rotary_emb.inv_freq", "model.mtp.*"),
+        extra_experts=True,  # so transformers saves what takes the place of those that do nothing
         defaults={
             "head_dim": 64,
             "vocab_size": 131_072,

@@ -351,4 +351,10 @@ def around_text(config: Config) -> Config:
 def newer_name(name: str) -> str:
     """Return the name of a tensor or module of a wrapper's language model as newer tools write it; others stay."""
     starts = ((old, new) for root in (ROOT, "") for new, old in _RENAMED[root].items())
-    return next((new + name.removeprefix(old) for old, new in starts if name.startswith(old)), name)
+    whole = f"{name}."  # the name of a module may be all that is renamed
+    return next((f"{new}{whole.removeprefix(old)}"[:-1] for old, new in starts if whole.startswith(old)), name)
+
+
+def name_within(name: str) -> str:
+    """Return the name that a tensor or module of a wrapper's language model has in that alone; others stay."""
+    return next((name.removeprefix(root) for root in _RENAMED if root and name.startswith(root)), name)

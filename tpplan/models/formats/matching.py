@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.core.axes import Axis
-from tpplan.core.model import NotPlanned, Parameter, Segment
+from tpplan.core.model import PREDICTION, NotPlanned, Parameter, Segment
 from tpplan.errors import ModelError
-from tpplan.models.families.aside import PREDICTION
 from tpplan.models.families.wrappers import HEARS, SEES
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.scheme import Form
@@ -166,6 +165,7 @@ _CALIBRATED: Final = re.compile(
 )
 #: What layers that attend to the keys and values of others may have of these nevertheless, which nothing reads.
 _UNREAD: Final = re.compile(r"self_attn\.[kv]_(?:proj|norm)(?:\.|$)")
+_IDLE_TEXT: Final = "matrices of experts that do nothing"
 _UNREAD_TEXT: Final = "key and value projections that no layer uses"
 
 #: The projections that they come with.
@@ -259,6 +259,7 @@ class _Match:
         self.found: dict[str, dict[str, Tensor]] = {}
         self.scales: dict[int, list[str]] = {}
         shares = {n for block in logical.blocks if block.attention and block.attention.shared for n in block.layers}
+        experts = max((block.experts for block in logical.blocks), default=0)
         for name, tensor in headers.tensors.items():
             at = self.layers.match(name)
             layer = _number(at)
@@ -266,6 +267,8 @@ class _Match:
                 self.aside[_UNREAD_TEXT] += tensor.nbytes
             elif tolerated.extra_layers and layer >= logical.layer_count:
                 self.aside[PREDICTION] += tensor.nbytes
+            elif tolerated.extra_experts and _number(_EXPERT.search(name)) >= experts:
+                self.aside[_IDLE_TEXT] += tensor.nbytes
             elif ignored.match(name):
                 self.aside[label(name, tensor) or OTHERS] += tensor.nbytes
             else:

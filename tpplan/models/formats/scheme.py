@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import field, frozen
 
 from tpplan.errors import ModelError
-from tpplan.models.families.wrappers import newer_name
+from tpplan.models.families.wrappers import name_within, newer_name
 from tpplan.models.formats.names import Names
 
 HINT: Final = "point to the directory that has the model's .safetensors files: their headers say what is stored"
@@ -201,10 +201,11 @@ class Choice:
             raise self._unfollowed(error) from error
 
     def _names(self, module: str) -> Iterator[str]:
-        """Yield the names of a module: as in the checkpoint, as newer tools write it, and as MLX does for experts."""
-        yield module
-        if (newer := newer_name(module)) != module:
-            yield newer
+        """Yield the names of a module: as in the checkpoint, as newer tools write it, and as MLX does for experts.
+
+        Of a wrapper's language model also those within that, which alone may be what was quantised.
+        """
+        yield from dict.fromkeys((module, newer_name(module), name_within(module)))
         before, stacked, after = module.partition(".experts.")
         if stacked and self._scheme.method == "mlx":
             part = after.partition(".")[2]

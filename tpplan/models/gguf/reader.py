@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve, frozen
 
-from tpplan.core.model import GGUF, ModelSpec, NotPlanned
+from tpplan.core.model import GGUF, PREDICTION, ModelSpec, NotPlanned
 from tpplan.errors import ModelError
 from tpplan.models.checkpoint import Headers, Tensor
 from tpplan.models.config import Config
 from tpplan.models.families import spec_from_config
-from tpplan.models.families.aside import PREDICTION
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.matching import BUFFERS
 from tpplan.models.gguf.architectures import Architecture, architecture_of, name_of
