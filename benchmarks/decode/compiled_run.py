@@ -335,10 +335,9 @@ class Symmetric:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the sum."""
-        ops = torch.ops.symm_mem
+        ops, buffer = torch.ops.symm_mem, self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
         if x.nbytes <= _ONE_SHOT_BYTES:
-            return ops.one_shot_all_reduce_copy(self._buffer.view(x.dtype), x, "sum", self._group)  # type: ignore[no-any-return]
-        buffer = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
+            return ops.one_shot_all_reduce_copy(buffer, x, "sum", self._group)  # type: ignore[no-any-return]
         return ops.two_shot_all_reduce_(buffer.copy_(x), "sum", self._group)  # type: ignore[no-any-return]
 
 

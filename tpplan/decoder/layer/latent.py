@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 #: Tokens whose keys and values are made at a time where a kernel takes parts of them, so that these are of many heads.
 _PART: Final = 2**13
-#: Bytes of an access of cuBLAS.
+#: Bytes of a vector.
 _VECTOR: Final = 16
 
 
@@ -231,12 +231,11 @@ class Latents:
 def _multiply(x_HRK: Tensor, y_HKN: Tensor, out_HRN: Tensor) -> None:
     """Write the products of heads' matrices.
 
-    One after the other on GPUs where heads are not multiples of 16 bytes apart, which models of a few elements a head
-    have: cuBLAS 13.0 reads such batches at misaligned addresses.
+    On GPUs, by copies of what begins between vectors of 16 bytes, as in models of a few elements a head: cuBLAS 13.0
+    has ended there in a misaligned address.
     """
-    each = x_HRK, y_HKN, out_HRN
-    if not out_HRN.is_cuda or all(not x.stride(0) * x.itemsize % _VECTOR for x in each):
+    if not out_HRN.is_cuda or not any(x.data_ptr() % _VECTOR for x in (x_HRK, y_HKN, out_HRN)):
         torch.bmm(x_HRK, y_HKN, out=out_HRN)
         return
-    for x_RK, y_KN, out_RN in zip(*each, strict=True):
-        torch.mm(x_RK, y_KN, out=out_RN)
+    copies = (x.clone(memory_format=torch.contiguous_format) for x in (x_HRK, y_HKN))
+    out_HRN.copy_(torch.bmm(*copies))
