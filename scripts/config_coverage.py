@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from tpplan.core.model import ModelSpec
+    from tpplan.models.families.table import Family
+    from tpplan.models.families.wrappers import Wrapper
 
 _LENGTH_BYTES = 8
 _INDEX = "model.safetensors.index.json"
@@ -148,7 +150,7 @@ def standing(architecture: str) -> str:
 
     from tpplan.decoder.model.settings import AROUND, FAMILIES  # noqa: PLC0415 (imports torch)
 
-    tables = {**families.FAMILIES, **WRAPPERS, **DRAFTS}
+    tables: dict[str, Family | Wrapper] = {**families.FAMILIES, **WRAPPERS, **DRAFTS}
     known = {name for name, table in tables.items() if architecture in table.architectures}
     if not known:
         return _REFUSED
