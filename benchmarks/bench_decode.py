@@ -28,7 +28,9 @@ from benchmarks.decode.rows import HEAD, Row, cells, compared, reason
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-PEERS = ("nccl", "transformers")
+PEERS = ("nccl", "transformers", "torch")
+#: Peers in processes of their own, a process for each GPU.
+MODULES = {"transformers": "transformers_run", "torch": "compiled_run"}
 _PROFILE = "--profile"
 
 
@@ -45,15 +47,15 @@ def runs(order: Order, gpus: Sequence[int], cuts: Sequence[str], peers: Sequence
         for cut in cuts if count > 1 else cuts[:1]:
             over_nccl = "nccl" in peers and order.backend == "cuda" and count > 1 and CUTS[cut][1] == "reduce"
             yield "tpplan", evolve(order, gpus=count, cut=cut, nccl=over_nccl)
-        if "transformers" in peers:
-            yield "transformers", evolve(order, gpus=count)
+        for peer in (peer for peer in MODULES if peer in peers):
+            yield peer, evolve(order, gpus=count)
 
 
 def execute(who: str, order: Order, seconds: float, tell: Callable[[Row], None]) -> None:
     """Run something in processes of its own, and tell its rows; one that says why, if it fails or hangs.
 
     Args:
-        who: ``tpplan`` or ``transformers``.
+        who: ``tpplan``, or one of :data:`MODULES`.
         order: what to measure.
         seconds: after which it is ended.
         tell: takes the rows.
@@ -64,9 +66,9 @@ def execute(who: str, order: Order, seconds: float, tell: Callable[[Row], None])
         if row:
             tell(row)
 
-    module = "benchmarks.decode.run" if who == "tpplan" else "benchmarks.decode.transformers_run"
-    command = [sys.executable, "-m", module, evolve(order, started=time.time()).dump()]
-    failure = children.run(command, order.gpus if who == "transformers" else 1, seconds, line, ROOT)
+    module, processes = MODULES.get(who, "run"), order.gpus if who in MODULES else 1
+    command = [sys.executable, "-m", f"benchmarks.decode.{module}", evolve(order, started=time.time()).dump()]
+    failure = children.run(command, processes, seconds, line, ROOT)
     if failure:
         print(f"{who} on {order.gpus}: {failure}", file=sys.stderr, flush=True)
         like = Row(gpus=order.gpus, cut=order.cut, who=who, what="the whole run", value=None)
@@ -92,7 +94,7 @@ def main() -> None:
         made = time.perf_counter() - began
         model = tpplan.read_model(directory)
         ready = f"checkpoint of {model.layer_count} layers, {model.weight_format}, ready after {made:.1f} s"
-        print(f"{machine}; {ready}\n", file=notes)
+        print(f"{machine}; {ready}. {children.NO_MULTICAST}\n", file=notes)
         print(HEAD, file=notes, flush=True)
         order = Order(
             directory=str(directory),
@@ -140,7 +142,7 @@ def _wanted() -> argparse.Namespace:
     add("--tokens", type=int, default=64, help="steps that are timed (default 64)")
     add("--prefill", type=int, default=4096, help="tokens of the long prompt (default 4096)")
     add("--max-rows", type=int, default=2048, help="of a pass of prompts, at most (default 2048)")
-    add("--peers", type=_names(*PEERS), help="others, of nccl,transformers (default both, nccl if quantised)")
+    add("--peers", type=_names(*PEERS), help=f"others, of {','.join(PEERS)} (default all, nccl if quantised)")
     add("--eager", action="store_true", help="read prompts once more, without graphs where they have some")
     add("--devices", default="", help="a devices file with measured speeds: predictions stand beside what is measured")
     add("--json", action="store_true", help="print one JSON document; the table goes to standard error")
@@ -154,7 +156,7 @@ def _wanted() -> argparse.Namespace:
         if known < max(wanted.gpus):
             parser.error(f"{wanted.devices} has {known} devices, fewer than the {max(wanted.gpus)} of --gpus")
     if wanted.peers is None:
-        wanted.peers = PEERS[:1] if wanted.quantise else PEERS  # transformers needs packages for codes
+        wanted.peers = PEERS[:1] if wanted.quantise else PEERS  # the others need packages for codes, or have no kernels
     return wanted
 
 

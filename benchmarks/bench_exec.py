@@ -4,8 +4,8 @@ One row of 8192 in bfloat16, as in decoding, on eight uneven devices. There is n
 those of the code around it. Copies take one thread, for more would measure the machine's other work. At last the same
 calls on two devices where nothing is run: what the host does before a device has anything to do.
 
-With ``--processes``, operations between processes with a GPU each, in turns with NCCL's; with ``--cpu`` too, processes
-have virtual devices, and gloo stands in for NCCL.
+With ``--processes``, operations between processes with a GPU each, in turns with NCCL's and those of torch's symmetric
+memory, all checked first; with ``--cpu`` too, processes have virtual devices, and gloo stands in for NCCL.
 """
 
 from __future__ import annotations

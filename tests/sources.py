@@ -52,7 +52,13 @@ _CUDA = SimpleNamespace(
     shfl_sync=lambda _, value, lane: told(value)[int(lane)],
     shfl_xor_sync=lambda _, value, bit: told(value)[ME.thread % LANES ^ bit],
 )
-_LIBDEVICE = SimpleNamespace(expf=np.exp, tanhf=np.tanh, erff=lambda x: np.float32(math.erf(x)))
+_LIBDEVICE = SimpleNamespace(
+    expf=np.exp,
+    log1pf=np.log1p,
+    tanhf=np.tanh,
+    erff=lambda x: np.float32(math.erf(x)),
+    rsqrtf=lambda x: np.float32(1) / np.sqrt(x),
+)
 
 
 class Sources:

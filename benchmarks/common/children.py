@@ -16,6 +16,10 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+#: What NVLink multicast is turned off by: it needs more of a machine than GPUs and links.
+_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+#: What a table says of that.
+NO_MULTICAST = "NVLS is off for all (NCCL_NVLS_ENABLE=0)."
 _POLL_SECONDS = 0.05
 #: What a process that hangs gets to say where.
 _LAST_SECONDS = 3.0
@@ -32,6 +36,8 @@ def run(
     command: Sequence[str], world: int, seconds: float, tell: Callable[[str], None], cwd: str | os.PathLike[str]
 ) -> str:
     """Run a command in as many processes, each told by its environment which one it is, as torch.distributed wants it.
+
+    NVLink multicast is off in them.
 
     Args:
         command: to run.
@@ -83,7 +89,7 @@ def run(
 def _environment(rank: int, world: int, port: int) -> Mapping[str, str]:
     group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     more = {name: str(value) for name, value in group.items()}
-    return {**os.environ, **more, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **more, **_MULTICAST, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _free_port() -> int:

@@ -22,7 +22,7 @@ class Row:
     Attributes:
         gpus: how many.
         cut: ``even``, ``uneven`` or ``gather``; of others than tpplan, ``even``.
-        who: ``tpplan``, ``NCCL`` or ``transformers``.
+        who: ``tpplan``, ``NCCL``, ``transformers`` or ``torch``, which may say how it sums.
         what: is measured.
         value: None if it failed.
         unit: of the value.

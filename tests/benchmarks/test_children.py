@@ -28,6 +28,17 @@ def test_only_the_first_process_is_heard(tmp_path: Path) -> None:
     assert lines == ["0 2 127.0.0.1"]
 
 
+def test_multicast_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In NCCL and in torch's symmetric memory, whatever the environment says; tables say so."""
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    names = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    code = f"import os; print(*(os.environ[x] for x in {names}), flush=True)"
+    lines: list[str] = []
+    assert children.run([sys.executable, "-c", code], 1, 60, lines.append, tmp_path) == ""
+    assert lines == ["0 1"]
+    assert "NCCL_NVLS_ENABLE=0" in children.NO_MULTICAST
+
+
 def test_a_process_that_fails_ends_all(tmp_path: Path) -> None:
     """The others, which would wait for it for ever, are ended, and what it said is told."""
     code = f"{_SAY}\nif os.environ['RANK'] == '0': import time; time.sleep(1000)\nsys.exit('no memory left')"

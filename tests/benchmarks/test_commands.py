@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from benchmarks import bench_exec, soak
+from benchmarks.exec.contender import OPERATIONS
 from benchmarks.reliability import interrupts, lost_process, operations
 
 
@@ -59,11 +60,23 @@ def test_options_of_the_other_kind(
 
 
 def test_operations_between_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes with virtual devices time every operation on two sizes."""
+    """Two processes with virtual devices time every operation on two sizes; peers that need GPUs are left out."""
     monkeypatch.setattr(sys, "argv", ["bench_exec", "--processes", "--gpus", "2", "--cpu"])
     with pytest.raises(SystemExit) as end:
         bench_exec.main()
     assert not end.value.code
-    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines() if " KiB eager: " in line]
-    kinds = ("all_reduce", "allgather", "broadcast")
-    assert rows == [[kind, size, "KiB", "eager:"] for size in ("8", "64") for kind in kinds]
+    said = capsys.readouterr().out
+    tables = [part.splitlines() for part in said.split("\n\n") if part.startswith("| size |")]
+    assert len(tables) == len(OPERATIONS)
+    for head, _, *rows in tables:
+        assert head.startswith("| size | how | tpplan | NCCL | NCCL window | ")
+        assert [row.split(" | ")[:2] for row in rows] == [["| 8 KiB", "called"], ["| 64 KiB", "called"]]
+        for row in rows:
+            ours, nccl, *others, best = row.strip("| ").split(" | ")[2:]
+            assert float(ours.split()[0]) > 0 < float(nccl.split()[0])
+            assert {*others} == {"-"}
+            assert best.endswith(", NCCL")
+    assert ["symm_mem two-shot" in head for head, *_ in tables] == [True, True, False, False]
+    assert ["symm_mem copies" in head for head, *_ in tables] == [False, False, True, False]
+    assert said.count("NVLS is off for all (NCCL_NVLS_ENABLE=0).") == len(tables)
+    assert "symm_mem two-shot was left out: RuntimeError: SymmetricMemory does not" in said

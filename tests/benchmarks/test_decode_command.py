@@ -26,13 +26,15 @@ __all__ = ["fine_units", "order"]  # fixtures
 def test_what_is_run(order: Order) -> None:
     """One GPU has no cuts to choose from, and NCCL has nothing to move there; it knows no layout but reduce."""
     order = evolve(order, backend="cuda")
-    found = list(bench_decode.runs(order, (1, 2), ("even", "gather"), ("nccl", "transformers")))
+    found = list(bench_decode.runs(order, (1, 2), ("even", "gather"), bench_decode.PEERS))
     assert [(who, one.gpus, one.cut, one.nccl) for who, one in found] == [
         ("tpplan", 1, "even", False),
         ("transformers", 1, "even", False),
+        ("torch", 1, "even", False),
         ("tpplan", 2, "even", True),
         ("tpplan", 2, "gather", False),
         ("transformers", 2, "even", False),
+        ("torch", 2, "even", False),
     ]
     assert [who for who, _ in bench_decode.runs(order, (2,), ("even",), ())] == ["tpplan"]
 
@@ -68,10 +70,10 @@ def test_the_command_quantises(
     assert json.loads(capsys.readouterr().out)["weights"].startswith("GPTQ 4-bit")
 
 
-def test_transformers_does_not_run_codes_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It wants other packages for them."""
+def test_others_do_not_run_codes_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They want other packages for them, or have no kernels."""
     for options, peers in (
-        ([], ("nccl", "transformers")),
+        ([], ("nccl", "transformers", "torch")),
         (["--quantise", "awq"], ("nccl",)),
         (["--quantise", "awq", "--peers", "transformers"], ("transformers",)),
     ):

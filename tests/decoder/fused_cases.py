@@ -17,12 +17,12 @@ from tpplan.decoder.fast.launches.gemv import MOST_ROWS
 from tpplan.decoder.layer import experts
 from tpplan.decoder.math import rms_norm
 from tpplan.decoder.model.gates import ACTIVATIONS, gated
-from tpplan.decoder.model.router import Router
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from tpplan.decoder.fast.launches.gemv import Norm
+    from tpplan.decoder.model.router import Router
     from tpplan.decoder.weights.quantised import Matrix
     from tpplan.decoder.weights.stacked import Projection, Stacked
 
@@ -170,12 +170,12 @@ class FakeExperts:
         self._codes = {kind for kind in KINDS if kind in codes}
         self._dtype, self._act = dtype, activation
 
-    def choose(self, scores: Tensor, count: int, *, normalised: bool) -> Tensor | None:
-        """Choose by scores in 16 bits."""
-        if scores.dtype != self._dtype:
+    def choose(self, logits: Tensor, count: int, router: Router, correction: Tensor | None = None) -> Tensor | None:
+        """Choose by logits of any dtype that kernels take."""
+        if logits.dtype not in {self._dtype, torch.float32}:
             return None
         self.calls["choose"] += 1
-        return torch.cat(experts.choose(scores, count, Router(normalised=normalised)), dim=1)
+        return torch.cat(experts.choose(logits, count, router, correction), dim=1)
 
     def up(self, x: Tensor, gate: Projection, up: Projection, choice: Tensor) -> Tensor | None:
         """Multiply by matrices of what is chosen."""

@@ -180,6 +180,7 @@ class Decoder:
                 kernels=kernels,
                 joint=joint,
                 experts=experts,
+                linear=[block.linear for block in layers if block.linear],
                 codes=codes_of(self.weights[device]),
                 at_once=elements_at_once(room[device].scratch_bytes // context.dtype.itemsize),
             )

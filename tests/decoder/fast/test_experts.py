@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from attrs import evolve
 
 from tests import machine_code
 from tests.decoder.fast.experts_cases import exact, with_biases
 from tests.decoder.fast.overlap import check_overlap
 from tests.decoder.fused_cases import FakeAttention, FakeExperts, FakeGemv, FakeGrouped, FakeSkinny
-from tests.decoder.pointwise_cases import launches, memory
+from tests.decoder.pointwise_cases import launches, memory, number
 from tests.decoder.test_memory import made, planned
 from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.weight_plans import fine_units
@@ -22,7 +23,7 @@ from tpplan.decoder import Decoder
 from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches.chosen import words_of_biases
 from tpplan.decoder.fast.launches.experts import ExpertGemv
-from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
 from tpplan.decoder.layer import experts
 from tpplan.decoder.model.gates import ACTIVATIONS, SWIGLU_OAI, gated
 from tpplan.decoder.model.router import Router
@@ -44,11 +45,50 @@ PROCESSORS = 132
 BLOCKS = 2 * PROCESSORS
 
 
-@pytest.mark.parametrize(("dtype", "capabilities"), [("bf16", CAPABILITIES), ("f16", [(9, 0)])])
+def words_of_choice(
+    logits_RE: Tensor, choice_RC: Tensor, router: Router, correction_E: Tensor | None = None
+) -> tuple[int, ...]:
+    """Return what the kernel that routes is told."""
+    count, correction = choice_RC.shape[1] // 2, 0 if correction_E is None else correction_E.data_ptr()
+    return (
+        logits_RE.data_ptr(), logits_RE.itemsize * logits_RE.stride(0), logits_RE.shape[1], correction,
+        choice_RC.data_ptr(), 8 * count, count, router.sigmoid, router.groups, router.eligible, router.best,
+        router.normalised, bits_of(router.least), bits_of(router.factor),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "chosen", "router"),
+    [
+        (40, 6, Router(sigmoid=True, normalised=True, factor=2.5)),
+        (48, 4, Router(sigmoid=True, groups=6, eligible=2, best=2, normalised=True)),
+        (66, 8, Router(groups=3, eligible=1, factor=16.0)),
+        (12, 3, Router(groups=4, eligible=3, best=2)),
+        (5, 5, Router(sigmoid=True, normalised=True, least=0.9)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("corrects", [False, True])
+def test_lanes_route_as_torch(count: int, chosen: int, router: Router, *, corrects: bool) -> None:
+    """By logits in 32 bits, in groups and without, with a selection bias and without."""
+    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.experts")
+    torch.manual_seed(count)
+    logits_RE, correction_E = torch.randn(3, count), torch.randn(count) if corrects else None
+    choice_RC = torch.full((3, 2 * chosen), torch.nan)
+    own = [logits_RE, choice_RC, *([] if correction_E is None else [correction_E])]
+    lanes.run(sources.EXPERTS_CHOOSE_F32, 3, 32, words_of_choice(logits_RE, choice_RC, router, correction_E), own)
+    weights_RC, numbers_RC = experts.choose(logits_RE, chosen, router, correction_E)
+    torch.testing.assert_close(choice_RC[:, :chosen], weights_RC)
+    assert torch.equal(choice_RC[:, chosen:], numbers_RC.float())
+
+
+@pytest.mark.parametrize(("dtype", "capabilities"), [("bf16", CAPABILITIES), ("f16", [(9, 0)]), ("f32", [(9, 0)])])
 @pytest.mark.parametrize("what", ["choose", "product"])
 def test_they_read_vectors_and_spill_nothing(what: str, dtype: str, capabilities: Sequence[tuple[int, int]]) -> None:
     """Loads of matrices are of 16 bytes, all is computed in 32 bits in registers, and two blocks have enough."""
     name = f"experts_{what}_{dtype}"
+    if name == "experts_product_f32":
+        return
     for capability in capabilities:
         text = machine_code.ptx(name, capability)
         assert f".visible .entry {name}(" in text
@@ -83,10 +123,10 @@ def test_lanes_agree(case: tuple[str, int, int, int, int, int, str, int, int, in
     scores_RE, choice_RC = torch.randn(rows, count + 3).to(dtype)[:, 2:-1], torch.full((rows, 2 * chosen), -9.0)
     scores_RE[0, :3] = torch.tensor([-0.0, 0.0, scores_RE.max()])
     for normalised in (False, True):
-        of_scores = scores_RE.data_ptr(), 2 * scores_RE.stride(0), count
-        words = (*of_scores, choice_RC.data_ptr(), 8 * chosen, chosen, normalised)
+        router = Router(normalised=normalised)
+        words = words_of_choice(scores_RE, choice_RC, router)
         lanes.run(choose, rows, 32, words, (scores_RE, choice_RC))
-        weights_RC, _ = experts.choose(scores_RE, chosen, Router(normalised=normalised))
+        weights_RC, _ = experts.choose(scores_RE, chosen, router)
         torch.testing.assert_close(choice_RC[:, :chosen], weights_RC)
     ordered_RE = scores_RE.sort(stable=True, dim=-1, descending=True).indices
     assert torch.equal(choice_RC[:, chosen:], ordered_RE[:, :chosen].float())
@@ -150,7 +190,7 @@ class FakeLauncher:
         """Take any device."""
         _, what, dtype = name.split("_")
         assert place.type == "cuda"
-        self._dtype = {text: each for each, text in DTYPES.items()}[dtype]
+        self._dtype = {text: each for each, text in DTYPES.items()}.get(dtype, torch.float32)
         self._run = {"choose": self._choose, "product": self._product}[what]
 
     def __call__(self, blocks: int | tuple[int, int, int], threads: int, *words: int) -> None:
@@ -158,15 +198,15 @@ class FakeLauncher:
         self._run(*((blocks, 1, 1) if isinstance(blocks, int) else blocks), threads, *words)
 
     def _choose(self, rows: int, groups: int, depth: int, threads: int, *words: int) -> None:
-        scores, pitch, count, out, out_pitch, chosen, normalised = words
+        logits, pitch, count, correction, out, out_pitch, chosen, sigmoid, *of_groups, normalised, least, factor = words
         assert (groups, depth, threads) == (1, 1, 32)
-        scores_RE = memory(scores, (rows, count), (pitch, 2), self._dtype)
-        weights_RC, experts_RC = scores_RE.float().softmax(-1).sort(stable=True, dim=-1, descending=True)
-        weights_RC, experts_RC = weights_RC[:, :chosen], experts_RC[:, :chosen]
-        if normalised:
-            weights_RC /= weights_RC.sum(-1, keepdim=True)
+        logits_RE = memory(logits, (rows, count), (pitch, self._dtype.itemsize), self._dtype)
+        counts = dict(zip(("groups", "eligible", "best"), of_groups, strict=True))
+        floats = {"least": number(least), "factor": number(factor)}
+        router = Router(sigmoid=bool(sigmoid), normalised=bool(normalised), **counts, **floats)  # type: ignore[arg-type]
+        correction_E = memory(correction, (count,), (4,), torch.float32) if correction else None
         found = memory(out, (rows, 2 * chosen), (out_pitch, 4), torch.float32)
-        found.copy_(torch.cat((weights_RC, experts_RC), dim=1))
+        found.copy_(torch.cat(experts.choose(logits_RE, chosen, router, correction_E), dim=1))
 
     def _product(self, blocks: int, groups: int, depth: int, threads: int, *words: int) -> None:
         y, y_pitch, x, x_pitch, weight, of_expert, pitch, half, choices, chosen, many, width, batches, *rest = words
@@ -224,9 +264,10 @@ def test_choices(kernels: ExpertGemv, count: int, chosen: int, *, normalised: bo
     """They are those of torch: weights, then experts, of which the first of equal ones."""
     torch.manual_seed(count)
     scores_RE = some(kernels, 3, count + 1)[:, :count]
-    found = kernels.choose(scores_RE, chosen, normalised=normalised)
+    router = Router(normalised=normalised)
+    found = kernels.choose(scores_RE, chosen, router)
     assert found is not None
-    weights_RC, _ = experts.choose(scores_RE, chosen, Router(normalised=normalised))
+    weights_RC, _ = experts.choose(scores_RE, chosen, router)
     torch.testing.assert_close(found[:, :chosen], weights_RC)
     assert torch.equal(scores_RE.gather(1, found[:, chosen:].long()), scores_RE.topk(chosen).values)
 
@@ -245,7 +286,7 @@ def test_products(kernels: ExpertGemv, rows: int, chosen: int) -> None:
     if chosen < 9:
         dtype = kernels._dtype
         (gates, ups), (downs,) = with_biases(gate_EID, up_EID, dtype=dtype), with_biases(down_EDI, dtype=dtype)
-    choice_RC = kernels.choose(some(kernels, rows, count), chosen, normalised=True)
+    choice_RC = kernels.choose(some(kernels, rows, count), chosen, Router(normalised=True))
     assert choice_RC is not None
     weights_RC, numbers_RC = choice_RC[:, :chosen], choice_RC[:, chosen:].long()
     h_RCI = kernels.up(x_RD, gates, ups, choice_RC)
@@ -287,12 +328,17 @@ def test_biases_that_are_not_taken(kernels: ExpertGemv, chosen: int) -> None:
 
 def test_what_is_not_taken(kernels: ExpertGemv) -> None:
     """More pairs than experts, of which torch reads each once, and other dtypes and strides are left to torch."""
-    scores_RE, choice_RC = some(kernels, 2, 600), torch.ones(2, 4)
-    assert kernels.choose(scores_RE[:, :512], 32, normalised=True) is not None
-    for odd_RE, count in ((scores_RE, 8), (scores_RE[:, :512], 33), (scores_RE[:, :3], 4), (scores_RE.float(), 2)):
-        assert kernels.choose(odd_RE, count, normalised=True) is None
+    scores_RE, choice_RC, router = some(kernels, 2, 600), torch.ones(2, 4), Router(normalised=True)
+    assert kernels.choose(scores_RE[:, :512], 32, router) is not None
+    assert kernels.choose(scores_RE.float()[:, :512], 32, router, torch.zeros(512)) is not None
+    for odd_RE, count in ((scores_RE, 8), (scores_RE[:, :512], 33), (scores_RE[:, :3], 4), (scores_RE.double(), 2)):
+        assert kernels.choose(odd_RE, count, router) is None
     for odd_RE in (scores_RE[:0, :8], scores_RE[:, ::2]):
-        assert kernels.choose(odd_RE, 2, normalised=True) is None
+        assert kernels.choose(odd_RE, 2, router) is None
+    for other in (evolve(router, groups=33), evolve(router, best=3)):
+        assert kernels.choose(scores_RE[:, :66], 2, other) is None
+    for odd_E in (torch.zeros(66).bfloat16(), torch.zeros(132)[::2]):
+        assert kernels.choose(scores_RE[:, :66], 2, router, odd_E) is None
     x_RD, gate_EID, up_EID, down_EDI = (
         some(kernels, *shape) for shape in ((2, 64), (4, 32, 64), (4, 32, 64), (4, 64, 32))
     )

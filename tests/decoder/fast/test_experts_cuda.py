@@ -29,13 +29,38 @@ def test_choices(count: int, chosen: int, dtype: torch.dtype, *, normalised: boo
     torch.manual_seed(count)
     scores_RE = (3 * torch.randn(17, count + 3, device="cuda")).to(dtype)[:, 1:-2]
     scores_RE[0], scores_RE[1] = scores_RE[0].round(), 0  # equal ones
-    found = kernels(dtype).choose(scores_RE, chosen, normalised=normalised)
+    router = Router(normalised=normalised)
+    found = kernels(dtype).choose(scores_RE, chosen, router)
     assert found is not None
-    weights_RC, _ = experts.choose(scores_RE, chosen, Router(normalised=normalised))
+    weights_RC, _ = experts.choose(scores_RE, chosen, router)
     torch.testing.assert_close(found[:, :chosen], weights_RC, atol=1e-7, rtol=1e-5)
     assert torch.equal(
         found[:, chosen:], scores_RE.sort(stable=True, dim=-1, descending=True).indices[:, :chosen].float()
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "chosen", "router"),
+    [
+        (64, 6, Router()),
+        (256, 8, Router(sigmoid=True, groups=8, eligible=4, best=2, normalised=True, factor=2.5)),
+        (160, 6, Router(groups=8, eligible=3, factor=16.0)),
+        (384, 8, Router(sigmoid=True, normalised=True, factor=2.827)),
+        (512, 32, Router(sigmoid=True, groups=32, eligible=9, best=2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("corrects", [False, True])
+def test_routers(count: int, chosen: int, router: Router, dtype: torch.dtype, *, corrects: bool) -> None:
+    """Of DeepSeek-V2, V3 and Kimi-K2, among others, by logits in 32 bits."""
+    torch.manual_seed(count)
+    logits_RE = torch.randn(19, count, device="cuda")
+    correction_E = torch.randn(count, device="cuda") if corrects else None
+    found = kernels(dtype).choose(logits_RE, chosen, router, correction_E)
+    assert found is not None
+    weights_RC, numbers_RC = experts.choose(logits_RE, chosen, router, correction_E)
+    torch.testing.assert_close(found[:, :chosen], weights_RC, atol=1e-6, rtol=1e-5)
+    assert torch.equal(found[:, chosen:], numbers_RC.float())
 
 
 def test_scores_that_are_none(dtype: torch.dtype) -> None:
@@ -43,7 +68,7 @@ def test_scores_that_are_none(dtype: torch.dtype) -> None:
     scores_RE = torch.zeros(4, 40, device="cuda").to(dtype)
     scores_RE[0], scores_RE[1, 0], scores_RE[2, 7], scores_RE[3, ::2] = torch.nan, torch.nan, torch.inf, -torch.inf
     scores_RE[1].view(torch.int16)[0] = 0x7FFF  # the largest of all bits
-    found = kernels(dtype).choose(scores_RE, 8, normalised=True)
+    found = kernels(dtype).choose(scores_RE, 8, Router(normalised=True))
     assert found is not None
     assert torch.equal(found[:, 8:], scores_RE.sort(stable=True, dim=-1, descending=True).indices[:, :8].float())
     assert found[:2, :8].isnan().all()

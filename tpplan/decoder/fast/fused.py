@@ -10,8 +10,9 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from tpplan.decoder.fast.launches import attention, dense, gemv, packed, pointwise, skinny, wide
+from tpplan.decoder.fast.launches import attention, delta, dense, gemv, packed, pointwise, skinny, wide
 from tpplan.decoder.fast.launches.attention import Attention
+from tpplan.decoder.fast.launches.delta import Delta
 from tpplan.decoder.fast.launches.dense import Dequantiser
 from tpplan.decoder.fast.launches.experts import ExpertGemv
 from tpplan.decoder.fast.launches.experts import names_of as names_of_experts
@@ -32,8 +33,11 @@ from tpplan.exec.toolchain import kernel_cache
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from tpplan.core.model import LinearAttention
     from tpplan.decoder.cache.heads import Heads
+    from tpplan.decoder.cache.state import State
     from tpplan.decoder.cache.store import CachePlaces
+    from tpplan.decoder.layer.recurrence import DeltaKernels, DeltaWeights
     from tpplan.decoder.layer.steps import NormAndRope
     from tpplan.decoder.math import Scoring
     from tpplan.decoder.model.router import Router
@@ -55,6 +59,7 @@ def steps_on(
     kernels: bool = True,
     joint: bool = False,
     experts: bool = False,
+    linear: Collection[LinearAttention] = (),
     codes: Collection[str] = (),
     at_once: int = AT_ONCE,
 ) -> Plain:
@@ -69,12 +74,22 @@ def steps_on(
         kernels: whether to use fused kernels.
         joint: whether to load kernels with an all-reduce over the devices as epilogue.
         experts: whether any layer has experts.
+        linear: sizes of linear attention of the layers that have it.
         codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.fast.launches.dense.KINDS`.
         at_once: elements of a quantised matrix to dequantise at a time.
     """
     if kernels and has_kernels(place, dtype):
         return Fused(
-            place, dtype, settings, head_dims, kind, joint=joint, experts=experts, codes=codes, at_once=at_once
+            place,
+            dtype,
+            settings,
+            head_dims,
+            kind,
+            joint=joint,
+            experts=experts,
+            linear=linear,
+            codes=codes,
+            at_once=at_once,
         )
     return Plain(settings.norm_eps, settings.activation, offset=settings.family.offset, at_once=at_once)
 
@@ -103,6 +118,7 @@ class Fused(Plain):
         *,
         joint: bool = False,
         experts: bool = False,
+        linear: Collection[LinearAttention] = (),
         codes: Collection[str] = (),
         at_once: int = AT_ONCE,
     ) -> None:
@@ -116,6 +132,7 @@ class Fused(Plain):
             kind: kind of cache.
             joint: whether to load kernels with an all-reduce over the devices as epilogue.
             experts: whether any layer has experts.
+            linear: sizes of linear attention of the layers that have it.
             codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.fast.launches.dense.KINDS`.
             at_once: elements of a quantised matrix to dequantise at a time.
         """
@@ -131,6 +148,8 @@ class Fused(Plain):
         names += [*names_of_experts(dtype, codes), *names_of_grouped(dtype, codes)] if experts else ()
         names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes), *wide.names_of(dtype, codes)]
         names += packed.names_of(dtype, codes, joint=True) if joint else ()
+        recurs = any(delta.takes(each.kernel, each.key_head_dim, each.value_head_dim) for each in linear)
+        names += delta.names_of(dtype) if recurs else ()
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # compiled in parallel
         self._pointwise = Pointwise(place, dtype, self._name, kind, eps=settings.norm_eps, offset=offset)
@@ -146,6 +165,7 @@ class Fused(Plain):
         self._grouped = GroupedGemm(place, dtype, self._name, codes) if experts else None
         self._products = [each for each in (self._grouped, self._experts) if each]  # the latter for few rows
         self._dense = Dequantiser(place, dtype, codes)
+        self._delta = Delta(place, dtype) if recurs else None
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, eps: float | None = None) -> Tensor:
         """Return the RMS norm of rows."""
@@ -203,13 +223,14 @@ class Fused(Plain):
         """Return the activation of ``gate``, multiplied by ``up``; ``gate`` is overwritten with it and returned."""
         return gate if self._pointwise.gate(gate, up) else super().gate(gate, up)
 
+    def delta_kernels(self, state: State, weights: DeltaWeights) -> DeltaKernels | None:
+        """Return kernels for the gated delta rule of a layer with these states and weights, or None."""
+        return self._delta.of(state, weights) if self._delta else None
+
     def choose(self, logits_RE: Tensor, count: int, router: Router, correction_E: Tensor | None = None) -> Tensor:
         """Return the experts that rows are routed to, ``[R, 2 × C]``: their weights, then their numbers."""
-        if self._experts and router.is_softmax and correction_E is None:
-            found = self._experts.choose(logits_RE, count, normalised=router.normalised)
-            if found is not None:
-                return found
-        return super().choose(logits_RE, count, router, correction_E)
+        found = self._experts.choose(logits_RE, count, router, correction_E) if self._experts else None
+        return super().choose(logits_RE, count, router, correction_E) if found is None else found
 
     def takes_experts_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
         """Tell whether :meth:`experts_up` has kernels that are no slower than torch for this number of rows."""

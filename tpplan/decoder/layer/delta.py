@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import sqrt
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tpplan.decoder.layer.recurrence import DeltaWeights, Rows
 from tpplan.decoder.weights.linear import BY_HEAD, JOINED, ONE_BEHIND_THE_OTHER
 
 if TYPE_CHECKING:
@@ -40,23 +41,6 @@ _EPS: Final = 1e-6
 _CHUNK: Final = 64
 #: Temporaries take one part in this many of what other activations leave of the plan's scratch.
 _SHARE: Final = 2
-
-
-class Rows(NamedTuple):
-    """What the projections give of the rows of a pass; all are views of their products.
-
-    Attributes:
-        mixed: inputs of the convolution, ``[R, P, C]``, which prompts overwrite with what comes of it: the queries,
-            keys and values of all key heads (one part), or of each (a part for each).
-        gates: gates of the output, ``[R, H × G × V]``, or head by head ``[R, H, G × V]``.
-        betas: logits of β, ``[R, H, G]``.
-        decays: what the decays are made of, ``[R, H, G]``.
-    """
-
-    mixed: Tensor
-    gates: Tensor
-    betas: Tensor
-    decays: Tensor
 
 
 class GatedDelta:
@@ -93,6 +77,8 @@ class GatedDelta:
             weights[f"{start}linear_attn.{name}"] for name in ("conv1d.weight", "norm.weight", "A_log", "dt_bias")
         )
         self._rates_HG, self._dt_bias_HG = (x.view(state.keys, state.group) for x in (rates, dt_bias))
+        own = DeltaWeights(self._conv_C1T, rates, dt_bias, self._norm_V)
+        self._kernels = steps.delta_kernels(state, own)
         scales = [[1 / state.key_dim], [1 / sqrt(state.key_dim)]]  # of queries and keys, behind RMS norms
         self._scales_21 = torch.tensor(scales, device=state.recurrent.device)
         # Beside temporaries there are the residual stream, its norm, and all products of the projections.
@@ -111,26 +97,33 @@ class GatedDelta:
         """
         rows = self._project(x_RD, norm)
         y_RHGV = recur(rows)
+        if self._kernels is not None and (found := self._kernels.gate(y_RHGV, rows.gates, self._eps)) is not None:
+            return found
         y_RO = functional.rms_norm(y_RHGV, self._norm_V.shape, self._norm_V, self._eps).flatten(1)
         return self._steps.gate(rows.gates.flatten(1), y_RO)
 
     def read(self, rows: Rows, prompt_slices: Sequence[PromptSlice]) -> Tensor:
         """Return the outputs of the next tokens of some sequences, ``[R, H, G, V]``, in the memory of the values."""
-        state = self.state
-        beta_RHG, logs_RHG = rows.betas.sigmoid(), self._log_decays(rows)
+        state, y_RHGV = self.state, self._heads(rows.mixed)[1]
         for each in prompt_slices:
+            some = Rows(*(x[each.rows] for x in rows))
+            if self._kernels is not None:
+                first, count, out = each.sequence, each.count, y_RHGV[each.rows]
+                if self._kernels.recur(some, first, count, out, fresh=each.start == 0):
+                    continue
             sequences = slice(each.sequence, each.sequence + each.count)
             inputs_NCT, recurrent_NHGKV = state.inputs[sequences], state.recurrent[sequences]
             if each.start == 0:
                 inputs_NCT.zero_()
                 recurrent_NHGKV.zero_()
             mixed, beta, logs = (
-                torch.unflatten(x[each.rows], 0, (each.count, each.size)) for x in (rows.mixed, beta_RHG, logs_RHG)
+                torch.unflatten(x, 0, (each.count, each.size))
+                for x in (some.mixed, some.betas.sigmoid(), self._log_decays(some))
             )
             self._convolve(mixed, inputs_NCT)
             qk_NSH2K, v_NSHGV = self._heads(mixed)
             read_chunks(qk_NSH2K, v_NSHGV, beta, logs, recurrent_NHGKV, self._floats)
-        return self._heads(rows.mixed)[1]
+        return y_RHGV
 
     def step(self, rows: Rows, goes_on_B: Tensor) -> Tensor:
         """Return the outputs of one token of each of the first sequences, ``[B, H, G, V]``; no shape depends on values.
@@ -147,6 +140,8 @@ class GatedDelta:
         each += (4 * state.keys * state.key_dim * (1 + state.group) + 5 * values) * state.recurrent.itemsize
         most = max(1, (self._elements * state.inputs.itemsize - count * values * state.inputs.itemsize) // each)
         out_BHGV = rows.mixed.new_empty(count, state.keys, state.group, state.value_dim)
+        if self._kernels is not None and self._kernels.recur(rows, 0, count, out_BHGV, goes_on_N=goes_on_B):
+            return out_BHGV
         for start in range(0, count, most):
             some = slice(start, min(start + most, count))
             self._step_some(some, Rows(*(x[some] for x in rows)), ~goes_on_B[some], out_BHGV[some])

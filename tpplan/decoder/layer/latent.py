@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: Tokens whose keys and values are made at a time where a kernel takes parts of them, so that these are of many heads.
 _PART: Final = 2**13
+#: Bytes of an access of cuBLAS.
+_VECTOR: Final = 16
 
 
 @frozen(eq=False)
@@ -119,7 +121,7 @@ class Latents:
             del qk_RHC
             sums_HRL, y_HRV = torch.unflatten(sums_RL, 1, (count, -1)).transpose(0, 1), y_RHV[some].transpose(0, 1)
             for heads, up_HOL in ups():
-                torch.bmm(sums_HRL[heads], up_HOL[:, -self._value_dim :].mT, out=y_HRV[heads])
+                _multiply(sums_HRL[heads], up_HOL[:, -self._value_dim :].mT, y_HRV[heads])
         return y_RHV.flatten(1)
 
     def _project(self, x_RD: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +145,7 @@ class Latents:
         qk_RHC = q_RHK.new_empty(len(q_RHK), count + 1, rope + self._latent)
         q_HRN, q_HRL = q_RHK[..., :-rope].transpose(0, 1), qk_RHC[..., rope:].transpose(0, 1)
         for heads, up_HOL in ups():
-            torch.bmm(q_HRN[heads], up_HOL[:, : -self._value_dim], out=q_HRL[heads])
+            _multiply(q_HRN[heads], up_HOL[:, : -self._value_dim], q_HRL[heads])
         qk_RHC[:, :count, :rope] = q_RHK[..., -rope:]
         self._write_key(kv_RC, qk_RHC[:, count])
         return qk_RHC
@@ -220,7 +222,21 @@ class Latents:
         k_HTK = known_TC.new_empty(heads, tokens, self.attention.head_dim)
         v_HTV = known_TC.new_empty(heads, tokens, self._width)
         latent_HTL = known_TC[:, rope:].expand(heads, -1, -1)
-        torch.bmm(latent_HTL, up_HOL[:, : -self._value_dim].mT, out=k_HTK[..., :-rope])
-        torch.bmm(latent_HTL, up_HOL[:, -self._value_dim :].mT, out=v_HTV[..., : self._value_dim])
+        _multiply(latent_HTL, up_HOL[:, : -self._value_dim].mT, k_HTK[..., :-rope])
+        _multiply(latent_HTL, up_HOL[:, -self._value_dim :].mT, v_HTV[..., : self._value_dim])
         k_HTK[..., -rope:] = known_TC[:, :rope]
         return k_HTK[None], v_HTV[None]
+
+
+def _multiply(x_HRK: Tensor, y_HKN: Tensor, out_HRN: Tensor) -> None:
+    """Write the products of heads' matrices.
+
+    One after the other on GPUs where heads are not multiples of 16 bytes apart, which models of a few elements a head
+    have: cuBLAS 13.0 reads such batches at misaligned addresses.
+    """
+    each = x_HRK, y_HKN, out_HRN
+    if not out_HRN.is_cuda or all(not x.stride(0) * x.itemsize % _VECTOR for x in each):
+        torch.bmm(x_HRK, y_HKN, out=out_HRN)
+        return
+    for x_RK, y_KN, out_RN in zip(*each, strict=True):
+        torch.mm(x_RK, y_KN, out=out_RN)

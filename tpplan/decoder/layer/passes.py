@@ -22,7 +22,8 @@ from tpplan.decoder.prompts import PromptSlice, pieces
 
 if TYPE_CHECKING:
     from tpplan.decoder.cache.heads import Heads
-    from tpplan.decoder.layer.delta import GatedDelta, Rows
+    from tpplan.decoder.layer.delta import GatedDelta
+    from tpplan.decoder.layer.recurrence import Rows
     from tpplan.decoder.layer.steps import NormAndRope, Plain
     from tpplan.decoder.math import Scoring
 

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tpplan.decoder.cache.heads import Heads
+    from tpplan.decoder.cache.state import State
     from tpplan.decoder.cache.store import CachePlaces
+    from tpplan.decoder.layer.recurrence import DeltaKernels, DeltaWeights
     from tpplan.decoder.math import Scoring
     from tpplan.decoder.model.router import Router
     from tpplan.decoder.weights.device import DeviceWeights
@@ -170,6 +172,10 @@ class Plain:
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return the output of a gate; see :func:`tpplan.decoder.model.gates.gated`. ``gate`` is overwritten."""
         return gated(self._activation, gate, up)
+
+    def delta_kernels(self, state: State, weights: DeltaWeights) -> DeltaKernels | None:  # noqa: ARG002
+        """Return kernels for the gated delta rule of a layer with these states and weights, or None."""
+        return None
 
     def route(self, x_RD: Tensor, weights: DeviceWeights, name: str, *, wide: bool) -> Tensor:
         """Return the router logits of rows, ``[R, E]``.

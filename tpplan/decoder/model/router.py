@@ -65,11 +65,6 @@ class Router:
         """Whether some groups of experts are not eligible."""
         return self.eligible < self.groups
 
-    @property
-    def is_softmax(self) -> bool:
-        """Whether weights are the softmax of all logits, or normalised, and nothing else."""
-        return not self.sigmoid and not self.is_grouped and self.factor == 1
-
     def read(self, config: Config, keys: Collection[Key], blocks: Collection[Block]) -> Self:
         """Return the router of a model, given that of its family.
 

@@ -98,7 +98,8 @@ load_16 = _instruction("ld.global.u16 $0, [$1];", "u16", "u64", memory=True)
 store_16 = _instruction("st.global.u16 [$0], $1;", "", "u64 u16", memory=True)
 load_32 = _instruction("ld.global.u32 $0, [$1];", "u32", "u64", memory=True)
 emit_load_32 = emitter("ld.global.u32 $0, [$1];", "u32", "u64", memory=True)
-store_32 = _instruction("st.global.u32 [$0], $1;", "", "u64 u32", memory=True)
+_STORE_32 = "st.global.u32 [$0], $1;", "", "u64 u32"
+store_32, emit_store_32 = _instruction(*_STORE_32, memory=True), emitter(*_STORE_32, memory=True)
 #: If one number is below another.
 emit_store_32_below = emitter(
     "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p st.global.u32 [$0], $1; }", "", "u64 u32 u32 u32", memory=True
@@ -198,7 +199,8 @@ two_bf16, emit_two_bf16 = _instruction(*_TWO_BF16), emitter(*_TWO_BF16)
 low_f16, high_f16 = _instruction(*_LOW_F16), _instruction(*_HIGH_F16)
 two_f16, emit_two_f16 = _instruction(*_TWO_F16), emitter(*_TWO_F16)
 float_of = _instruction(*_FLOAT_OF)
-bits_of = _instruction("mov.b32 $0, $1;", "u32", "f32")
+_BITS_OF = "mov.b32 $0, $1;", "u32", "f32"
+bits_of, emit_bits_of = _instruction(*_BITS_OF), emitter(*_BITS_OF)
 emit_low_bf16, emit_high_bf16 = emitter(*_LOW_BF16), emitter(*_HIGH_BF16)
 emit_low_f16, emit_high_f16 = emitter(*_LOW_F16), emitter(*_HIGH_F16)
 emit_float_of = emitter(*_FLOAT_OF)

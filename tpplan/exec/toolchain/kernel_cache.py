@@ -109,6 +109,7 @@ _LOG = logging.getLogger(__name__)
 _MODULES = {
     "attention": "tpplan.decoder.fast.kernels.attention",
     "coded": "tpplan.decoder.fast.kernels.coded_experts",
+    "delta": "tpplan.decoder.fast.kernels.delta",
     "dense": "tpplan.decoder.fast.kernels.dense",
     "experts": "tpplan.decoder.fast.kernels.experts",
     "frame": "tpplan.exec.kernels.frame",

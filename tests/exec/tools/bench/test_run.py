@@ -70,6 +70,15 @@ def test_without_links_nccl_has_none_either(monkeypatch: pytest.MonkeyPatch) -> 
     assert os.environ["NCCL_P2P_DISABLE"] == "1"
 
 
+def test_nvls_is_off_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the environment has it on."""
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    assert list(bench._without_nvls()) == []
+    monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    assert list(bench._without_nvls()) == list(bench._without_nvls()) == ["NVLS is off: NCCL_NVLS_ENABLE=0"]
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+
+
 def test_another_way_in_graphs_is_told() -> None:
     """Beside that of calls; nothing is where it is the same."""
     tuning = Tuning(peer_fans_bytes=0, peer_exchanges_bytes=0, copies_fans_bytes=200)

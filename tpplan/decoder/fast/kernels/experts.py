@@ -9,113 +9,169 @@ from __future__ import annotations
 from typing import Any
 
 from tpplan.decoder.fast.kernels.dot_products import ask, over_warp
+from tpplan.decoder.fast.kernels.grouped_limits import MOST_EXPERTS
 from tpplan.decoder.fast.kernels.lane_products import of_halves, products_of
 from tpplan.decoder.fast.kernels.pair_products import BLOCK_WARPS, FORMATS, Format, pair_products
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.toolchain.language import FLOAT32, UINT32, UINT64, cuda, libdevice
 
-#: Experts whose scores a warp takes at a time: each lane those of four.
-_FEW = 128
-
-#: Of 16 bits: all, and the sign; and what experts are counted down from, so that no key is the largest number.
-_ALL, _SIGN, _LAST = 0xFFFF, 0x8000, 0xFFFE
-
-
-@device_function
-def _key(bits: Any, expert: Any, count: Any) -> Any:
-    """Return what is larger for larger scores, and of equal ones for the first expert; 0 for none."""
-    bits = UINT32(0) if bits == UINT32(_SIGN) else bits  # zeros are equal
-    ordered = bits ^ UINT32(_ALL if bits & UINT32(_SIGN) else _SIGN)
-    return UINT32((ordered << UINT32(16)) | (UINT32(_LAST) - expert)) if expert < count else UINT32(0)
+#: Ranks of no experts: of those that are chosen already, and of those that cannot be.
+_TAKEN, _MINUS_INFINITY = 0xFFFFFFFF, 0xFF800000
+_SIGN, _ALL = 0x80000000, 0xFFFFFFFF
+_WARP = 32
 
 
 @device_function
-def _keys(scores: Any, expert: Any, count: Any) -> Any:
-    """Return those of four experts of a lane."""
-    e0, e1, e2, e3 = expert, UINT32(expert + UINT32(32)), UINT32(expert + UINT32(64)), UINT32(expert + UINT32(96))
-    last = UINT32(count - UINT32(1))
-    b0 = ptx.load_16(scores + UINT64(2) * UINT64(min(e0, last)))
-    b1 = ptx.load_16(scores + UINT64(2) * UINT64(min(e1, last)))
-    b2 = ptx.load_16(scores + UINT64(2) * UINT64(min(e2, last)))
-    b3 = ptx.load_16(scores + UINT64(2) * UINT64(min(e3, last)))
-    first = _key(UINT32(b0), e0, count), _key(UINT32(b1), e1, count)
-    return *first, _key(UINT32(b2), e2, count), _key(UINT32(b3), e3, count)
+def _key(rank: Any) -> Any:
+    """Return what is larger for larger ranks, and largest for NaN; 0 for what is taken."""
+    bits = ptx.bits_of(rank + FLOAT32(0))  # zeros are equal
+    bits = UINT32(_TAKEN) if ptx.bits_of(rank) == UINT32(_TAKEN) else bits
+    return UINT32(bits ^ UINT32(_ALL if bits & UINT32(_SIGN) else _SIGN))
 
 
 @device_function
-def _below(key: Any, limit: Any) -> Any:
-    return key if key < limit else UINT32(0)
+def _first_of_warp(key: Any, number: Any) -> Any:
+    """Return the least number, below 2 ** 31, of those with the largest key of all lanes."""
+    is_largest = key == ptx.largest_of_warp(key)
+    return UINT32(UINT32(_ALL) - ptx.largest_of_warp(UINT32(UINT32(_ALL) - number) if is_largest else UINT32(0)))
 
 
 @device_function
-def _largest(keys: Any, limit: Any) -> Any:
-    """Return the largest of four keys below a limit, or 0."""
-    return max(_below(keys[0], limit), _below(keys[1], limit), _below(keys[2], limit), _below(keys[3], limit))
+def _largest_over_warp(value: Any) -> Any:
+    distance = UINT32(_WARP // 2)
+    while distance:
+        value = ptx.larger(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, distance))
+        distance >>= UINT32(1)
+    return value
 
 
-def _choose(name: str, first: Any) -> Kernel:  # noqa: C901 (four functions)
-    """Make a kernel that finds the largest scores of each row, and the parts of their experts by softmax.
+@device_function
+def _own_best(ranks: Any, lane: Any, experts: Any) -> Any:
+    """Return the largest key of a lane's experts, and the first expert that has it."""
+    key, best, expert = UINT32(0), lane, lane
+    while expert < experts:
+        other = _key(ranks[expert])
+        if other > key:
+            key, best = other, expert
+        expert = UINT32(expert + UINT32(_WARP))
+    return key, best
+
+
+@device_function
+def _leave_groups(ranks: Any, lane: Any, experts: Any, groups: Any, eligible: Any, best: Any) -> None:
+    """Make the ranks of all experts minus infinity whose groups' best ones, one or two, do not add up to enough."""
+    size = UINT32(experts // groups)
+    first, second, start = FLOAT32(float("-inf")), FLOAT32(float("-inf")), UINT32(lane * size)
+    expert = start
+    while lane < groups and expert < UINT32(start + size):
+        rank = ranks[expert]
+        second = ptx.larger(second, min(first, rank))
+        first = ptx.larger(first, rank)
+        expert = UINT32(expert + UINT32(1))
+    key = _key(first + second if best > UINT32(1) else first) if lane < groups else UINT32(0)
+    index = UINT32(0)
+    while index < eligible:
+        if _first_of_warp(key, lane) == lane:
+            key = UINT32(0)
+        index = UINT32(index + UINT32(1))
+    if lane < groups and key:
+        expert = start
+        while expert < UINT32(start + size):
+            ranks[expert] = ptx.float_of(UINT32(_MINUS_INFINITY))
+            expert = UINT32(expert + UINT32(1))
+
+
+def _choose(name: str, load: Any) -> Kernel:  # noqa: C901, PLR0915 (the kernel)
+    """Make a kernel that routes rows to experts, see :func:`tpplan.decoder.layer.experts.choose`.
 
     A block is a warp and takes a row, of at most :data:`tpplan.decoder.fast.kernels.grouped_limits.MOST_EXPERTS`
-    experts, of which a lane has 16. Its words: scores and the bytes from one row to the next; experts; where the result
-    goes, the bytes from one row to the next; experts that are chosen; and whether their weights shall add up to 1. The
-    result of a row is weights, then numbers of experts, all in float32.
+    experts. Its words:
+
+    - logits, and the bytes from one row to the next.
+    - experts.
+    - correction: the selection bias in float32, or 0.
+    - out, out_pitch: where the result goes: of a row weights, then numbers of experts, all in float32.
+    - chosen: experts of a row.
+    - sigmoid: whether scores are that of logits, instead of their softmax.
+    - groups, eligible, best: of :class:`tpplan.decoder.model.router.Router`.
+    - normalised, least, factor: likewise, the last two as bits of float32.
 
     Args:
         name: of the kernel.
-        first: makes a float32 of the first element in 32 bits.
+        load: reads the logit of an expert of a row.
     """
 
-    @device_function
-    def score(key: Any) -> Any:
-        ordered = key >> UINT32(16)
-        return first(UINT32(ordered ^ UINT32(_SIGN if ordered & UINT32(_SIGN) else _ALL)))
-
-    @device_function
-    def share(key: Any, peak: Any) -> Any:
-        """Return the exponential of what a score is less than the largest."""
-        return libdevice.expf(score(key) - peak) if key else FLOAT32(0)
-
-    @device_function
-    def shares(keys: Any, peak: Any) -> Any:
-        return (share(keys[0], peak) + share(keys[1], peak)) + (share(keys[2], peak) + share(keys[3], peak))
-
-    def choose(scores, pitch, experts, out, out_pitch, chosen, normalised):  # type: ignore[no-untyped-def]
+    def choose(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912
+        logits, pitch, experts, correction, out, out_pitch, chosen, sigmoid, groups, eligible, best, normalised, least,
+        factor,
+    ):  # fmt: skip
         ptx.after_earlier_with_next()
+        ranks, scores = cuda.shared.array(MOST_EXPERTS, FLOAT32), cuda.shared.array(MOST_EXPERTS, FLOAT32)
         row, lane, count = UINT64(cuda.blockIdx.x), UINT32(cuda.threadIdx.x), UINT32(experts)
-        scores += row * pitch
-        none = UINT32(0), UINT32(0), UINT32(0), UINT32(0)
-        k0, k1, k2, k3 = _keys(scores, lane, count), none, none, none
-        if count > UINT32(_FEW):
-            k1 = _keys(scores, UINT32(lane + UINT32(_FEW)), count)
-            k2 = _keys(scores, UINT32(lane + UINT32(2 * _FEW)), count)
-            k3 = _keys(scores, UINT32(lane + UINT32(3 * _FEW)), count)
-        limit, own, top, index = UINT32(0xFFFFFFFF), UINT32(0), UINT32(0), UINT32(0)
-        while index < UINT32(chosen):  # the next is the largest below the one before: no two are equal
-            best = _largest(k0, limit)
-            if count > UINT32(_FEW):
-                best = max(best, _largest(k1, limit), _largest(k2, limit), _largest(k3, limit))
-            limit = ptx.largest_of_warp(UINT32(best))
-            if index == UINT32(0):
-                top = limit
+        logits += row * pitch
+        peak, total, expert = FLOAT32(float("-inf")), FLOAT32(0), lane
+        while expert < count:
+            logit = load(logits, UINT64(expert))
+            ranks[expert], peak = logit, ptx.larger(peak, logit)
+            expert = UINT32(expert + UINT32(_WARP))
+        if sigmoid == UINT64(0):
+            peak, expert = _largest_over_warp(peak), lane
+            while expert < count:
+                score = libdevice.expf(ranks[expert] - peak)
+                scores[expert] = score
+                total += score
+                expert = UINT32(expert + UINT32(_WARP))
+            total = over_warp(total)
+        expert = lane
+        while expert < count:
+            score = FLOAT32(1) / (FLOAT32(1) + libdevice.expf(-ranks[expert])) if sigmoid else scores[expert] / total
+            scores[expert] = score
+            if correction:
+                ranks[expert] = score + ptx.float_of(ptx.load_32(correction + UINT64(4) * UINT64(expert)))
+            elif sigmoid or best > UINT64(1):
+                ranks[expert] = score  # a softmax ranks experts as its logits do
+            expert = UINT32(expert + UINT32(_WARP))
+        if eligible < groups:
+            cuda.syncwarp()
+            _leave_groups(ranks, lane, count, UINT32(groups), UINT32(eligible), UINT32(best))
+            cuda.syncwarp()
+        key, own = _own_best(ranks, lane, count)
+        weight, number, index = FLOAT32(0), UINT32(0), UINT32(0)
+        while index < UINT32(chosen):
+            found = _first_of_warp(key, own)
             if index == lane:
-                own = limit
+                number = found
+            if found == own:
+                ranks[own] = ptx.float_of(UINT32(_TAKEN))
+                key, own = _own_best(ranks, lane, count)
             index = UINT32(index + UINT32(1))
-        peak = score(top)
-        total = shares(k0, peak)
-        if count > UINT32(_FEW):
-            total += shares(k1, peak) + (shares(k2, peak) + shares(k3, peak))
-        weight = share(own, peak) / over_warp(total)
+        cuda.syncwarp()
+        if lane < UINT32(chosen):
+            weight = scores[number]
         if normalised:
-            weight = weight / over_warp(weight)
+            weight = weight / ptx.larger(over_warp(weight), ptx.float_of(UINT32(least)))
         if lane < UINT32(chosen):
             to = out + row * out_pitch + UINT64(4) * UINT64(lane)
-            ptx.store_32(to, ptx.bits_of(weight))
-            expert = UINT32(UINT32(_LAST) - (own & UINT32(_ALL)))
-            ptx.store_32(to + UINT64(4) * chosen, ptx.bits_of(FLOAT32(expert)))
+            ptx.store_32(to, ptx.bits_of(weight * ptx.float_of(UINT32(factor))))
+            ptx.store_32(to + UINT64(4) * chosen, ptx.bits_of(FLOAT32(number)))
 
-    return Kernel(name, choose, 7)
+    return Kernel(name, choose, 14)
+
+
+def _loading(first: Any) -> Any:
+    """Make what reads a logit of 16 bits."""
+
+    @device_function
+    def load(row: Any, expert: Any) -> Any:
+        return first(UINT32(ptx.load_16(row + UINT64(2) * expert)))
+
+    return load
+
+
+@device_function
+def _load_float(row: Any, expert: Any) -> Any:
+    return ptx.float_of(ptx.load_32(row + UINT64(4) * expert))
 
 
 def _product(name: str, rows: Format) -> Kernel:
@@ -157,7 +213,8 @@ def _product(name: str, rows: Format) -> Kernel:
     return Kernel(name, product, 22, bounds=(32 * BLOCK_WARPS, 2))
 
 
-EXPERTS_CHOOSE_BF16 = _choose("experts_choose_bf16", ptx.low_bf16)
-EXPERTS_CHOOSE_F16 = _choose("experts_choose_f16", ptx.low_f16)
+EXPERTS_CHOOSE_BF16 = _choose("experts_choose_bf16", _loading(ptx.low_bf16))
+EXPERTS_CHOOSE_F16 = _choose("experts_choose_f16", _loading(ptx.low_f16))
+EXPERTS_CHOOSE_F32 = _choose("experts_choose_f32", _load_float)
 EXPERTS_PRODUCT_BF16 = _product("experts_product_bf16", FORMATS["bf16"])
 EXPERTS_PRODUCT_F16 = _product("experts_product_f16", FORMATS["f16"])

@@ -13,12 +13,13 @@ from torch import Tensor
 from tpplan.decoder.fast.kernels.grouped_limits import MOST_EXPERTS
 from tpplan.decoder.fast.launches.chosen import Readable, readable, words_of_biases
 from tpplan.decoder.fast.launches.gemv import shape_of
-from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
+from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
 from tpplan.decoder.weights.row_kernels import GATES, is_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from tpplan.decoder.model.router import Router
     from tpplan.decoder.weights.stacked import Projection
 
 #: Kinds of codes that kernels read, of :data:`tpplan.decoder.fast.launches.dense.KINDS`.
@@ -27,6 +28,9 @@ KINDS: Final = ("4", "8", "e4m3", "e2m1")
 #: Maximum experts of a row, without and with biases, as in the kernels.
 _MOST_CHOSEN: Final = 32
 _MOST_BIASED: Final = 8
+#: Maximum groups of experts, a lane for each, and best experts of a group that it keeps.
+_MOST_GROUPS_OF_EXPERTS: Final = 32
+_MOST_BEST: Final = 2
 
 _ITEM: Final = 2
 #: Bytes of an element of the choices.
@@ -49,7 +53,7 @@ def names_of(dtype: torch.dtype, codes: Collection[str] = ()) -> list[str]:
     """
     name = DTYPES[dtype]
     kinds = [f"coded_product_{name}_{kind}" for kind in KINDS if kind in codes]
-    return [f"experts_choose_{name}", f"experts_product_{name}", *kinds]
+    return [f"experts_choose_{name}", "experts_choose_f32", f"experts_product_{name}", *kinds]
 
 
 class ExpertGemv:
@@ -67,30 +71,50 @@ class ExpertGemv:
             activation: name of the gates' activation, one of :data:`tpplan.decoder.weights.row_kernels.GATES`.
             codes: kinds of codes of quantised matrices.
         """
-        self._choose, self._product, *more = (Launcher(name, place) for name in names_of(dtype, codes))
+        of_16_bits, of_32_bits, self._product, *more = (Launcher(name, place) for name in names_of(dtype, codes))
+        self._choose = {dtype: of_16_bits, torch.float32: of_32_bits}
         self._coded = dict(zip((kind for kind in KINDS if kind in codes), more, strict=True))
         self._dtype, self._mode = dtype, GATES[activation]
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
-    def choose(self, scores_RE: Tensor, count: int, *, normalised: bool) -> Tensor | None:
-        """Return the choices of rows; of equal scores, the first wins.
+    def choose(
+        self, logits_RE: Tensor, count: int, router: Router, correction_E: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the choices of rows; of experts that rank equally, the first wins.
 
         Args:
-            scores_RE: router scores of all experts.
+            logits_RE: router logits of all experts.
             count: number of experts of a row.
-            normalised: whether the weights of a row's experts add up to 1; else they are its softmax over all experts.
+            router: how rows are routed.
+            correction_E: selection bias.
 
         Returns:
-            The choices, or None if the kernel does not take such scores.
+            The choices, or None if the kernel does not take such tensors or routers.
         """
-        rows, experts = scores_RE.shape
-        if scores_RE.dtype is not self._dtype or scores_RE.stride(1) != 1 or not rows:
+        rows, experts = logits_RE.shape
+        launch = self._choose.get(logits_RE.dtype)
+        if launch is None or logits_RE.stride(1) != 1 or not rows or experts > MOST_EXPERTS:
             return None
-        if experts > MOST_EXPERTS or not 0 < count <= min(_MOST_CHOSEN, experts):
+        if (
+            not 0 < count <= min(_MOST_CHOSEN, experts)
+            or router.best > _MOST_BEST
+            or router.groups > _MOST_GROUPS_OF_EXPERTS
+        ):
             return None
-        choice_RC = torch.empty(rows, 2 * count, dtype=torch.float32, device=scores_RE.device)
-        words = scores_RE.data_ptr(), _ITEM * scores_RE.stride(0), experts
-        self._choose(rows, 32, *words, choice_RC.data_ptr(), 2 * _FLOAT * count, count, normalised)
+        correction = 0
+        if correction_E is not None:
+            if correction_E.dtype is not torch.float32 or not correction_E.is_contiguous():
+                return None
+            correction = correction_E.data_ptr()
+        choice_RC = torch.empty(rows, 2 * count, dtype=torch.float32, device=logits_RE.device)
+        launch(
+            rows,
+            32,
+            *(logits_RE.data_ptr(), logits_RE.itemsize * logits_RE.stride(0), experts, correction),
+            *(choice_RC.data_ptr(), 2 * _FLOAT * count, count),
+            *(router.sigmoid, router.groups, router.eligible, router.best),
+            *(router.normalised, bits_of(router.least), bits_of(router.factor)),
+        )
         return choice_RC
 
     def up(self, x_RD: Tensor, gates: Projection, ups: Projection, choice_RC: Tensor) -> Tensor | None:

@@ -159,8 +159,8 @@ def even_plan(plan: SplitPlan) -> SplitPlan | None:
 
 #: Default payloads in bytes.
 _USUAL = (8 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
-#: Disables peer copies in NCCL, which reads it at its first operation.
-_NO_LINKS = "NCCL_P2P_DISABLE"
+#: Disables peer copies in NCCL, and enables sums in NVLink's switches; NCCL reads both at its first operation.
+_NO_LINKS, _NVLS = "NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE"
 
 
 def bench(
@@ -174,8 +174,8 @@ def bench(
 ) -> BenchReport:
     """Time each operation of a compiled plan and its other implementations, after checking their results.
 
-    A failure is reported in its place and does not stop the rest. With the host transport, NCCL also goes through the
-    host's memory, unless this process has already used it or the environment says otherwise.
+    A failure is reported in its place and does not stop the rest. NCCL goes without NVLS, and with the host transport
+    through the host's memory, unless this process has already used it or the environment says otherwise.
 
     Args:
         make: compiles a plan for a transport.
@@ -213,7 +213,7 @@ def bench(
         except Exception as error:  # noqa: BLE001 (operations can be timed without it)
             notes.append(f"even slices were not timed: {_reason(error)}")
         if cases.places[0].type == "cuda":
-            notes += _unlinked(cases.explanation.transport)
+            notes += [*_unlinked(cases.explanation.transport), *_without_nvls()]
         report = _head(cases, even, rounds, limits, notes)
         turns = _Turns(cases, even, limits, Clock(cases.places, rounds))
         for name in cases.makers:
@@ -385,6 +385,12 @@ def _unlinked(transport: str) -> Iterator[str]:
         os.environ.setdefault(_NO_LINKS, "1")
     if os.environ.get(_NO_LINKS) == "1":
         yield f"NCCL was told to go without links between GPUs: {_NO_LINKS}=1"
+
+
+def _without_nvls() -> Iterator[str]:
+    """Disable NVLS in NCCL, unless the environment decides; yield a note if disabled."""
+    if os.environ.setdefault(_NVLS, "0") == "0":
+        yield f"NVLS is off: {_NVLS}=0"
 
 
 def _software(note: Callable[[str], None]) -> Iterator[str]:

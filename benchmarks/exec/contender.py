@@ -1,0 +1,123 @@
+"""One operation between processes of one size, with operands whose results are known, and who runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+#: Operations, and whether a residual is added.
+OPERATIONS: Final = ("all_reduce", "all_reduce with residual", "allgather", "broadcast")
+DTYPE: Final = torch.bfloat16
+#: Operands are whole numbers up to this, so that sums of eight processes are exact in bfloat16, in any order.
+_MOST: Final = 4
+
+
+class Case:
+    """An operation on so many rows, and what comes of it by whole numbers on the CPU.
+
+    Attributes:
+        operation: of :data:`OPERATIONS`.
+        rows: of its tensors.
+        widths: columns of each process in an allgather; all columns in the others.
+        process: this one.
+        given: this process's operand in host memory; None for a process that only receives.
+        residual: on this process's device, zeros until :meth:`refill`; None for operations without.
+    """
+
+    def __init__(self, operation: str, rows: int, widths: Sequence[int], process: int, place: torch.device) -> None:
+        """Make the operands and the result."""
+        self.operation, self.rows, self.widths, self.process = operation, rows, tuple(widths), process
+        self._count = count = len(widths)
+        self.residual: Tensor | None = None
+        noise = [self._noise(seed) for seed in range(count if operation.startswith("all_reduce") else 1)]
+        self._result = noise[0].short()
+        self.given: Tensor | None
+        if operation == "all_reduce":
+            self.given, self._result = noise[process], sum(noise[1:], noise[0].short())
+        elif operation == "all_reduce with residual":  # the sum of results and residual is the result again
+            self.given = noise[process] if process else count * self._result - sum(noise[1:], 0 * self._result)
+            self._more = (1 - count) * self._result
+            self.residual = torch.zeros(rows, sum(widths), dtype=DTYPE, device=place)
+        elif operation == "allgather":
+            self.given = noise[0][:, self.columns()]
+        else:
+            self.given = None if process else noise[0]
+
+    def refill(self) -> None:
+        """Fill the residual, which timing leaves at zero."""
+        if self.residual is not None:
+            self.residual.copy_(self._more)
+
+    def expected(self, times: int) -> Tensor:
+        """Return the result in host memory, of so many calls of which each but the first adds up the results before.
+
+        Beyond bfloat16's range it is infinite, as it is in the processes.
+        """
+        factor = float(self._count) ** (times - 1) if self.operation == "all_reduce" else 1.0
+        return (self._result.double() * factor).to(DTYPE)
+
+    def assembled(self, gathered: Tensor) -> Tensor:
+        """Return the rows whose parts a collective has put one behind the other, all as wide as the widest."""
+        parts = gathered.view(self._count, self.rows, max(self.widths))
+        return torch.cat([part[:, :width] for part, width in zip(parts, self.widths, strict=True)], 1)
+
+    def columns(self) -> slice:
+        """Return which columns are this process's in an allgather."""
+        ends = [*accumulate(self.widths)]
+        return slice(ends[self.process] - self.widths[self.process], ends[self.process])
+
+    def _noise(self, seed: int) -> Tensor:
+        size = (self.rows, sum(self.widths))
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(-_MOST, _MOST + 1, size, generator=generator, dtype=torch.int8)
+
+
+@frozen(kw_only=True, eq=False)
+class Contender:
+    """An implementation of a case in this process.
+
+    Attributes:
+        who: runs it.
+        operand: takes what this process gives, in its first columns.
+        call: runs it, and returns the tensor that it wrote.
+        in_place: whether the operand is the result.
+        arrange: returns the result of what was written, rows of all columns.
+    """
+
+    who: str
+    operand: Tensor
+    call: Callable[[], Tensor]
+    in_place: bool = False
+    arrange: Callable[[Tensor], Tensor] = lambda written: written
+
+    def check(self, case: Case, run: Callable[[], Tensor], times: int, wait: Callable[[], None]) -> None:
+        """Run twice, the second time on the case's operands and on spoiled results, and check what comes of it.
+
+        Args:
+            case: that it is an implementation of.
+            run: runs it so many times in a row, and returns the tensor that was written.
+            times: calls of it in a run.
+            wait: waits for all processes, and for their devices.
+
+        Raises:
+            ValueError: the result is wrong.
+        """
+        run().fill_(float("nan"))
+        case.refill()
+        if case.given is not None:
+            self.operand[:, : case.given.shape[1]].copy_(case.given)
+        wait()
+        found = self.arrange(run()).cpu()
+        right = case.expected(times if self.in_place else 1)
+        wrong = int((found != right).sum())
+        self.operand.zero_()
+        if case.residual is not None:
+            case.residual.zero_()
+        if wrong:
+            message = f"{wrong} of {right.numel()} elements are wrong"
+            raise ValueError(message)

@@ -1,0 +1,132 @@
+"""Operations beside peers: what results are right, that wrong ones are found, and how they are told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import distributed
+
+from benchmarks.exec import processes
+from benchmarks.exec.contender import OPERATIONS, Case, Contender
+from benchmarks.exec.nccl import Nccl
+from benchmarks.exec.processes import Turns, cells, plan_for
+from tpplan import exec as tpx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+
+
+def _cases(operation: str, widths: tuple[int, ...]) -> list[Case]:
+    """Return the case of each process, with its residual filled."""
+    cases = [Case(operation, 2, widths, process, CPU) for process in range(len(widths))]
+    for case in cases:
+        case.refill()
+    return cases
+
+
+def _given(case: Case) -> torch.Tensor:
+    assert case.given is not None
+    return case.given.double()
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_sums_are_those_of_all_operands(count: int) -> None:
+    """Of one call and of many in place, with and without a residual; beyond the dtype's range they are infinite."""
+    plain, more = (_cases(operation, (4,) * count) for operation in OPERATIONS[:2])
+    total = sum((_given(case) for case in plain[1:]), _given(plain[0]))
+    assert torch.equal(plain[0].expected(1).double(), total)
+    assert torch.equal(plain[1].expected(3).double(), (total * count**2).bfloat16().double())
+    assert torch.equal(plain[1].expected(200).isinf(), total != 0)
+    with_more = sum((_given(case) for case in more[1:]), _given(more[0]))
+    for case in more:
+        assert case.residual is not None
+        assert case.residual.abs().max() > 0
+        once = with_more + case.residual.double()
+        assert torch.equal(case.expected(1).double(), once)
+        assert torch.equal(case.expected(100).double(), count * once + case.residual.double())
+
+
+def test_parts_make_the_whole() -> None:
+    """Of an allgather of uneven parts, also as a collective of even ones leaves them; a broadcast has one source."""
+    cases = _cases("allgather", (3, 1, 2))
+    whole = cases[0].expected(5)
+    assert torch.equal(torch.cat([_given(case) for case in cases], 1), whole.double())
+    gathered = torch.full((3, 2, 3), 9.0)
+    for case, part in zip(cases, gathered, strict=True):
+        part[:, : case.widths[case.process]] = _given(case)
+        assert torch.equal(whole[:, case.columns()].double(), _given(case))
+    assert torch.equal(cases[1].assembled(gathered.view(6, 3)), whole.float())
+    source, *others = _cases("broadcast", (3, 3))
+    assert torch.equal(_given(source), source.expected(7).double())
+    assert [case.given for case in others] == [None]
+
+
+def test_a_wrong_result_is_found() -> None:
+    """One element, whatever was in the result before."""
+    (case,) = _cases("all_reduce", (4,))
+    operand, result = torch.zeros(2, 4).bfloat16(), torch.zeros(2, 4).bfloat16()
+    error = 0
+
+    def call() -> torch.Tensor:
+        result.copy_(operand)
+        result[1, 2] += error
+        return result
+
+    contender = Contender(who="copy", operand=operand, call=call)
+    contender.check(case, call, 1, lambda: None)
+    assert not operand.any()
+    error = 1
+    with pytest.raises(ValueError, match="1 of 8 elements are wrong"):
+        contender.check(case, call, 1, lambda: None)
+    lazy = Contender(who="lazy", operand=operand, call=lambda: result)
+    with pytest.raises(ValueError, match="8 of 8 elements are wrong"):
+        lazy.check(case, lazy.call, 1, lambda: None)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """Make this process a group."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_peer_that_is_wrong_or_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And told with its reason; the others are timed."""
+
+    def broken(self: Nccl, case: Case) -> Iterator[Contender]:
+        operand = self._operand[: 2 * processes.COLUMNS].view(2, -1)
+
+        def fail() -> torch.Tensor:
+            raise OSError("no\nlink")
+
+        yield Contender(who="NCCL", operand=operand, call=lambda: operand + 1, in_place=True)
+        yield Contender(who="other", operand=operand, call=fail)
+
+    monkeypatch.setattr(Nccl, "contenders", broken)
+    with tpx.compile(plan_for(1), backend="cpu", group=distributed.group.WORLD) as ctx:
+        turns = Turns(ctx, CPU)
+        ((how, found),) = turns.measured("all_reduce", 2)
+    assert how == "called"
+    assert {who: len(times) for who, times in found.items()} == {"tpplan": processes.ROUNDS}
+    told = turns.told()
+    assert told["NCCL"] == "all_reduce of 2 rows: ValueError: 8192 of 8192 elements are wrong"
+    assert told["other"] == "all_reduce of 2 rows: OSError: no link"
+    assert "gloo" in told["NCCL window"]
+    assert told["symm_mem copies"].startswith("RuntimeError: SymmetricMemory")
+
+
+def test_rows_say_who_is_the_best() -> None:
+    """Medians, and how many times as long as tpplan the others take."""
+    found = {"tpplan": [3.0, 2.0, 9.0], "NCCL": [12.0, 12.0], "symm_mem": [1.5]}
+    row = cells(8192, "called", ["tpplan", "NCCL", "gone", "symm_mem"], found)
+    assert row == "| 8 KiB | called | 3.00 (2.00-9.00) | 12.00 (4.00) | - | 1.50 (0.50) | 0.50, symm_mem |"
+    del found["tpplan"]
+    row = cells(8192, "called", ["tpplan", "NCCL", "gone", "symm_mem"], found)
+    assert row == "| 8 KiB | called | failed | 12.00 | - | 1.50 | - |"

@@ -1,0 +1,107 @@
+"""Kernels for the gated delta rule: their machine code, and what their sources do, beside what torch does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests import machine_code
+from tests.decoder.delta_cases import Layer
+from tests.decoder.fast.overlap import check_overlap
+from tests.decoder.pointwise_cases import memory
+from tests.machine_code import CAPABILITIES, check_code
+from tpplan.decoder.fast.launches import delta
+from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.weights.linear import BY_HEAD, ONE_BEHIND_THE_OTHER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tpplan.decoder.cache.state import State
+    from tpplan.decoder.layer.recurrence import DeltaWeights
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("what", ["recur", "gate"])
+def test_they_keep_states_in_registers(what: str, dtype: str) -> None:
+    """Nothing spills, all is computed in 32 bits, and inputs are copied 16 bytes at a time."""
+    name = f"delta_{what}_{dtype}"
+    for capability in CAPABILITIES:
+        text = machine_code.ptx(name, capability)
+        assert f".visible .entry {name}(" in text
+        check_overlap(name, text, capability)
+        assert ("cp.async.cg.shared.global" in text) == (what == "recur")
+        assert text.count(".shared .align 16") == (2 if what == "recur" else 0)
+        assert ".f64" not in text
+        assert ".local" not in text
+        check_code(text, capability)
+
+
+class Lanes:
+    """Kernels of a layer that lanes do.
+
+    Attributes:
+        launches: how many there were of each.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Make none yet."""
+        self.launches = dict.fromkeys(delta.names_of(dtype), 0)
+        self._known: list[torch.Tensor] = []
+        self._allowed: list[torch.Tensor] = []
+
+    def allow(self, given: Sequence[torch.Tensor]) -> None:
+        """Let kernels touch what they are given next."""
+        self._allowed = [*self._known, *given]
+
+    def __call__(self, state: State, weights: DeltaWeights) -> delta.OfLayer:
+        """Return those of a layer."""
+        turns = torch.zeros(len(state.recurrent) * state.keys, dtype=torch.int32)
+        self._known = [state.inputs, state.recurrent, weights.conv, weights.rates, weights.dt_bias, weights.norm, turns]
+        launches = (self._launch(name, turns) for name in self.launches)
+        return delta.OfLayer(state, weights, turns, *launches)  # type: ignore[arg-type]
+
+    def _launch(self, name: str, turns: torch.Tensor) -> Callable[..., None]:
+        lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.delta")
+        kernel = getattr(kernels, name.upper())
+
+        def launch(blocks: tuple[int, int, int], threads: int, *words: int) -> None:
+            self.launches[name] += 1
+            assert len(words) == kernel.arguments
+            if "recur" in name:
+                (start, pitch), rows = words[19:21], blocks[2] * words[26]
+                if words[22]:
+                    self._allowed.append(memory(words[22], (blocks[2],), (words[23],), torch.uint8))
+            else:
+                (start, pitch), rows = words[6:8], blocks[0]
+            self._allowed.append(memory(start, (rows, pitch), (pitch, 1), torch.uint8))
+            lanes.run(kernel, blocks, threads, [int(word) for word in words], self._allowed)
+            assert not turns.any()
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("joined", "sizes", "dtype"),
+    [
+        (ONE_BEHIND_THE_OTHER, (1, 2), torch.bfloat16),
+        (BY_HEAD, (2, 1), torch.float16),
+    ],
+)
+def test_lanes_agree(joined: str, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """With torch: outputs, states and latest inputs, of texts in one piece and several."""
+    torch.manual_seed(7)
+    lanes = Lanes(dtype)
+    layer = Layer(joined, sizes, 3, dtype, lanes)
+    layer.check_texts(17, 3, lanes.allow)
+    recur, gate = lanes.launches.values()
+    assert (recur, gate) == (3 + 1 + 1 + 1, 4)
+
+
+@pytest.mark.parametrize(("span", "key_dim", "value_dim"), [(3, 128, 128), (4, 64, 128), (4, 128, 64)])
+def test_other_sizes_have_none(span: int, key_dim: int, value_dim: int) -> None:
+    """They are torch's."""
+    assert delta.takes(4, 128, 128)
+    assert not delta.takes(span, key_dim, value_dim)
