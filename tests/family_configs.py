@@ -640,7 +640,7 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             "norm_after": _FLAG,
         },
     ),
-    "mpt": ({}, {"expansion_ratio": st.integers(1, 4)}),
+    "mpt": ({}, {"expansion_ratio": st.just(4)}),
     "muse_glimmer_text": (_HEAD, {"attention_bias": _FLAG, **_SOME_SLIDING}),
     "muse_spark_text": (
         {**_PACKED, **_HEAD, "moe_intermediate_size": _SIZE, "moe_hidden_size": st.sampled_from((2, 8))},

@@ -69,12 +69,22 @@ def _opt(config: Config, shape: Shape) -> Shape:
     return shape
 
 
+#: How much wider an MLP of MPT is than its input.
+_MPT_RATIO: Final = 4
+
+
 def _mpt(config: Config) -> Config:
-    """Read all sizes under their usual names; the MLP's is a multiple of the hidden size."""
+    """Read all sizes under their usual names.
+
+    Raises:
+        ModelError: the MLP is of another width than transformers' class has it.
+    """
     names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
     config = renamed(config, dict(zip(("d_model", "n_heads", "n_layers", "max_seq_len"), names, strict=True)))
-    ratio = config.count("expansion_ratio", default=4, maximum=1024)
-    return config.having("intermediate_size", ratio * config.count("hidden_size", default=2048))
+    ratio = config.count("expansion_ratio", default=_MPT_RATIO)
+    if ratio != _MPT_RATIO:
+        raise config.error(f"expansion_ratio is {ratio}, but MLPs of models of type mpt are {_MPT_RATIO} times as wide")
+    return config
 
 
 def _gpt_neo(config: Config) -> Config:
@@ -261,6 +271,7 @@ CLASSIC: Final[dict[str, Family]] = {
             "max_position_embeddings": 2048,
             "vocab_size": 50_368,
         },
+        mlp_ratio=_MPT_RATIO,
         tied=True,
         fixed_head=True,
         usual=_mpt,
