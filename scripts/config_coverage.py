@@ -4,6 +4,13 @@ A model is a folder below the given one with a ``config.json``. What tpplan coun
 otherwise: the data in safetensors files, the ``total_size`` of an index, and with ``--transformers`` the parameters of
 the model that transformers builds. Run it as ``python scripts/config_coverage.py FOLDER [--transformers]``; the exit
 code is 1 if a model is counted wrongly.
+
+With ``--architectures FILE`` it counts names instead: each line of the file has that of a class, as a config.json has
+it under ``architectures``, and, behind a blank, how much it weighs (1 if nothing is there); ``#`` begins a comment. It
+prints which are computed by tpplan's decoder, which by transformers, which are planned only, and which are refused,
+with their shares. Such a list is an engine's registry of models, or the classes of the most downloaded models with
+their downloads: of a folder of configs, ``jq -r '.architectures[0]' */config.json | sort | uniq -c | awk '{print $2,
+$1}'`` makes one.
 """
 
 from __future__ import annotations
@@ -18,11 +25,16 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 import tpplan
+from tpplan.models import families
+from tpplan.models.families.drafts import DRAFTS
+from tpplan.models.families.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from tpplan.core.model import ModelSpec
+    from tpplan.models.families.table import Family
+    from tpplan.models.families.wrappers import Wrapper
 
 _LENGTH_BYTES = 8
 _INDEX = "model.safetensors.index.json"
@@ -115,12 +127,68 @@ def _parameters_elsewhere(config: Path) -> Iterator[tuple[str, str, int]]:
         yield "parameters", "transformers", buffers + sum(parameter.numel() for parameter in model.parameters())
 
 
+def weights_of(lines: Iterable[str]) -> dict[str, float]:
+    """Return how much each architecture of a list weighs.
+
+    Raises:
+        ValueError: a weight is no number.
+    """
+    weights: dict[str, float] = {}
+    for line in lines:
+        name, *rest = line.partition("#")[0].split() or ("",)
+        if name:
+            weights[name] = weights.get(name, 0) + float(rest[0] if rest else 1)
+    return weights
+
+
+def standing(architecture: str) -> str:
+    """Return what becomes of models of an architecture, as far as its name tells: one of :data:`STANDINGS`.
+
+    Which of those that transformers has it runs on several devices, only its trial of a small model tells.
+    """
+    import transformers  # noqa: PLC0415 (only where asked for)
+
+    from tpplan.decoder.model.settings import AROUND, FAMILIES  # noqa: PLC0415 (imports torch)
+
+    tables: dict[str, Family | Wrapper] = {**families.FAMILIES, **WRAPPERS, **DRAFTS}
+    known = {name for name, table in tables.items() if architecture in table.architectures}
+    if not known:
+        return _REFUSED
+    if known & {*FAMILIES, *AROUND}:
+        return _DECODER
+    own = {name for model_type in known for name in tables[model_type].architectures}
+    return _TRANSFORMERS if any(hasattr(transformers, name) for name in own) else _PLANNED
+
+
+_DECODER, _TRANSFORMERS, _PLANNED, _REFUSED = "decoder", "transformers", "planned only", "refused"
+#: What may become of an architecture; all but the last are planned.
+STANDINGS = (_DECODER, _TRANSFORMERS, _PLANNED, _REFUSED)
+
+
+def print_standings(weights: Mapping[str, float]) -> None:
+    """Print the architectures of each standing, with its share of all weights."""
+    total = sum(weights.values())
+    groups: dict[str, list[str]] = {each: [] for each in STANDINGS}
+    for name in weights:
+        groups[standing(name)].append(name)
+    for each, names in groups.items():
+        share = sum(weights[name] for name in names) / total
+        print(f"{each}: {len(names)} of {len(weights)}, {share:.1%}: {', '.join(sorted(names)) or '-'}")
+    planned = sum(weights[name] for name in weights if name not in groups[_REFUSED])
+    print(f"{len(weights) - len(groups[_REFUSED])} of {len(weights)} architectures are planned, {planned / total:.1%}")
+
+
 def main() -> int:
-    """Print a line for each model and how many there are of each kind."""
+    """Print a line for each model and how many there are of each kind, or what becomes of architectures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
+    asks = parser.add_mutually_exclusive_group(required=True)
+    asks.add_argument("folder", type=Path, nargs="?")
+    asks.add_argument("--architectures", type=Path, metavar="FILE", help="count the architectures of a list instead")
     parser.add_argument("--transformers", action="store_true", help="compare parameters with transformers")
     asked = parser.parse_args()
+    if asked.architectures:
+        print_standings(weights_of(asked.architectures.read_text(encoding="utf-8").splitlines()))
+        return 0
     kinds: Counter[str] = Counter()
     confirmed = 0
     for outcome in outcomes(asked.folder, transformers=asked.transformers):

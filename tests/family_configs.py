@@ -67,6 +67,7 @@ _GROUPS: Keys = {"n_group": st.just(1), "topk_group": st.just(1)}
 
 _SLIDING_TYPES = ("full_attention", "sliding_attention")
 _LEFT_OUT = {"no_op": _FLAG, "replace_with_linear": _FLAG}
+_SOME_SLIDING: Keys = {"sliding_window": _WINDOW, "layer_types": _types(_SLIDING_TYPES)}
 _SEARCHED_HEADS = st.fixed_dictionaries({**_LEFT_OUT, "n_heads_in_group": st.sampled_from((1, 2, 3, 6))})
 _SEARCHED_MLP = st.fixed_dictionaries({**_LEFT_OUT, "ffn_mult": st.sampled_from((0.5, 1.3125, 5.25))})
 _GLOBAL: Keys = {
@@ -578,6 +579,74 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             **dict.fromkeys(("use_bias", "use_qkv_bias", "use_qk_norm", "moe_router_enable_expert_bias"), _FLAG),
         },
     ),
+    "aria_text": (
+        {"moe_num_experts": st.integers(2, 4), "moe_topk": st.integers(1, 2)},
+        {**_BIASES, "moe_num_shared_experts": st.integers(1, 2)},
+    ),
+    "dbrx": (
+        {
+            "attn_config": st.fixed_dictionaries({"kv_n_heads": st.just(1), "rope_theta": st.just(10_000.0)}),
+            "ffn_config": st.fixed_dictionaries(
+                {"ffn_hidden_size": _SIZE, "moe_num_experts": st.integers(2, 4), "moe_top_k": st.integers(1, 2)}
+            ),
+        },
+        {},
+    ),
+    "ernie4_5_vl_moe_text": (
+        {
+            "moe_num_experts": st.integers(2, 4),
+            "moe_k": st.integers(1, 2),
+            "moe_intermediate_size": st.lists(_SIZE, min_size=2, max_size=2),
+        },
+        {"use_bias": _FLAG, "moe_num_shared_experts": st.integers(1, 2), "mlp_layer_types": _types(_MLP_TYPES)},
+    ),
+    "flint": (
+        {**_EXPERTS, **_HEAD},
+        {
+            **_SPARSE,
+            "attention_bias": _FLAG,
+            "sliding_window": _WINDOW,
+            "shared_expert_intermediate_size": _SIZE,
+            "layer_types": _types(_SLIDING_TYPES),
+        },
+    ),
+    "gpt_neo": ({"num_layers": st.just(4), "attention_types": st.just([[["global", "local"], 2]])}, {}),
+    "granite4_vision_text": ({}, _BIASES),
+    "hunyuan_vl_text": (_HEAD, _BIASED),
+    "kolibri1": (
+        {**_EXPERTS, **_HEAD},
+        {
+            "sliding_window": _WINDOW,
+            "shared_expert_intermediate_size": _SIZE,
+            "layer_types": _types(_SLIDING_TYPES),
+        },
+    ),
+    "mistral_large4_text": (
+        {key: drawn for key, drawn in _MLA.items() if key not in {"q_lora_rank", "n_group", "topk_group"}},
+        {
+            **_INDEXER,
+            "no_rope_layer_interval": st.integers(1, 4),
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "indexer_types": _types(("full", "shared")).map(lambda kinds: ["full", *kinds[1:]]),
+            "kv_source_layers": st.sampled_from(([0, 1, 2, 3, 4], [0, 1, 0, 1, 4], [0, 0, 0, 3, 3])),
+        },
+    ),
+    "molmo2_text": (
+        _HEAD,
+        {
+            "attention_bias": _FLAG,
+            "additional_vocab_size": st.integers(1, 9),
+            "qk_norm_type": st.sampled_from(("qwen3", "olmo")),
+            "norm_after": _FLAG,
+        },
+    ),
+    "mpt": ({}, {"expansion_ratio": st.just(4)}),
+    "muse_glimmer_text": (_HEAD, {"attention_bias": _FLAG, **_SOME_SLIDING}),
+    "muse_spark_text": (
+        {**_PACKED, **_HEAD, "moe_intermediate_size": _SIZE, "moe_hidden_size": st.sampled_from((2, 8))},
+        {"attention_bias": _FLAG, "mlp_layer_types": _types(_MLP_TYPES), **_SOME_SLIDING},
+    ),
+    "persimmon": ({}, {"qk_layernorm": _FLAG}),
     "glm_ocr_text": ({}, _HEAD),
     "granite_docling_text": ({}, _BIASES),
     "mllama_text_model": ({}, {"cross_attention_layers": st.lists(st.integers(0, 4), max_size=3)}),
@@ -596,7 +665,23 @@ _GPT2: dict[str, str | None] = {
     "max_position_embeddings": "n_positions",
     "intermediate_size": None,
 }
+_MPT: dict[str, str | None] = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": None,
+    "max_position_embeddings": "max_seq_len",
+    "intermediate_size": None,
+}
 _NAMES: dict[str, dict[str, str | None]] = {
+    "dbrx": _MPT,
+    "mpt": _MPT,
+    "gpt_neo": {
+        "num_hidden_layers": None,
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": None,
+    },
+    "persimmon": {"num_key_value_heads": None},
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gptj": _GPT2,
@@ -627,6 +712,7 @@ _MERGING = {**_TOWER, "image_size": 16, "patch_size": 8, "insert_layer_id": 0}
 #: For each model of text and images the smallest part that reads images.
 VISION: dict[str, dict[str, Any]] = {
     "aya_vision": _SIGLIP,
+    "aria": {"model_type": "idefics3_vision", **_TOWER},
     "cohere2_vision": _SIGLIP,
     "deepseek_vl": _SIGLIP,
     "deepseek_vl_hybrid": _SIGLIP,
@@ -647,7 +733,11 @@ VISION: dict[str, dict[str, Any]] = {
     "llava_next": _CLIP,
     "llava_next_video": _CLIP,
     "llava_onevision": _SIGLIP,
+    "ernie4_5_vl_moe": {"depth": 1, "hidden_size": 16, "intermediate_size": 4, "num_heads": 1},
+    "hunyuan_vl": {**_TOWER, "out_hidden_size": 4, "text_hidden_size": 4},
     "mistral3": {"model_type": "pixtral", "head_dim": 4, **_TOWER},
+    "mistral_large4": {"model_type": "pixtral", "head_dim": 4, **_TOWER},
+    "muse_glimmer": {**_TOWER, "pos_emb_height": 2, "pos_emb_width": 2},
     "ovis2": {**_TOWER, "vocab_size": 12},
     "paligemma": _SIGLIP,
     "qwen3_5": {"model_type": "qwen3_5_vision", **_QWEN3},
@@ -776,12 +866,27 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "minicpmo": {"vision_config": _TOWER, "audio_config": _EARS},
     "minicpmv": {"vision_config": _TOWER},
 }
+SECTIONS |= {
+    "granite4_vision": {
+        "vision_config": _CLIP | {"hidden_size": 64},
+        "qformer_config": {"model_type": "blip_2_qformer", **_QFORMER},
+        "deepstack_layer_map": [[0, 1]],
+        "downsample_rate": "1/2",
+    },
+    "molmo2": {
+        "vision_config": {**_TOWER, "head_dim": 4, "num_key_value_heads": 1},
+        "adapter_config": {"hidden_size": 4, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4}
+        | {"vision_feature_layer": [0], "intermediate_size": 4},
+    },
+    "muse_spark": {"vision_config": {**_TOWER, "pos_emb_height": 2, "pos_emb_width": 2}, "audio_config": {}},
+}
 SECTIONS |= {model_type: {"vision_config": part} for model_type, part in VISION.items()}
 
 #: For sections in which sizes must be parts of the language model's hidden size, by what that is divided.
 _MATCHING: dict[str, dict[str, dict[str, int]]] = {
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 1, "intermediate_size": 4}},
     "granite_docling": {"vision_config": {"out_hidden_size": 1}},
+    "muse_spark": {"audio_config": {"out_hidden_size": 1}},
 }
 
 #: Those whose output matrix is the embedding if the language model's own config says so.
@@ -796,6 +901,8 @@ def around(model_type: str, text: dict[str, Any]) -> dict[str, Any]:
     matching = _MATCHING.get(model_type, {})
     return {
         name: {**section, **{key: text["hidden_size"] // parts for key, parts in matching.get(name, {}).items()}}
+        if isinstance(section, dict)
+        else section
         for name, section in SECTIONS[model_type].items()
     }
 
@@ -809,6 +916,14 @@ INNER = {
     "gemma4_unified": ("gemma4_unified_text",),
     "deepseek_vl": ("llama",),
     "deepseek_vl_hybrid": ("llama",),
+    "aria": ("aria_text",),
+    "ernie4_5_vl_moe": ("ernie4_5_vl_moe_text",),
+    "granite4_vision": ("granite4_vision_text",),
+    "hunyuan_vl": ("hunyuan_vl_text",),
+    "mistral_large4": ("mistral_large4_text",),
+    "molmo2": ("molmo2_text",),
+    "muse_glimmer": ("muse_glimmer_text",),
+    "muse_spark": ("muse_spark_text",),
     "exaone4_5": ("exaone4",),
     "glm46v": ("glm4v_text",),
     "glm4v": ("glm4v_text",),
@@ -883,7 +998,9 @@ INNER = {
 
 #: What these language models always have in wrappers, of which transformers writes or ties others in a way of its own.
 WITHIN: dict[str, dict[str, Any]] = {
+    "hunyuan_vl": {"tie_word_embeddings": True},
     "kimi_k25": {"q_lora_rank": 3},
+    "molmo2": {"tie_word_embeddings": False},
     "llama4": {"tie_word_embeddings": False},
     "ovis2": {"tie_word_embeddings": True},
     "paddleocr_vl": {"tie_word_embeddings": True},
@@ -895,8 +1012,9 @@ WITHIN: dict[str, dict[str, Any]] = {
 
 #: Families whose latent attention or old form gives every query head its own keys.
 _UNGROUPED = {
-    *("gpt2", "gpt_bigcode", "gptj", "bloom", "opt", "gpt_neox"),
+    *("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "bloom", "mpt", "opt", "gpt_neox", "persimmon"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "kimi_linear", "mistral4"),
+    "mistral_large4_text",
     *("glm4_moe_lite", "qwen", "baichuan", "axk1", "minicpm3", "youtu", "longcat_flash"),
     "bailing_hybrid",
 }
@@ -947,8 +1065,14 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     types = {
         key: own[key][: common["num_hidden_layers"]]
         for key in own
-        if key.endswith(("layer_types", "block_type", "indexer_types", "topk_pattern")) or isinstance(own[key], list)
+        if key.endswith(("layer_types", "block_type", "indexer_types", "topk_pattern"))
+        or (isinstance(own[key], list) and key not in {"attention_types", "moe_intermediate_size"})
     }
+    if model_type == "ernie4_5_vl_moe_text":  # halves of heads are turned by places in time, height and width
+        sides = (common["hidden_size"] // q_heads // 2 - 2) // 2
+        own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [sides, sides, 2]}
+    if model_type == "dbrx":
+        own.pop("tie_word_embeddings", None)  # which transformers refuses
     return _with_caches_to_share({"model_type": model_type, **renamed, **own, **types})
 
 

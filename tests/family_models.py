@@ -53,6 +53,9 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0}},
+    "granite4_vision": {"deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2"},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "fun_asr_nano": {"text_config": {"model_type": "qwen3", "hidden_size": 1024}},
     "perception_lm": {"vision_config": {"model_type": "timm_wrapper", "model_args": {"embed_dim": 4}}},
     "qwen2_5_omni": {"enable_audio_output": False},
@@ -81,7 +84,7 @@ WITHOUT_TIMM = {"gemma3n", "fast_vlm", "perception_lm"}
 UNLIKE_HUB = {"kimi_k25", "qianfan_ocr", "qwen3_vl_moe"}
 
 #: And those of which it saves some tensors under names of others.
-MISNAMED = {"kimi_linear", "longcat_flash", "olmo_hybrid"}
+MISNAMED = {"kimi_linear", "longcat_flash", "molmo2", "olmo_hybrid"}
 
 
 def spec_of(data: dict[str, Any], name: str = "model") -> ModelSpec:
@@ -169,11 +172,22 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     if wrapper is None:
         return tensors
     text = {name: tensor for name, tensor in tensors.items() if not any(fnmatch(name, p) for p in VISION)}
+    if model.config.model_type == "molmo2":  # writes the rows of both vocabularies in equal parts
+        _apart(text, model.config.get_text_config().vocab_size)
     if model.config.model_type == "qwen3_vl_moe":  # reads experts as [expert, in, out] too, which the hub has
         text = {name: tensor.mT if ".experts." in name else tensor for name, tensor in text.items()}
     # Layers of what reads images have another name in transformers, which then writes its layers of text as such too.
     blocks = re.compile(r"(?<=^language_model\.model\.)(?:blocks|encoder\.layers)\.")
     return {blocks.sub("layers.", renamed(name, wrapper.renamed)): tensor for name, tensor in text.items()}
+
+
+def _apart(tensors: dict[str, torch.Tensor], rows: int) -> None:
+    """Take the rows of the text's own vocabulary apart from the others, as the hub has them."""
+    import torch  # noqa: PLC0415 (where it is not installed, the tests without models run)
+
+    names = [f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding")]
+    both = torch.cat([tensors[name] for name in names])
+    tensors.update(zip(names, (both[:rows], both[rows:]), strict=True))
 
 
 def _olmo_hybrid(config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

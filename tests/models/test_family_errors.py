@@ -224,3 +224,10 @@ def test_mutated_configs_give_a_spec_or_a_clear_error(data: st.DataObject) -> No
         caught = None
         assert_consistent(spec)
     assert caught is None or (caught.hint and len(str(caught)) < 1500)
+
+
+def test_mlps_of_mpt_have_one_width() -> None:
+    """Its config has a ratio, which transformers' class does not read; another one than its own is refused."""
+    assert spec_of({"model_type": "mpt", "expansion_ratio": 4}).parameter_count == 1_311_213_568
+    with pytest.raises(ModelError, match="expansion_ratio is 3"):
+        spec_of({"model_type": "mpt", "expansion_ratio": 3})

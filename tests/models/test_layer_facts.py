@@ -178,6 +178,21 @@ PUBLISHED |= {
     ),
     # 560, as its card says; each layer has two attentions with a latent each.
     "LongCat-Flash": ({"model_type": "longcat_flash"}, 560_664_980_480, 28 * 2 * (512 + 64)),
+    # The text part of a model of 1T: 64 heads of 128, rotated by half in three of four layers, whose latent has that
+    # half beside it; an indexer in each layer; one dense layer.
+    "Mistral-Large-4": (
+        {"model_type": "mistral_large4"},
+        2 * 204_800 * 6144
+        + 6144
+        + 32
+        + 72 * (2 * 6144 + 2 * 6144 * 64 * 128 + 512 + 2 * 64)
+        + 54 * (6144 * (512 + 64) + 512 * 64 * (64 + 128))
+        + 18 * (6144 * 512 + 512 * 64 * (128 + 128))
+        + 72 * (6144 * (32 + 128 + 32 * 128) + 2 * 128 + 2 * 6144 + 2 * 32)
+        + 3 * 6144 * 24_576
+        + 71 * (6144 * 128 + 129 * 3 * 6144 * 6144),
+        54 * (512 + 64 + 128) + 18 * (512 + 128),
+    ),
     # By its class, if the first three layers are dense and have full attention; the others cache an indexer's key.
     "MiniMax-M3": (
         {

@@ -385,6 +385,86 @@ def test_models_without_prediction_layers(change: dict[str, Any], problem: str, 
             read_prediction_layers(write_checkpoint(tmp_path, GLM, {"model.norm.weight": ("BF16", (64,))}))
 
 
+_DENSE_LAYER = {
+    "input_layernorm.weight": (64,),
+    "post_attention_layernorm.weight": (64,),
+    "self_attn.q_proj.weight": (64, 64),
+    "self_attn.k_proj.weight": (32, 64),
+    "self_attn.v_proj.weight": (32, 64),
+    "self_attn.o_proj.weight": (64, 64),
+    "mlp.gate_proj.weight": (96, 64),
+    "mlp.up_proj.weight": (96, 64),
+    "mlp.down_proj.weight": (64, 96),
+}
+_BIASES = {f"self_attn.{name}_proj.bias": (width,) for name, width in (("q", 64), ("k", 32), ("v", 32))}
+_MIXTURE = {
+    f"mlp.{part}.{name}_proj.weight": (64, 32) if name == "down" else (32, 64)
+    for part in ("experts.0", "experts.1", "shared_mlp")
+    for name in ("gate", "up", "down")
+}
+#: Names of prediction layers as vLLM reads them, with what a config has beside.
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "mimo": (
+        {},
+        {
+            f"model.mtp_layers.0.{name}": shape
+            for name, shape in {
+                **_DENSE_LAYER,
+                **_BIASES,
+                **{f"{of}_layernorm.weight": (64,) for of in ("token", "hidden", "final")},
+                "input_proj.weight": (64, 128),
+            }.items()
+        },
+    ),
+    "ernie4_5_moe": (
+        {"moe_num_experts": 2, "moe_k": 1, "moe_intermediate_size": 32, "head_dim": 16},
+        {
+            **{f"model.mtp_block.0.{name}": shape for name, shape in _DENSE_LAYER.items()},
+            "model.mtp_emb_norm.0.weight": (64,),
+            "model.mtp_hidden_norm.0.weight": (64,),
+            "model.mtp_linear_proj.0.weight": (64, 128),
+        },
+    ),
+    "hy_v3": (
+        {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "head_dim": 16},
+        {
+            f"model.layers.2.{name}": shape
+            for name, shape in {
+                **{name: shape for name, shape in _DENSE_LAYER.items() if not name.startswith("mlp.")},
+                **_MIXTURE,
+                "mlp.router.gate.weight": (2, 64),
+                "mlp.expert_bias": (2,),
+                **{f"self_attn.{of}_norm.weight": (16,) for of in ("q", "k")},
+                **{f"{of}.weight": (64,) for of in ("enorm", "hnorm", "final_layernorm")},
+                "eh_proj.weight": (64, 128),
+            }.items()
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_prediction_layers_under_other_names(model_type: str, tmp_path: Path) -> None:
+    """Those of MiMo, ERNIE and HY are read from files and from a config alone, with the same bytes."""
+    keys, shapes = OTHERS[model_type]
+    size = {key: GLM[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    config = {
+        "model_type": model_type,
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+        "torch_dtype": "bfloat16",
+        "max_position_embeddings": 128,
+        "num_nextn_predict_layers": 1,
+        **size,
+        **keys,
+    }
+    own: Tensors = {name: ("F32" if name.endswith("expert_bias") else "BF16", at) for name, at in shapes.items()}
+    model: Tensors = {"model.norm.weight": ("BF16", (64,)), "model.layers.1.input_layernorm.weight": ("BF16", (64,))}
+    directory = write_checkpoint(tmp_path / model_type, config, model | own)
+    assert read_prediction_layers(directory).weight_bytes == tensor_bytes(own)
+    assert read_prediction_layers(directory / "config.json").weight_bytes == tensor_bytes(own)
+
+
 def test_prediction_layers_of_qwen() -> None:
     """They are layers with full attention beside a matrix that joins two vectors, and three norms."""
     layers = read_prediction_layers(QWEN / "config.json")

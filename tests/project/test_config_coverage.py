@@ -37,3 +37,21 @@ def test_every_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert f"{tensor_bytes(tensors)} bytes, model.safetensors.index.json has {tensor_bytes(tensors) + 2}" in rows[2]
     assert "'mamba'" in rows[3]
     assert last == "4 models: 2 planned (2 confirmed by another count), 1 refused, 1 wrong"
+
+
+def test_shares_of_architectures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of a list fall into four groups, by weight; a name that is there twice weighs what both do."""
+    lines = ["# downloads", "LlamaForCausalLM 50", "BloomForCausalLM 25  # ALiBi", "", "QWenLMHeadModel"]
+    lines += ["NoSuchForCausalLM 20", "LlavaForConditionalGeneration 3", "LlamaForCausalLM"]
+    (tmp_path / "list").write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "argv", ["config_coverage", "--architectures", str(tmp_path / "list")])
+    assert config_coverage.main() == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "decoder: 2 of 5, 54.0%: LlamaForCausalLM, LlavaForConditionalGeneration",
+        "transformers: 1 of 5, 25.0%: BloomForCausalLM",
+        "planned only: 1 of 5, 1.0%: QWenLMHeadModel",
+        "refused: 1 of 5, 20.0%: NoSuchForCausalLM",
+        "4 of 5 architectures are planned, 80.0%",
+    ]

@@ -30,6 +30,7 @@ from tpplan.models.families.packed import PACKED
 from tpplan.models.families.parts import PARTS
 from tpplan.models.families.remote import REMOTE
 from tpplan.models.families.searched import SEARCHED
+from tpplan.models.families.seeing import SEEING
 from tpplan.models.families.shape import TIED, read_shape
 from tpplan.models.families.table import Family
 from tpplan.models.families.twofold import TWOFOLD
@@ -64,7 +65,7 @@ FAMILIES: Final[dict[str, Family]] = {
 ENTRY_POINTS: Final = "tpplan.families"
 
 #: All language models, those that are no models of their own too.
-LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS, **BLOCKWISE}
+LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS, **SEEING, **BLOCKWISE}
 
 #: ``torch_dtype`` in a config.json, and the same in safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
-from tpplan.models.families.rows import ALWAYS, BIASED_NORMS, attention, conv1d, linear, norm, outside, plain
+from tpplan.models.families.rows import (
+    ALWAYS,
+    BIASED_NORMS,
+    attention,
+    conv1d,
+    head_norms,
+    linear,
+    norm,
+    outside,
+    plain,
+)
+from tpplan.models.families.shape import renamed
 from tpplan.models.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
@@ -56,6 +67,29 @@ def _opt(config: Config, shape: Shape) -> Shape:
         problem = f"word_embed_proj_dim is {width}, but hidden_size is {shape.hidden}"
         raise config.error(problem, "tpplan plans for models of type opt whose embedding is as wide as their layers")
     return shape
+
+
+#: How much wider an MLP of MPT is than its input.
+_MPT_RATIO: Final = 4
+
+
+def _mpt(config: Config) -> Config:
+    """Read all sizes under their usual names.
+
+    Raises:
+        ModelError: the MLP is of another width than transformers' class has it.
+    """
+    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+    config = renamed(config, dict(zip(("d_model", "n_heads", "n_layers", "max_seq_len"), names, strict=True)))
+    ratio = config.count("expansion_ratio", default=_MPT_RATIO)
+    if ratio != _MPT_RATIO:
+        raise config.error(f"expansion_ratio is {ratio}, but MLPs of models of type mpt are {_MPT_RATIO} times as wide")
+    return config
+
+
+def _gpt_neo(config: Config) -> Config:
+    """Read layers and heads by their names."""
+    return renamed(config, {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"})
 
 
 CLASSIC: Final[dict[str, Family]] = {
@@ -196,5 +230,63 @@ CLASSIC: Final[dict[str, Family]] = {
         tied=True,
         fixed_head=True,
         adapt=_opt,
+    ),
+    # Its local layers cache all tokens in transformers, and are planned so.
+    "gpt_neo": Family(
+        architectures=("GPTNeoForCausalLM",),
+        outside=_GPT2_OUTSIDE,
+        layers="transformer.h.{layer}.",
+        layer=(
+            *_GPT2_NORMS,
+            *linear("attn.attention.q_proj", "Q", "RS"),
+            *linear("attn.attention.k_proj", "K", "RS"),
+            *linear("attn.attention.v_proj", "V", "RS"),
+            *linear("attn.attention.out_proj", "RS", "O", ALWAYS),
+        ),
+        dense=plain("mlp.c_fc", "mlp.c_proj", ALWAYS),
+        prefix="transformer.",
+        ignored=_BUFFERS,
+        mlp_ratio=4,
+        tied=True,
+        fixed_head=True,
+        usual=_gpt_neo,
+    ),
+    "mpt": Family(
+        architectures=("MptForCausalLM", "MPTForCausalLM"),
+        outside=outside("transformer.wte", norm("transformer.norm_f")),
+        layers="transformer.blocks.{layer}.",
+        layer=(
+            *norm("norm_1"),
+            *norm("norm_2"),
+            *linear("attn.Wqkv", "Q+K+V", "RS"),
+            *linear("attn.out_proj", "RS", "O"),
+        ),
+        dense=plain("ffn.up_proj", "ffn.down_proj"),
+        prefix="transformer.",
+        ignored=(),
+        defaults={
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 2048,
+            "vocab_size": 50_368,
+        },
+        mlp_ratio=_MPT_RATIO,
+        tied=True,
+        fixed_head=True,
+        usual=_mpt,
+    ),
+    "persimmon": Family(
+        architectures=("PersimmonForCausalLM",),
+        outside=outside(final=norm("model.final_layernorm", bias=True)),
+        layer=(
+            *BIASED_NORMS,
+            *linear("self_attn.query_key_value", "QKV", "RS", ALWAYS),
+            *linear("self_attn.dense", "RS", "O", ALWAYS),
+            *head_norms("q_layernorm", "k_layernorm", bias=True, when="qk_layernorm"),
+        ),
+        dense=plain("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", ALWAYS),
+        flags={"qk_layernorm": True},
+        fixed_head=True,
     ),
 }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ORIGINAL: Final = "original_max_position_embeddings"
 
 #: Families without RoPE, whose configs may have its keys all the same.
-WITHOUT_ROPE: Final = frozenset({"bloom", "gpt2", "gpt_bigcode", "opt"})
+WITHOUT_ROPE: Final = frozenset({"bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt"})
 
 #: Families whose ``max_position_embeddings`` is the extended context with any scaling.
 _EXTENDED: Final = frozenset({"gemma3_text"})
@@ -32,6 +32,7 @@ _EXTENDED: Final = frozenset({"gemma3_text"})
 SCALED: Final[dict[str, dict[str, object]]] = {
     "gpt_oss": {"rope_type": "yarn", "factor": 32.0, ORIGINAL: 4096},
     "mistral4": {"rope_type": "yarn", "factor": 128.0, ORIGINAL: 8192},
+    "mistral_large4_text": {"rope_type": "yarn", "factor": 2048.0, ORIGINAL: 512},
     "ministral3": {"rope_type": "yarn", "factor": 16.0, ORIGINAL: 16384},
 }
 

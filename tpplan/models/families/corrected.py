@@ -21,7 +21,14 @@ from tpplan.models.families.rows import (
     outside,
 )
 from tpplan.models.families.shape import every_layer, except_every, from_max_window_layers, windows
-from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, moe_interval, shared_experts
+from tpplan.models.families.sparse import (
+    SHARED,
+    after_dense,
+    mlp_types,
+    moe_interval,
+    shared_expert,
+    shared_experts,
+)
 from tpplan.models.families.table import Family, Row
 
 _SHARED = gated("mlp.shared_experts", "SX", when=SHARED)
@@ -145,5 +152,21 @@ CORRECTED: Final[dict[str, Family]] = {
         flags={"attention_bias": False, "mlp_bias": False},
         moe=mlp_types(after_dense(1)),
         adapt=shared_experts("num_shared_experts", 1),
+    ),
+    "kolibri1": Family(
+        architectures=("Kolibri1ForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *norm("post_attn_norm"), *norm("post_ffn_norm"), *attention(), *head_norms()),
+        sparse=(*ROUTER, *correction("moe.router.expert_bias"), *EXPERTS, *gated("mlp.shared_experts", "SX")),
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 384,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 512,
+        },
+        window=windows(513, except_every(5, key="")),
+        moe=every_layer,
+        adapt=shared_expert(512),
     ),
 }

@@ -64,7 +64,7 @@ def _indexed(heads: int = 64, q_rank: int = 1536) -> Callable[[Config, Shape], S
     return adapt
 
 
-def _indexers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
+def indexers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
     """Tell which layers have an indexer; the others take the tokens that the layer before them took.
 
     Their types tell it, a pattern of letters, or a period.
@@ -156,7 +156,7 @@ LATENT: Final[dict[str, Family]] = {
     "kimi_k2": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V32,
     "glm_moe_dsa": evolve(
-        _DEEPSEEK_V32, architectures=("GlmMoeDsaForCausalLM",), own=_indexers, adapt=_indexed(32, 2048)
+        _DEEPSEEK_V32, architectures=("GlmMoeDsaForCausalLM",), own=indexers, adapt=_indexed(32, 2048)
     ),
     "mistral4": Family(
         architectures=("Mistral4ForCausalLM",),

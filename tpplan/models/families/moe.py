@@ -49,6 +49,18 @@ def _after_prefix(config: Config, layers: int) -> tuple[bool, ...]:
     return *prefix, *except_every(4)(config, layers - dense)
 
 
+def _flint(config: Config) -> Config:
+    """Read which layers are dense: the first two if none are listed."""
+    return config if config.raw(_DENSE) is not None else config.having(_DENSE, [0, 1])
+
+
+def _flint_windows(_config: Config, layers: int) -> tuple[bool, ...]:
+    """Select all layers but the first two, each fourth after the second, and the last."""
+    return tuple(layer % 4 != 1 and 0 < layer < layers - 1 for layer in range(layers))
+
+
+_DENSE: Final = "mlp_only_layers"
+
 MOE: Final[dict[str, Family]] = {
     "mixtral": Family(
         architectures=("MixtralForCausalLM",),
@@ -160,5 +172,24 @@ MOE: Final[dict[str, Family]] = {
         flags={"attention_bias": False},
         window=windows(1024, no_layer),
         moe=mlp_types(every_layer),
+    ),
+    "flint": Family(
+        architectures=("FlintForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *BIASED_ATTENTION, *head_norms(), Row("self_attn.softmax_offset", "q")),
+        dense=gated(),
+        sparse=(*ROUTER, *EXPERTS, *gated("mlp.shared_expert", "SX")),
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 256,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 512,
+        },
+        flags={"attention_bias": False},
+        usual=_flint,
+        window=windows(513, _flint_windows),
+        moe=sparse_steps,
+        adapt=shared_expert(1024),
     ),
 }

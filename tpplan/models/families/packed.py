@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from attrs import evolve
 
 from tpplan.core.axes import Axis
-from tpplan.models.families.rows import ALWAYS, BIASED_ATTENTION, NORMS, gated, linear, outside
-from tpplan.models.families.shape import every_layer, every_other, except_first_of, windows, with_rope
+from tpplan.models.config import Config
+from tpplan.models.families.rows import ALWAYS, BIASED_ATTENTION, NORMS, gated, linear, norm, outside
+from tpplan.models.families.shape import every_layer, every_other, except_first_of, renamed, windows, with_rope
 from tpplan.models.families.sparse import SHARED, moe_layers
 from tpplan.models.families.table import Family, Row, Shape
-
-if TYPE_CHECKING:
-    from tpplan.models.config import Config
 
 
 def _llama4(config: Config, shape: Shape) -> Shape:
@@ -26,6 +24,32 @@ def _granite_shared(config: Config, shape: Shape) -> Shape:
     """Add the shared experts, which have a width of their own."""
     width = config.count("shared_intermediate_size", default=0, minimum=0)
     return evolve(shape, shared_intermediate=width, flags=shape.flags | ({SHARED} if width else set()))
+
+
+#: What DBRX calls the sizes of a model, and those of its attention and experts in sections of their own.
+_DBRX: Final = {
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_layers": "num_hidden_layers",
+    "max_seq_len": "max_position_embeddings",
+}
+_DBRX_SECTIONS: Final = {
+    "attn_config": {"kv_n_heads": "num_key_value_heads"},
+    "ffn_config": {
+        "ffn_hidden_size": "moe_intermediate_size",
+        "moe_num_experts": "num_experts",
+        "moe_top_k": "num_experts_per_tok",
+    },
+}
+
+
+def _dbrx(config: Config) -> Config:
+    """Read all sizes under their usual names."""
+    config = renamed(config, _DBRX)
+    for section, names in _DBRX_SECTIONS.items():
+        own = config.section(section).data if config.raw(section) is not None else {}
+        config = renamed(Config({**config.data, **{key: own.get(key) for key in names}}, config.source), names)
+    return config
 
 
 #: Gate and up side by side, [expert, out, in].
@@ -108,5 +132,37 @@ PACKED: Final[dict[str, Family]] = {
         moe=moe_layers,
         expert_key="intermediate_size",
         adapt=_llama4,
+    ),
+    # The matrices of all experts are below each other.
+    "dbrx": Family(
+        architectures=("DbrxForCausalLM",),
+        outside=outside("transformer.wte", norm("transformer.norm_f")),
+        layers="transformer.blocks.{layer}.",
+        layer=(
+            *norm("norm_attn_norm.norm_1"),
+            *norm("norm_attn_norm.norm_2"),
+            *linear("norm_attn_norm.attn.Wqkv", "Q+K+V", "RS"),
+            *linear("norm_attn_norm.attn.out_proj", "RS", "O"),
+        ),
+        sparse=(
+            *linear("ffn.router.layer", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
+            *(Row(f"ffn.experts.mlp.{name}", "e*EX RS") for name in ("w1", "v1", "w2")),
+        ),
+        prefix="transformer.",
+        defaults={
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 2048,
+            "vocab_size": 32_000,
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 3584,
+        },
+        ties=False,
+        fixed_head=True,
+        usual=_dbrx,
+        moe=every_layer,
     ),
 }

@@ -23,7 +23,7 @@ from tpplan.models.families.rows import (
     norm,
     outside,
 )
-from tpplan.models.families.shape import from_max_window_layers, windows
+from tpplan.models.families.shape import from_max_window_layers, last_of_four, windows
 from tpplan.models.families.sparse import sparse_steps
 from tpplan.models.families.table import SHARED_KV, Family, Row, Shape
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from tpplan.models.config import Config
 
 
-def _defaults(*sizes: int, head_dim: int = 0) -> Mapping[str, int]:
+def sizes(*numbers: int, head_dim: int = 0) -> Mapping[str, int]:
     """Return the defaults of all sizes, as in transformers' configuration classes."""
     keys = (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
         *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
     )
-    return {**dict(zip(keys, sizes, strict=True)), **({"head_dim": head_dim} if head_dim else {})}
+    return {**dict(zip(keys, numbers, strict=True)), **({"head_dim": head_dim} if head_dim else {})}
 
 
 def _mllama_layers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
@@ -59,7 +59,7 @@ _ACROSS: Final = (3, 8, 13, 18, 23, 28, 33, 38)
 
 _QWEN2_VL = evolve(
     DENSE["qwen2"],
-    defaults=_defaults(152_064, 8192, 29_568, 80, 64, 8, 32_768),
+    defaults=sizes(152_064, 8192, 29_568, 80, 64, 8, 32_768),
     window=windows(4096, from_max_window_layers(80), switch="use_sliding_window"),
     fixed_head=True,
 )
@@ -74,15 +74,26 @@ _GLM4V = Family(
         *attention(ALWAYS),
     ),
     dense=FUSED_MLP,
-    defaults=_defaults(151_552, 4096, 13_696, 40, 32, 2, 32_768),
+    defaults=sizes(151_552, 4096, 13_696, 40, 32, 2, 32_768),
     fixed_head=True,
 )
+
+
+def _molmo(config: Config, shape: Shape) -> Shape:
+    """Add the rows that the embedding has for images, and tell of which heads norms are."""
+    more = config.count("additional_vocab_size", default=128, minimum=0)
+    kind = config.text("qk_norm_type") or _PER_HEAD
+    return shape.having(*("more",) if more else (), *(_PER_HEAD,) if kind == _PER_HEAD else (), more=more)
+
+
+#: What Molmo 2 calls norms of single heads; others are of all heads together.
+_PER_HEAD: Final = "qwen3"
 
 PARTS: Final[dict[str, Family]] = {
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": evolve(
-        DENSE["qwen3"], defaults=_defaults(151_936, 4096, 22_016, 32, 32, 32, 128_000, head_dim=128), window=None
+        DENSE["qwen3"], defaults=sizes(151_936, 4096, 22_016, 32, 32, 32, 128_000, head_dim=128), window=None
     ),
     "glm4v_text": _GLM4V,
     "glm_ocr_text": evolve(
@@ -93,7 +104,7 @@ PARTS: Final[dict[str, Family]] = {
             *norm("post_mlp_layernorm"),
             *attention(),
         ),
-        defaults=_defaults(59_392, 1024, 4096, 16, 16, 8, 131_072),
+        defaults=sizes(59_392, 1024, 4096, 16, 16, 8, 131_072),
         fixed_head=False,
     ),
     "glm4v_moe_text": evolve(
@@ -102,7 +113,7 @@ PARTS: Final[dict[str, Family]] = {
         layer=(*NORMS, *attention("attention_bias")),
         extra_layers=False,
         defaults={
-            **_defaults(151_424, 4096, 10_944, 46, 96, 8, 65_536),
+            **sizes(151_424, 4096, 10_944, 46, 96, 8, 65_536),
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 1408,
@@ -124,9 +135,7 @@ PARTS: Final[dict[str, Family]] = {
         flags={"attention_bias": False},
         moe=sparse_steps,
     ),
-    "granite_docling_text": evolve(
-        DENSE["granite"], defaults=_defaults(133_800, 1024, 2048, 28, 16, 4, 32_768), tied=True
-    ),
+    "granite_docling_text": evolve(DENSE["granite"], defaults=sizes(133_800, 1024, 2048, 28, 16, 4, 32_768), tied=True),
     "mllama_text_model": Family(
         architectures=(),
         outside=(
@@ -144,7 +153,7 @@ PARTS: Final[dict[str, Family]] = {
             Row("cross_attn_mlp_gate", "1", SHARED_KV),
         ),
         dense=gated(),
-        defaults=_defaults(128_256, 4096, 14_336, 40, 32, 8, 131_072),
+        defaults=sizes(128_256, 4096, 14_336, 40, 32, 8, 131_072),
         flags={SHARED_KV: False},
         ties=False,
         fixed_head=True,
@@ -152,14 +161,58 @@ PARTS: Final[dict[str, Family]] = {
         adapt=_mllama,
         note="layers that attend to images cache their keys and values too, which are not counted",
     ),
-    "paddleocr_vl_text": evolve(
-        DENSE["ernie4_5"], defaults=_defaults(103_424, 1024, 3072, 18, 16, 2, 131_072, head_dim=128)
+    "granite4_vision_text": evolve(DENSE["granite"], defaults=sizes(32_000, 4096, 11_008, 32, 32, 32, 2048)),
+    "hunyuan_vl_text": evolve(
+        DENSE["hunyuan_v1_dense"], defaults=sizes(290_943, 4096, 11_008, 32, 32, 32, 2048), tied=True
     ),
-    "qwen2_5_omni_text": evolve(_QWEN2_VL, defaults=_defaults(152_064, 3584, 18_944, 28, 28, 4, 32_768)),
+    # The embedding of images' own tokens is beside that of the text's.
+    "molmo2_text": Family(
+        architectures=(),
+        outside=(
+            Row("model.transformer.wte.embedding", "VC RS", lookup=ALWAYS),
+            Row("model.transformer.wte.new_embedding", "more RS", "more", lookup=ALWAYS),
+            *norm("model.transformer.ln_f"),
+            Row("lm_head.weight", "VC RS"),
+        ),
+        layers="model.transformer.blocks.{layer}.",
+        layer=(
+            *norm("attn_norm"),
+            *norm("ff_norm"),
+            *linear("self_attn.att_proj", "Q+K+V", "RS", "attention_bias"),
+            *linear("self_attn.attn_out", "RS", "O"),
+            *head_norms(when=_PER_HEAD),
+            *norm("self_attn.q_norm", "Q", when=f"!{_PER_HEAD}"),
+            *norm("self_attn.k_norm", "K", when=f"!{_PER_HEAD}"),
+        ),
+        dense=(*linear("mlp.ff_proj", "ID+ID", "RS"), *linear("mlp.ff_out", "RS", "ID")),
+        defaults=sizes(151_936, 4096, 12_288, 36, 32, 8, 36_864, head_dim=128),
+        flags={"attention_bias": False},
+        ties=False,
+        adapt=_molmo,
+    ),
+    "muse_glimmer_text": Family(
+        architectures=(),
+        outside=outside(),
+        layer=(
+            *NORMS,
+            *norm("pre_feedforward_layernorm"),
+            *norm("post_feedforward_layernorm"),
+            *BIASED_ATTENTION,
+            *linear("self_attn.gate_proj", "O", "RS"),
+        ),
+        dense=gated(),
+        defaults=sizes(202_048, 6656, 19_968, 52, 32, 2, 131_072, head_dim=128),
+        flags={"attention_bias": False},
+        window=windows(2048, last_of_four),
+    ),
+    "paddleocr_vl_text": evolve(
+        DENSE["ernie4_5"], defaults=sizes(103_424, 1024, 3072, 18, 16, 2, 131_072, head_dim=128)
+    ),
+    "qwen2_5_omni_text": evolve(_QWEN2_VL, defaults=sizes(152_064, 3584, 18_944, 28, 28, 4, 32_768)),
     "qwen3_omni_moe_text": evolve(
         MOE["qwen3_moe"],
         defaults={
-            **_defaults(3584, 2048, 18_944, 28, 28, 4, 32_768),
+            **sizes(3584, 2048, 18_944, 28, 28, 4, 32_768),
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
@@ -174,7 +227,7 @@ PARTS: Final[dict[str, Family]] = {
             *linear("ada_rms_norm.linear1", "late", "h"),
             *linear("ada_rms_norm.linear2", "h", "late"),
         ),
-        defaults=_defaults(32_000, 4096, 14_336, 32, 32, 8, 131_072, head_dim=128),
+        defaults=sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072, head_dim=128),
         tied=True,
         adapt=lambda _, shape: shape.having(late=32),
     ),

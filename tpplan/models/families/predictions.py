@@ -19,8 +19,8 @@ _COUNT: Final = "num_nextn_predict_layers"
 class Predictions:
     """The prediction layers of a family.
 
-    A prediction layer is one of the family's, with attention and, if the family has them, with experts. Embedding and
-    output matrix are the model's, even where the layer stores them once more.
+    A prediction layer is one of the family's, with attention and mostly, if the family has them, with experts.
+    Embedding and output matrix are the model's, even where the layer stores them once more.
 
     Attributes:
         keys: keys of their number; the first that a config.json has counts.
@@ -30,6 +30,8 @@ class Predictions:
         layer: rows of every layer beside the family's.
         outside: rows of tensors that all of them share.
         joins: names of the matrices that join an embedding and a hidden state.
+        dense: whether they have no experts, though the family has.
+        most: how many there may be.
     """
 
     keys: tuple[str, ...] = (_COUNT,)
@@ -39,6 +41,8 @@ class Predictions:
     layer: tuple[Row, ...] = ()
     outside: tuple[Row, ...] = ()
     joins: tuple[str, ...] = ("eh_proj",)
+    dense: bool = False
+    most: int = 64
 
     def count(self, config: Config) -> int:
         """Return the number of layers that a config.json tells of.
@@ -47,7 +51,7 @@ class Predictions:
             ModelError: it is no number, or larger than any model's.
         """
         key = next((key for key in self.keys if config.raw(key) is not None), self.keys[0])
-        return config.count(key, default=self.default, minimum=0, maximum=_MOST)
+        return config.count(key, default=self.default, minimum=0, maximum=self.most)
 
     def starts(self, count: int, layers: int) -> dict[str, str]:
         """Return how names in a checkpoint start, and what the tables have in its place.
@@ -70,16 +74,13 @@ class Predictions:
             root="",
             prefix="",
             renamed={},
-            ignored=("*embed_tokens.weight", "*shared_head.head.weight", "*rotary_emb.inv_freq"),
+            ignored=("*embed_tokens.weight", "*shared_head.head.weight", "*shared_head.weight", "*rotary_emb.inv_freq"),
             extra_layers=False,
             ties=False,
             window=None,
-            moe=_all if family.moe else None,
+            moe=_all if family.moe and not self.dense else None,
             linear=None,
         )
-
-
-_MOST: Final = 64
 
 
 def _all(_config: Config, layers: int) -> tuple[bool, ...]:
@@ -87,10 +88,9 @@ def _all(_config: Config, layers: int) -> tuple[bool, ...]:
 
 
 #: Layers behind the model's, each with what joins an embedding and a hidden state, and a norm before the output matrix.
+_JOIN: Final = (*norm("enorm"), *norm("hnorm"), *linear("eh_proj", "RS", "RS+RS"))
 _BEHIND: Final = Predictions(
-    start="model.layers.{layer}.",
-    layers="layers.{layer}.",
-    layer=(*norm("enorm"), *norm("hnorm"), *linear("eh_proj", "RS", "RS+RS"), *norm("shared_head.norm")),
+    start="model.layers.{layer}.", layers="layers.{layer}.", layer=(*_JOIN, *norm("shared_head.norm"))
 )
 
 _QWEN: Final = Predictions(
@@ -110,6 +110,27 @@ _QWEN: Final = Predictions(
 #: By the type of the language model.
 PREDICTIONS: Final[dict[str, Predictions]] = {
     "deepseek_v3": _BEHIND,
+    # What joins is beside the layer, which is dense.
+    "ernie4_5_moe": Predictions(
+        start="model.mtp_",
+        layers="block.{layer}.",
+        outside=(*norm("emb_norm.0"), *norm("hidden_norm.0"), *linear("linear_proj.0", "RS", "RS+RS")),
+        joins=("linear_proj.0",),
+        dense=True,
+        most=1,
+    ),
+    "hy_v3": evolve(_BEHIND, layer=(*_JOIN, *norm("final_layernorm"))),
+    "mimo": Predictions(
+        start="model.mtp_layers.",
+        layers="{layer}.",
+        layer=(
+            *norm("token_layernorm"),
+            *norm("hidden_layernorm"),
+            *linear("input_proj", "RS", "RS+RS"),
+            *norm("final_layernorm"),
+        ),
+        joins=("input_proj",),
+    ),
     "deepseek_v32": _BEHIND,
     "glm_moe_dsa": _BEHIND,
     "glm4_moe": _BEHIND,

@@ -83,12 +83,12 @@ def gated(name: str = "mlp", width: str = "ID", bias: str | None = NEVER, *, whe
     )
 
 
-def numbered(name: str, width: str) -> tuple[Row, ...]:
+def numbered(name: str, width: str, *, when: str = "") -> tuple[Row, ...]:
     """Return the rows of a gated MLP as Llama's first release calls them: ``w1`` is the gate, ``w3`` leads up."""
     return (
-        *linear(f"{name}.w1", width, "RS"),
-        *linear(f"{name}.w2", "RS", width),
-        *linear(f"{name}.w3", width, "RS"),
+        *linear(f"{name}.w1", width, "RS", when=when),
+        *linear(f"{name}.w2", "RS", width, when=when),
+        *linear(f"{name}.w3", width, "RS", when=when),
     )
 
 

@@ -273,6 +273,11 @@ def except_first_of(period: int) -> Callable[[Config, int], tuple[bool, ...]]:
     return choose
 
 
+def last_of_four(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (no key changes it)
+    """Select all layers but every fourth, counted backwards from the last (Muse)."""
+    return tuple((layers - 1 - layer) % 4 != 0 for layer in range(layers))
+
+
 def every_other(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (no key changes it)
     """Select the first layer, the third, and so on (gpt_oss)."""
     return tuple(layer % 2 == 0 for layer in range(layers))

@@ -1,6 +1,7 @@
 """The language of the family tables: one row per tensor, its dimensions written as short words.
 
-A dimension is one word, or several joined by ``+`` where a tensor is fused. The words, and what cuts them:
+A dimension is one word, or several joined by ``+`` where a tensor is fused; ``e*EX`` is one EX for each of e, behind
+each other. The words, and what cuts them:
 
 ====== ========================================= ====== =========================================
 VC     vocabulary                       (VC)     RS     residual stream                  (RS)
@@ -183,6 +184,7 @@ class Row:
         home: see :class:`~tpplan.core.model.Parameter`.
         out: the dimension of the outputs, for tensors that are cut at all.
         heads: how many tensors ``{head}`` stands for, as a word.
+        first: the number of the first of these, as a word; empty for 0.
         lookup: when a token reads single rows of it, as flags like those of ``when``; None for never.
         dtype: as safetensors writes it, empty for the model's.
     """
@@ -193,6 +195,7 @@ class Row:
     home: Axis | None = None
     out: int = 0
     heads: str = ""
+    first: str = ""
     lookup: str | None = None
     dtype: str = ""
 
@@ -201,13 +204,21 @@ class Row:
         if not _hold(self.when, shape.flags):
             return
         words = shape.words
-        dims = tuple(tuple(words[word] for word in dim.split("+")) for dim in self.dims.split())
+        dims = tuple(tuple(_segments(words, dim)) for dim in self.dims.split())
         out = self.out if any(segment.axis for dim in dims for segment in dim) else None
         lookup = self.lookup is not None and _hold(self.lookup, shape.flags)
         copies = shape.experts if "{expert}" in self.name else 1
+        first = words[self.first].length if self.first else 0
         for head in range(words[self.heads].length if self.heads else 1):
-            name = prefix + self.name.replace("{head}", str(head))
+            name = prefix + self.name.replace("{head}", str(first + head))
             yield Parameter(name, self.dtype or dtype, dims, out, self.home, copies, lookup)
+
+
+def _segments(words: Mapping[str, Segment], dim: str) -> Iterator[Segment]:
+    """Yield what a dimension is made of."""
+    for part in dim.split("+"):
+        times, _, word = part.rpartition("*")
+        yield from (words[word],) * (words[times].length if times else 1)
 
 
 def _hold(when: str, flags: frozenset[str]) -> bool:

@@ -56,6 +56,9 @@ _VISION: Final = (
     *("encoder.*", "acoustic_*", "semantic_*", "sound_*"),  # Granite Speech, VibeVoice, Nemotron
     *("latent_*_factor", "diffusion_head.*", "prediction_head.*", "speech_*"),  # VibeVoice
     *("mlp_AR.*", "patch_merge_mlp.*"),  # PaddleOCR-VL, MiniMax
+    *("resampler_model.*", "vision_adapter.*", "vit.*"),  # ERNIE, Muse, HunYuan
+    *("layerwise_projectors.*", "spatial_projectors.*", "vision_backbone.*"),  # Granite, Molmo
+    *("vision_language_adapter.*", "patch_merger.*", "pre_mm_projector_norm.*"),  # Mistral
     *("vpm.*", "resampler.*", "apm.*", "audio_avg_pooler.*", "audio_projection_layer.*", "tts.*"),  # MiniCPM
 )
 VISION: Final = (
@@ -206,7 +209,19 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
         flat=True,
         versions={"": "llama", "2.5": "llama", "2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"},
     ),
+    "granite4_vision": Wrapper(("Granite4VisionForConditionalGeneration",), "granite4_vision_text", root=""),
+    "hunyuan_vl": Wrapper(("HunYuanVLForConditionalGeneration",), "hunyuan_vl_text", root=""),
+    "molmo2": Wrapper(("Molmo2ForConditionalGeneration",), "molmo2_text", root=""),
+    "muse_glimmer": Wrapper(("MuseGlimmerForConditionalGeneration",), "muse_glimmer_text", root=""),
     # Around mixtures of experts.
+    "aria": Wrapper(("AriaForConditionalGeneration",), "aria_text"),
+    "ernie4_5_vl_moe": Wrapper(
+        ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VL_MoeForConditionalGeneration"),
+        "ernie4_5_vl_moe_text",
+        root="",
+    ),
+    "mistral_large4": Wrapper(("MistralLarge4ForConditionalGeneration",), "mistral_large4_text", root=""),
+    "muse_spark": Wrapper(("MuseSparkForConditionalGeneration",), "muse_spark_text", root="", parts=(SEES, HEARS)),
     "glm4v_moe": Wrapper(("Glm4vMoeForConditionalGeneration",), "glm4v_moe_text", root=""),
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
     "llama4": Wrapper(("Llama4ForConditionalGeneration",), "llama4_text"),
