@@ -284,11 +284,6 @@ def test_every_family_is_tried(model_type: str) -> None:
         check_small_model(config, "reduce", "idle")
 
 
-def test_devices_without_experts_have_what_latents_lead_back_to() -> None:
-    """The matrix behind the sum of latent experts is on devices with experts only; all go on with its product."""
-    check_small_model(runnable(default_config("nemotron_h with a latent")), "reduce", "idle")
-
-
 def test_text_of_a_model_for_images() -> None:
     """A model that reads images is sharded without that part: text goes through its class, images are refused."""
     model, tokens = model_of("qwen2_5_vl"), prompt()
