@@ -1,4 +1,4 @@
-"""Devices without a part of some axis, where parts are as large as kernels like them, so that three cannot share one."""
+"""Devices without a part of some axis, as parts are of the sizes that kernels like, which three cannot share."""
 
 from __future__ import annotations
 
