@@ -208,11 +208,11 @@ def test_what_the_first_token_waits_for() -> None:
             now[0] += seconds
             yield (1,)
 
-    timing = Timing(None, [("libraries", 1.25), ("weights", 3.0)])
+    timing = Timing(None, [("start", 1.25), ("weights", 3.0)])
     with patch("tpplan.decoder.generation.timing.perf_counter", lambda: now[0]):
         for _ in range(2):
             assert len(list(timing.of(5, steps()))) == 2
-    assert str(timing).endswith("(2.0 tokens/s); the first after 6.8 s: libraries 1.2, weights 3.0, prompt 2.5")
+    assert str(timing).endswith("(2.0 tokens/s); the first after 6.8 s: start 1.2, weights 3.0, prompt 2.5")
     assert ";" not in str(Timing(None, [("weights", 3.0)]))
     assert 0 < seconds_since_start() < 10**5
 

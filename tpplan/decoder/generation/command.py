@@ -127,7 +127,7 @@ def run(
     batch, before, start = task.plan.request.batch, seconds_since_start(), perf_counter()
     with load(task, note) as engine:
         loading = engine.waits or [("model", perf_counter() - start)]
-        timing = Timing(engine.speed, [("libraries", before), *loading] if before else ())
+        timing = Timing(engine.speed, [("start", before), *loading] if before else ())
         for first in range(0, len(task.prompts), batch):
             group = task.prompts[first : first + batch]
             for report in _continued(engine, task, group, first, timing, tell if len(task.prompts) == 1 else None):
