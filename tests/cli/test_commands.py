@@ -13,7 +13,7 @@ from unittest.mock import patch
 import attrs
 import pytest
 
-from tests.cli_cases import LLAMA_8B, LLAMA_70B, conforms, folder, refused, written_plans  # noqa: F401 (for every test)
+from tests.cli_cases import LLAMA_8B, LLAMA_70B, ROOT, conforms, folder, refused, written_plans  # noqa: F401 (for every test)
 from tests.codec_cases import FIXTURE, PLAN, TEXT
 from tests.command import command
 from tests.nvml_replay import Replay
@@ -210,6 +210,19 @@ def test_check_says_what_makes_stale_plans_again(plans: tuple[str, str]) -> None
             assert command(*words).code == 0
         assert command("check", "of all.json", "--model", LLAMA_8B, *gpus).code == 0
     assert codec.load("of all.json").request == attrs.evolve(first, max_rows=65)
+
+
+@pytest.mark.parametrize("gpus", ["8xH200", "16xH100", "12xH100"])
+def test_check_makes_room_for_what_drafts_again(gpus: str) -> None:
+    """The printed command has room for it on the devices that are named, fewer than there were too."""
+    deepseek = ROOT / "examples/models/DeepSeek-V3"
+    asked = ("--context", 32768, "--mtp", "-o", "dm.json")
+    assert command("plan", deepseek, "--gpus", "4xH200,8xH100", *asked).code == 0
+    hint, again = command("check", "dm.json", "--model", deepseek, "--gpus", gpus).err.splitlines()
+    assert "add --reserve if you gave any" in hint
+    assert shlex.split(again)[3:] == ["--mtp", "--gpus", gpus, *map(str, asked[:2]), "-o", "dm.json"]
+    assert command(*shlex.split(again)[1:]).code == 0
+    assert command("check", "dm.json", "--model", deepseek, "--gpus", gpus).code == 0
 
 
 @pytest.mark.parametrize(

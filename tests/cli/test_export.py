@@ -89,6 +89,31 @@ def test_a_refusal() -> None:
     assert command("export", "even.json", "--for", "vllm").code == 0
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_suggested_plan_has_room_for_what_drafts(engine: str) -> None:
+    """The hint asks for that room again, not for the bytes that it took on other devices, and its command works."""
+    deepseek = ROOT / "examples/models/DeepSeek-V3"
+    gpus = ("--gpus", "4xH200,8xH100", "--context", 32768)
+    assert command("plan", deepseek, *gpus, "--mtp", "-o", "dm.json").code == 0
+    hint, planned, _ = command("export", "dm.json", "--for", engine).err.splitlines()
+    assert planned.strip() == "tpplan plan MODEL --mtp --gpus 8xH200 --context 32768 -o even.json"
+    assert "add --reserve if you gave any" in hint
+    assert command(*planned.replace("MODEL", str(deepseek)).split()[1:]).code == 0
+    assert command("export", "even.json", "--for", engine).code == 0
+    Path("even.json").unlink()
+    small = ("--draft", LLAMA_8B, "--reserve", "1GiB@2")
+    assert (
+        command("plan", LLAMA_8B, "--gpus", "2xRTX4090,A100-80GB", *small, "--context", 4096, "-o", "d.json").code == 0
+    )
+    hint, planned, _ = command("export", "d.json", "--for", engine).err.splitlines()
+    assert "--draft DRAFT " in planned
+    assert "--reserve" not in planned
+    assert "DRAFT stands for the path of the draft model" in hint
+    words = shlex.split(planned.replace("MODEL", str(LLAMA_8B)).replace("DRAFT", str(LLAMA_8B)))
+    assert command(*words[1:]).code == 0
+    assert command("export", "even.json", "--for", engine).code == 0
+
+
 def test_standard_input() -> None:
     """``-`` is a plan from standard input."""
     done = command("export", "-", "--for", "sglang", stdin=EVEN.read_bytes())

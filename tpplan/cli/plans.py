@@ -173,7 +173,8 @@ def hand_over(plan: SplitPlan, report: ExportReport, output: str, *, json: bool)
             console.say("differs", sentence)
     if report.works_with:
         command = remake(plan, "even.json", "MODEL", report.works_with)
-        console.say("hint", f"it can run a plan for {report.works_with}, which this command makes", "hint", [command])
+        sentence = f"it can run a plan for {report.works_with}, which this command makes{_without_room(plan)}"
+        console.say("hint", sentence, "hint", [command])
     if report.engines:
         *others, last = report.engines
         names = f"{', '.join(others)} or {last}" if others else last
@@ -380,7 +381,7 @@ def advise_stale(
     """
     from tpplan.reports.check import StaleReason  # noqa: PLC0415
 
-    again, others = [], []
+    again, others, beside = [], [], ""
     for one in checks:
         plan = stored[one.path]
         if isinstance(plan, TpplanError) or not one.reasons:
@@ -388,24 +389,36 @@ def advise_stale(
         # With neither, it may be the wrong model that was named, and nothing to write over a plan.
         if StaleReason.MODEL in one.reasons and plan.model.name != spec.name:
             others.append(plan.model.name)
-        elif one.refused:
+        elif one.refused and not (plan.request.drafts and {StaleReason.DEVICES, StaleReason.REQUEST} <= {*one.reasons}):
             options = [advice.option for advice in one.refused.suggestions if advice.option]
             commands = [*filter(None, (remake(plan, one.path, model, gpus, option) for option in options))]
             these = "each of these commands" if len(commands) > 1 else "this command"
             what = f"{these} makes a plan" if commands else one.refused.hint
             text = f"{console.shown(one.path)} cannot be made again as it was asked for; {what}"
-            console.say("hint", text, "hint", commands)
+            console.say("hint", text + (_without_room(plan) if commands else ""), "hint", commands)
         else:
             again.append(remake(plan, one.path, model, gpus))
-    hint = "make it again with tpplan plan, and see with tpplan diff what that changes"
+            beside = beside or _without_room(plan)
+    hint = f"make it again with tpplan plan, and see with tpplan diff what that changes{beside}"
     if others:
         hint = f"name with --model the model that the plan is for, {', '.join(dict.fromkeys(others))}; or {hint}"
     if again or others:
         console.say("hint", hint, "hint", filter(None, again))
 
 
+def _without_room(plan: SplitPlan) -> str:
+    """Return, to go on with, what :func:`remake` leaves to the reader where something drafts beside a plan's model."""
+    if not plan.request.drafts:
+        return ""
+    given = "" if plan.request.mtp else "; DRAFT stands for the path of the draft model, --draft-output splits that"
+    return f" (a plan does not tell reserves from the room for what drafts: add --reserve if you gave any{given})"
+
+
 def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") -> str:
     """Return the command that makes a plan again.
+
+    Where something drafts beside the model, the command makes room for that anew, and reserves nothing: what a plan
+    reserves is for its own devices, and has that room in it.
 
     Args:
         plan: whose request it repeats.
@@ -445,5 +458,7 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
     flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", asked.beyond)) if given]
     usual = {f"--{key}": value for key, value in USUAL.items()} | {"--layout": "reduce", "-o": console.STREAM}
     said = [str(word) for option, value in options.items() if value != usual.get(option) for word in (option, value)]
-    reserves = [word for reserve in asked.reserve for word in ("--reserve", reserve.text)]
-    return shlex.join(["tpplan", "plan", model, *flags, *reserves, *said])
+    beside = [word for reserve in asked.reserve for word in ("--reserve", reserve.text)]
+    if asked.drafts:
+        beside = ["--mtp"] if asked.mtp else ["--draft", "DRAFT"]
+    return shlex.join(["tpplan", "plan", model, *flags, *beside, *said])

@@ -117,6 +117,11 @@ class Request:
         return own.get(device, own.get(-1, 0))
 
     @property
+    def drafts(self) -> bool:
+        """Whether a part of ``reserve`` is room for what drafts beside the model."""
+        return bool(self.draft or self.mtp)
+
+    @property
     def sequence_tokens(self) -> int:
         """Tokens of the longest sequence."""
         return self.context or -(-self.cache.tokens // self.batch)
@@ -264,7 +269,7 @@ class SplitPlan:
 def least_version(plan: SplitPlan) -> str:
     """Return the oldest version of the format that has all keys of a plan."""
     model, request = plan.model, plan.request
-    if request.draft or request.mtp:
+    if request.drafts:
         return "1.4"
     if model.weight_format:
         return "1.3"

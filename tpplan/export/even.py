@@ -91,10 +91,13 @@ def works_with(facts: Facts, kind: int, *, repeats_heads: bool) -> str:
     # First what is there, most memory first; then what has to be bought, least memory first.
     choices.sort(key=lambda c: (c[1] > owned[c[0]], (-1 if c[1] <= owned[c[0]] else 1) * c[1] * c[0].budget_bytes))
     reserves = {reserve.device: reserve.bytes for reserve in facts.request.reserve}
+    room = sum(entry.reserved_bytes for entry in facts.plan.memory) if facts.request.drafts else 0  # goes to any device
     for device, count in choices:
-        if max(reserves, default=-1) >= count or not _divides(facts, count, repeats_heads=repeats_heads):
+        is_there = room or max(reserves, default=-1) < count
+        if not is_there or not _divides(facts, count, repeats_heads=repeats_heads):
             continue
-        need = even_bytes(facts, count, kind)[0] + device.overhead_bytes + max(reserves.values(), default=0)
+        reserved = max(-(-room // count), *reserves.values(), 0)
+        need = even_bytes(facts, count, kind)[0] + device.overhead_bytes + reserved
         if need <= device.budget_bytes and (spec := spec_of((device,) * count)):
             return spec
     return ""
