@@ -162,6 +162,8 @@ DRAFTS = {
     "vllm": ('{"model": "DRAFT", "num_speculative_tokens": N}', '{"method": "mtp", "num_speculative_tokens": N}'),
     "sglang": ("--speculative-draft-model-path DRAFT", "--speculative-algorithm NEXTN"),
 }
+#: What those that name the method of an EAGLE-3 head call it.
+HEADS = {"vllm": '"method": "eagle3"', "sglang": "EAGLE3"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -175,5 +177,6 @@ def test_what_drafts_is_told(engine: str, mtp: bool) -> None:
     assert len(told) == 1
     assert "1.00 GiB on each device" in told[0]
     assert DRAFTS[engine][mtp] in told[0]
+    assert mtp or HEADS.get(engine, "") in told[0]
     assert ("prediction layers" if mtp else "the draft model small") in told[0]
     assert not [text for text in export(alone, engine).differences if "room for" in text]

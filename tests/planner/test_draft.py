@@ -14,6 +14,7 @@ from tests.command import Done, command
 from tpplan.core.plan import Reserve, reserves_told
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import ModelError
+from tpplan.export.export import ENGINES
 from tpplan.models.reader import read_prediction_layers
 from tpplan.planner.draft import reserve_for_draft, split_draft
 from tpplan.planner.infeasible import InfeasibleError
@@ -574,3 +575,21 @@ def test_what_is_noted_of_prediction_layers_and_heads(head: Path) -> None:
         "plan", ROOT / "examples/models/Llama-3.1-70B", "--gpus", "4xH100", "--context", "4096", "--draft", head
     )
     assert "head reads hidden states of 4096 elements, Llama-3.1-70B has 8192" in done.err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "Eagle3DraftModel"])
+def test_no_engine_serves_a_head_alone(
+    engine: str, architecture: str, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plan is refused, with a hint to the model's, which is not; no other engine or devices are suggested."""
+    monkeypatch.chdir(tmp_path)
+    head.write_text(json.dumps(EAGLE3 | {"architectures": [architecture]}))
+    asked = ("--gpus", "2xRTX4090", "--context", 4096, "--draft", head.parent, "--draft-output", "head.json")
+    assert command("plan", LLAMA_8B, *asked, "-o", "p.json").code == 0
+    done = command("export", "head.json", "--for", engine)
+    assert done.code == 1
+    assert "has no embedding" in done.out
+    assert done.err.startswith("hint: export the plan of the model that it drafts for")
+    assert done.err.count("hint: ") == 1
+    assert "has no embedding" not in command("export", "p.json", "--for", engine).out

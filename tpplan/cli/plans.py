@@ -159,6 +159,7 @@ def hand_over(plan: SplitPlan, report: ExportReport, output: str, *, json: bool)
         Whether the engine can run it.
     """
     from tpplan.files.codec import unstructure  # noqa: PLC0415
+    from tpplan.models.families.drafts import is_head  # noqa: PLC0415
     from tpplan.render.export import differences, text  # noqa: PLC0415
     from tpplan.render.export import export as view  # noqa: PLC0415
 
@@ -175,6 +176,8 @@ def hand_over(plan: SplitPlan, report: ExportReport, output: str, *, json: bool)
         command = remake(plan, "even.json", "MODEL", report.works_with)
         sentence = f"it can run a plan for {report.works_with}, which this command makes{_without_room(plan)}"
         console.say("hint", sentence, "hint", [command])
+    if is_head(plan.model.architecture):
+        hint("export the plan of the model that it drafts for, which says how the engine is told of its head")
     if report.engines:
         *others, last = report.engines
         names = f"{', '.join(others)} or {last}" if others else last

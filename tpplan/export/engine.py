@@ -10,6 +10,7 @@ from attrs import frozen
 from tpplan.core.model import PREDICTION
 from tpplan.core.plan import CACHE_KINDS
 from tpplan.export.facts import Facts, apart, bytes_each
+from tpplan.models.families.drafts import is_head
 from tpplan.reports.export import TextFile, Variable
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ class Engine:
 
     def obstacles(self, facts: Facts) -> Iterator[str]:
         """Yield why the engine cannot run a plan, however that cuts, a clause each."""
-        if self.no_gguf and facts.is_gguf:
+        if is_head(facts.model.architecture):
+            yield "the plan is that of a head, which has no embedding and reads the states of the model it drafts for"
+        elif self.no_gguf and facts.is_gguf:
             yield f"the plan's weights are in {facts.model.weight_format}, {self.no_gguf}"
         else:
             yield from self.refused(facts)

@@ -58,7 +58,8 @@ ENGINE = Engine(
     caches=_CACHES,
     allows_beyond="VLLM_ALLOW_LONG_MAX_MODEL_LEN",
     differs=_differs,
-    draft=f'--speculative-config \'{{"model": "{DRAFT}", "num_speculative_tokens": N}}\'',
+    draft=f'--speculative-config \'{{"model": "{DRAFT}", "num_speculative_tokens": N}}\' '
+    '(for an EAGLE-3 head with "method": "eagle3" in it)',
     mtp='--speculative-config \'{"method": "mtp", "num_speculative_tokens": N}\'',
     no_gguf="which it reads by a plugin only (vllm-gguf-plugin), of whose cuts and bytes tpplan knows nothing",
     cuts_evenly=True,

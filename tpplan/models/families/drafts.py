@@ -92,3 +92,8 @@ def states_of(draft: ModelSpec) -> int | None:
     """Return how wide the hidden states are that a head reads of its model; None for models that read none."""
     found = (parameter.shape[1] // _STATES for parameter in draft.parameters if parameter.name == "fc.weight")
     return next(found, None) if draft.model_type in DRAFTS else None
+
+
+def is_head(architecture: str) -> bool:
+    """Tell whether an architecture is that of a head, which cannot run without the model that it drafts for."""
+    return any(architecture in family.architectures for family in DRAFTS.values())
