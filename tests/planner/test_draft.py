@@ -213,6 +213,13 @@ def test_another_vocabulary_is_noted(tmp_path: Path) -> None:
     assert "small has 32000 tokens, Llama-3.1-8B 128256: their tokens may differ" in done.err.replace("\n", " ")
 
 
+@pytest.fixture
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def test_a_manifest_names_a_draft_model(head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its plans leave room, and are stale where they do not."""
     monkeypatch.chdir(tmp_path)
@@ -222,7 +229,7 @@ def test_a_manifest_names_a_draft_model(head: Path, tmp_path: Path, monkeypatch:
     assert command("check").code == 0
     (tmp_path / "tpplan.toml").write_text(entry + 'draft = "head/config.json"\n')
     stale = command("check")
-    told = "the manifest asks for draft head instead of none, reserve, with room for head, "
+    told = "the manifest asks for draft head instead of none; reserve, with room for head, "
     assert (stale.code, told in " ".join(stale.out.split())) == (1, True), stale.out
     assert command("plan", "--all").code == 0
     assert command("check").code == 0
@@ -564,7 +571,65 @@ def test_a_default_draft_model_can_be_left_out(head: Path, tmp_path: Path, monke
     assert not tpplan.load("b.json").request.reserve
     head.write_text(json.dumps(EAGLE3 | {"intermediate_size": 20000}))
     stale = command("check")
-    assert (stale.code, "asks for reserve, with room for head, " in stale.out.replace("\n", " ")) == (1, True)
+    assert (stale.code, "a.json: stale (draft) the draft model head changed: its" in said(stale)) == (1, True)
+
+
+def said(done: Done) -> str:
+    """Return what is on a screen in one line."""
+    return " ".join(done.out.split())
+
+
+DRAFTING = f"""
+[[plan]]
+file = "p.json"
+model = "{LLAMA_8B / "config.json"}"
+gpus = "48GiB,40GiB"
+context = 4096
+draft = "head/config.json"
+"""
+DRAFT_CHANGED, RESERVE, UNLESS = "the draft model head changed", "256MiB", ", unless the manifest's reserve did"
+
+
+def test_a_reserve_that_changed_is_told_beside_a_draft_model(inside: Path, head: Path) -> None:
+    """All of the draft model is on every device, so what changed on one is the manifest's."""
+    assert head.exists()
+    for before, after, told in (
+        ("64MiB@1", "", "nothing instead of 64.00 MiB on device 1"),
+        ("64MiB@1", "16MiB@1", "16.00 MiB on device 1 instead of 64.00 MiB on device 1"),
+        ("", "1GiB", "1.00 GiB on every device instead of nothing"),
+    ):
+        for size, words in ((before, ("plan", "--all")), (after, ("check",))):
+            (inside / "tpplan.toml").write_text(DRAFTING + (f'reserve = "{size}"\n' if size else ""))
+            done = command(*words)
+        assert said(done).startswith(f"p.json: stale (options) the manifest asks for reserve {told} ")
+
+
+@pytest.mark.parametrize(
+    ("intermediate", "change", "told"),
+    [
+        (30000, ("", ""), f"(draft) {DRAFT_CHANGED}: its room is "),
+        (12288, ("", ""), f"(draft) {DRAFT_CHANGED}{UNLESS}: its room is "),
+        (14336, (RESERVE, "128MiB"), f"(draft) {DRAFT_CHANGED}{UNLESS}: its room is "),
+        (14336, (RESERVE, "32GiB"), "(options) the manifest asks for reserve "),
+        (14336, ("4096", "8192"), "(options) the manifest asks for context 8192 instead of 4096 "),
+        (14336, ("4096", "8192\nbatch = 2"), "(options) the manifest asks for context 8192 instead of 4096; batch 2 "),
+        (30000, ("4096", "8192"), f"instead of 4096; {DRAFT_CHANGED}: its room is "),
+    ],
+)
+def test_room_that_changed_is_told_from_a_reserve(
+    inside: Path, head: Path, intermediate: int, change: tuple[str, str], told: str
+) -> None:
+    """A plan has the sum of both: what cannot be the manifest's is the draft model's, and where both can be is said."""
+    path, config = inside / "tpplan.toml", head.read_text()
+    for split in ("", 'draft-output = "d.json"\n'):
+        manifest = f'{DRAFTING}reserve = "{RESERVE}"\n{split}'
+        path.write_text(manifest)
+        head.write_text(config)
+        assert command("plan", "--all").code == 0
+        assert command("check").code == 0
+        head.write_text(json.dumps(EAGLE3 | {"intermediate_size": intermediate}))
+        path.write_text(manifest.replace(*change, 1))
+        assert told in said(command("check", "p.json"))
 
 
 def test_what_is_noted_of_prediction_layers_and_heads(head: Path) -> None:

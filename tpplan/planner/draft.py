@@ -92,7 +92,11 @@ def _bytes_of(entry: DeviceMemory) -> int:
 def _with_room(request: Request, draft: ModelSpec, room: Sequence[int]) -> Request:
     """Return a request that reserves so many bytes more for a draft model on each device."""
     request = request if request.mtp else evolve(request, draft=draft.name)
-    sizes = [request.reserved(device) + more for device, more in enumerate(room)]
-    if len(set(sizes)) == 1:
-        return evolve(request, reserve=(Reserve(sizes[0]),))
-    return evolve(request, reserve=tuple(Reserve(size, device) for device, size in enumerate(sizes) if size))
+    return evolve(request, reserve=reserves_of([request.reserved(i) + more for i, more in enumerate(room)]))
+
+
+def reserves_of(sizes: Sequence[int]) -> tuple[Reserve, ...]:
+    """Return what reserves so many bytes on each device."""
+    if len(set(sizes)) == 1 and sizes[0]:
+        return (Reserve(sizes[0]),)
+    return tuple(Reserve(size, device) for device, size in enumerate(sizes) if size)

@@ -13,6 +13,7 @@ from tpplan.errors import RequestError, TpplanError
 from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
 from tpplan.planfile.codec import fingerprint
+from tpplan.planner.draft import reserves_of
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.plan import asked_strategy, replan
 from tpplan.planner.request import resolve
@@ -34,6 +35,7 @@ class StaleReason(StrEnum):
     """Why planning again gives another plan, or none."""
 
     MODEL = "model"  # the plan is for a model with another fingerprint
+    DRAFT = "draft"  # the plan has room for another draft model of the same name
     DEVICES = "devices"  # the plan is for other devices than the given ones
     PLANNING = "planning"  # the same inputs, another result: edited by hand, or by another tpplan
     OPTIONS = "options"  # the manifest asks otherwise than the plan was asked for
@@ -166,9 +168,14 @@ def _compare(
         texts.append("the plan is for other devices than those that were named")
     changes = refused = None
     try:
-        if options and (others := _other_options(old, attrs.evolve(inputs, model=model), options)):
-            reasons.append(StaleReason.OPTIONS)
-            texts.append(f"the manifest asks for {', '.join(others)}")
+        if options:
+            others, draft = _other_options(old, attrs.evolve(inputs, model=model), options)
+            if others:
+                reasons.append(StaleReason.OPTIONS)
+                texts.append(f"the manifest asks for {'; '.join(others)}")
+            if draft:
+                reasons.append(StaleReason.DRAFT)
+                texts.append(draft)
         new = plan(attrs.evolve(inputs, model=model))
         changes = diff(old, new)
         if not reasons and old.speed and new.speed and old.speed.links != new.speed.links:
@@ -191,13 +198,15 @@ def _compare(
     )
 
 
-def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> list[str]:
-    """Return in words what a manifest asks for otherwise than a plan was asked for.
+def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> tuple[list[str], str]:
+    """Return in words what a manifest asks for otherwise than a plan was asked for, and how its draft model changed.
 
     Raises:
+        InfeasibleError: the draft model does not fit.
         RequestError: it asks for what is not valid for the model.
     """
-    asked, _ = inputs.with_room(inputs.asked(options), inputs.devices)
+    own = inputs.asked(options)
+    asked, _ = inputs.with_room(own, inputs.devices)
     is_auto = asked.strategy == AUTO
     resolved = resolve(inputs.model, attrs.evolve(asked, strategy=old.request.strategy if is_auto else asked.strategy))
     before, now = _words(old.request), _words(resolved)
@@ -205,9 +214,48 @@ def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> list[str
         now["strategy"] = AUTO
     elif old.speed and not is_auto:
         before["strategy"] = AUTO
-    before["reserve"], now["reserve"] = reserves_told(old.request.reserve, resolved.reserve)
-    named = {"reserve": f"reserve, with room for {inputs.draft.name}," if inputs.draft else "reserve"}
-    return [f"{named.get(key, key)} {now[key]} instead of {before[key]}" for key in now if now[key] != before[key]]
+    draft, named = "", {}
+    if inputs.draft and (old.request.draft, old.request.mtp) == (resolved.draft, resolved.mtp):
+        before["reserve"], now["reserve"], draft = _reserves_beside(inputs.draft.name, old, inputs, own)
+    else:
+        before["reserve"], now["reserve"] = reserves_told(old.request.reserve, resolved.reserve)
+        named = {"reserve": f"reserve, with room for {inputs.draft.name},"} if inputs.draft else {}
+    others = [f"{named.get(key, key)} {now[key]} instead of {before[key]}" for key in now if now[key] != before[key]]
+    return others, draft
+
+
+def _reserves_beside(draft: str, old: SplitPlan, inputs: Inputs, own: Request) -> tuple[str, str, str]:
+    """Return what a plan reserved beside its draft model, what a manifest does, and how the former changed, in words.
+
+    A plan has the sum of both. Where it is not that of the manifest's reserve and of today's room for what the plan was
+    asked for, one of both is another, which is told from bytes that cannot be. Other devices have other room.
+
+    Args:
+        draft: name of the draft model.
+        old: the plan.
+        inputs: what it is made of today.
+        own: what the manifest asks for, without the room.
+    """
+    (told,) = reserves_told(own.reserve)
+    if inputs.devices != old.devices:
+        return told, told, ""
+    empty = attrs.evolve(old.request, reserve=own.reserve, strategy=asked_strategy(old))
+    both, _ = inputs.with_room(empty, old.devices)
+    sums = [(old.request.reserved(i), both.reserved(i), own.reserved(i)) for i in range(len(old.devices))]
+    if all(before == now for before, now, _ in sums):
+        return told, told, ""
+    reserves = [before - now + asked for before, now, asked in sums]  # if the room did not change
+    rooms = [before - asked for before, _, asked in sums]  # if the manifest's reserve did not
+    can_reserve = min(reserves) >= 0
+    can_draft = min(rooms) >= 0 and any(reserves) and any(rooms) and (inputs.is_split or len({*rooms}) == 1)
+    if not can_draft:  # or both are others
+        sides = (own.reserve, reserves_of(reserves)) if can_reserve else (both.reserve, old.request.reserve)
+        now, before = reserves_told(*sides)
+        return before, now if can_reserve else f"(with room for {draft}) {now}", ""
+    now, before = reserves_told(reserves_of([now - asked for _, now, asked in sums]), reserves_of(rooms))
+    unless = ", unless the manifest's reserve did" if can_reserve else ""
+    what = draft if old.request.mtp else f"the draft model {draft}"
+    return told, told, f"{what} changed{unless}: its room is {now} instead of {before}"
 
 
 def _words(request: Request) -> dict[str, str]:
