@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 PROMPT: Final = "The quick brown fox, señor Ω"
 #: The last line of standard error, of so many tokens.
-TIME: Final = r"time: {prompt} prompt tokens \([0-9.]+ tokens/s\), {new} new tokens \([0-9.]+ tokens/s\)\n"
+TIME: Final = (
+    r"time: {prompt} prompt tokens \([0-9.]+ tokens/s\), {new} new tokens \([0-9.]+ tokens/s\); the first after "
+    r"[0-9.]+ s: start [0-9.]+, (devices [0-9.]+, weights [0-9.]+, decoder [0-9.]+|model [0-9.]+), prompt [0-9.]+\n"
+)
 
 
 def write_checkpoint(directory: Path, batch: int = 1) -> Path:

@@ -18,7 +18,7 @@ from tests.decoder_cases import LENGTH
 from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.speed import Pass, Speed
-from tpplan.decoder.generation.timing import Timing
+from tpplan.decoder.generation.timing import Timing, seconds_since_start
 from tpplan.decoder.text.continuation import Continuation
 
 if TYPE_CHECKING:
@@ -197,6 +197,24 @@ def test_times_are_those_of_a_clock() -> None:
         assert len(list(timing.of(500, steps()))) == 3
     assert str(timing) == "500 prompt tokens (250 tokens/s), 5 new tokens (3.0 tokens/s)"
     assert str(Timing()) == "0 prompt tokens, 0 new tokens"
+
+
+def test_what_the_first_token_waits_for() -> None:
+    """Told part by part, with the first prompt, and not with later ones; of nothing if nobody is to be told."""
+    now = [0.0]
+
+    def steps() -> Iterator[tuple[int | None, ...]]:
+        for seconds in (2.5, 0.5):
+            now[0] += seconds
+            yield (1,)
+
+    timing = Timing(None, [("start", 1.25), ("weights", 3.0)])
+    with patch("tpplan.decoder.generation.timing.perf_counter", lambda: now[0]):
+        for _ in range(2):
+            assert len(list(timing.of(5, steps()))) == 2
+    assert str(timing).endswith("(2.0 tokens/s); the first after 6.8 s: start 1.2, weights 3.0, prompt 2.5")
+    assert ";" not in str(Timing(None, [("weights", 3.0)]))
+    assert 0 < seconds_since_start() < 10**5
 
 
 def test_times_beside_what_the_plan_says() -> None:

@@ -109,8 +109,8 @@ class Layers:
             self._join_around(path, module, weight)
         elif axis and self._leads_back(weight):
             self._sum_linear(path, module, axis, weight.layer)
-        elif axis is None and weight.parameter.home is Axis.SHARED_INTERMEDIATE:
-            self._spread_behind(path, module, weight.layer)
+        elif axis is None and weight.parameter.home in {Axis.EXPERT_INTERMEDIATE, Axis.SHARED_INTERMEDIATE}:
+            self._spread_behind(path, module, weight.parameter.home, weight.layer)
 
     def _routes(self, stored: Stored) -> bool:
         """Tell whether a tensor is a router's matrix, which every device with experts has and none cuts."""
@@ -168,9 +168,12 @@ class Layers:
 
         module.forward = forward
 
-    def _spread_behind(self, path: str, module: Any, layer: int | None) -> None:
-        """Tell all devices the gate of shared experts, if only some have its weight; all have the sum."""
-        before, axis = module.forward, Axis.SHARED_INTERMEDIATE
+    def _spread_behind(self, path: str, module: Any, axis: Axis, layer: int | None) -> None:
+        """Tell all devices what a matrix beside experts makes, if only those that have some of these have it.
+
+        Such are the gate of shared experts, and the matrix that leads back from latents: all devices have the sums.
+        """
+        before = module.forward
         holders = {each.device for each in self._context.plan.slices(axis, layer)}
         if holders.issuperset(self._context.all_devices):
             return

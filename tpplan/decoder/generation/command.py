@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
@@ -15,7 +17,7 @@ from tpplan.core.speed import Speed
 from tpplan.decoder.decoder import Decoder
 from tpplan.decoder.decoding.sampling import Sampling
 from tpplan.decoder.generation.generate import generate
-from tpplan.decoder.generation.timing import Timing
+from tpplan.decoder.generation.timing import Timing, seconds_since_start
 from tpplan.decoder.generation.warmup import on_gpus
 from tpplan.decoder.model.settings import check_model
 from tpplan.decoder.text.continuation import Continuation
@@ -44,6 +46,7 @@ class Engine:
         tokens: returns an iterator over the next token of each text, None for texts that have ended; from prompts, the
             most new tokens and the sampling of each, and the tokens that end a text.
         speed: what the plan predicts of it; None if nothing.
+        waits: what loading did, and its seconds; empty if it was not told apart.
     """
 
     context: TPContext
@@ -51,12 +54,14 @@ class Engine:
         [Sequence[Sequence[int]], Sequence[int], Sequence[Sampling], frozenset[int]], Iterator[tuple[int | None, ...]]
     ]
     speed: Speed | None = None
+    waits: Sequence[tuple[str, float]] = ()
 
 
 @contextmanager
 def by_decoder(task: Task, note: Callable[[str], None]) -> Iterator[Engine]:
     """Load a checkpoint into the decoder; see :func:`loaded`."""
-    with loaded(task, note) as decoder:
+    waits: list[tuple[str, float]] = []
+    with loaded(task, note, waits) as decoder:
 
         def tokens(
             prompts: Sequence[Sequence[int]],
@@ -66,28 +71,38 @@ def by_decoder(task: Task, note: Callable[[str], None]) -> Iterator[Engine]:
         ) -> Iterator[tuple[int | None, ...]]:
             return generate(decoder, prompts, counts, sampling=samplings, end=end)
 
-        yield Engine(decoder.context, tokens, task.plan.speed if on_gpus(decoder) else None)
+        yield Engine(decoder.context, tokens, task.plan.speed if on_gpus(decoder) else None, waits)
 
 
 @contextmanager
-def loaded(task: Task, note: Callable[[str], None]) -> Iterator[Decoder]:
+def loaded(task: Task, note: Callable[[str], None], waits: list[tuple[str, float]] | None = None) -> Iterator[Decoder]:
     """Load a checkpoint by a plan. Whatever can be checked is checked before the weights load.
 
     Args:
         task: what to generate.
         note: called with the reason if the devices are virtual, and with why predictions do not hold.
+        waits: gets what loading does, and its seconds.
 
     Raises:
         TpplanError: the plan, the checkpoint and the machine do not fit together.
     """
-    plan, source = task.plan, task.source
+    plan, source, times = task.plan, task.source, [perf_counter()]
     check_model(source, source.model, plan)
     with compiler(plan, task.order.backend, note, scratch=False)("auto") as context:
         if plan.speed and (told := without_kernels(source.model)):
             note(told)
         if source.gguf and (told := room_note(context, source.gguf)):
             note(told)
-        yield Decoder(context, source, load_weights(plan, source, context))
+        times.append(perf_counter())
+        weights = load_weights(plan, source, context)
+        times.append(perf_counter())
+        decoder = Decoder(context, source, weights)
+        del weights  # the decoder has what it needs of them
+        times.append(perf_counter())
+        if waits is not None:
+            seconds = (end - start for start, end in pairwise(times))
+            waits += zip(("devices", "weights", "decoder"), seconds, strict=True)
+        yield decoder
 
 
 def run(
@@ -109,9 +124,10 @@ def run(
     Raises:
         TpplanError: see :func:`loaded`.
     """
-    batch = task.plan.request.batch
+    batch, before, start = task.plan.request.batch, seconds_since_start(), perf_counter()
     with load(task, note) as engine:
-        timing = Timing(engine.speed)
+        loading = engine.waits or [("model", perf_counter() - start)]
+        timing = Timing(engine.speed, [("start", before), *loading] if before else ())
         for first in range(0, len(task.prompts), batch):
             group = task.prompts[first : first + batch]
             for report in _continued(engine, task, group, first, timing, tell if len(task.prompts) == 1 else None):
