@@ -559,6 +559,12 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         {"attention_bias": _FLAG, "zero_expert_num": st.integers(1, 3)},
     ),
     "stablelm_epoch": ({}, {"use_qkv_bias": _FLAG}),
+    **dict.fromkeys(("aquila", "solar", "telechat3", "xverse"), ({}, {**_BIASES, **_HEAD})),
+    "orion": ({}, {}),
+    "internlm": ({}, {"bias": _FLAG}),
+    "exaone": ({}, {**_HEAD}),
+    "minicpm": ({}, {}),
+    "deepseek": (_ROUTED, {"n_shared_experts": st.integers(1, 2), "first_k_dense_replace": st.integers(0, 3)}),
     "qwen": (
         {"intermediate_size": _SIZE.map(lambda width: 2 * width), "kv_channels": st.sampled_from((4, 8, 12))},
         {"no_bias": _FLAG},
@@ -693,6 +699,7 @@ _NAMES: dict[str, dict[str, str | None]] = {
     "longcat_flash": {"num_hidden_layers": "num_layers", "intermediate_size": "ffn_hidden_size"},
     "qwen": {"num_key_value_heads": None, "intermediate_size": None},
     "baichuan": {"num_key_value_heads": None},
+    "exaone": {"num_hidden_layers": "num_layers"},
     "chatglm": {
         "vocab_size": "padded_vocab_size",
         "intermediate_size": "ffn_hidden_size",
@@ -863,6 +870,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "voxtral": {"audio_config": _EARS},
     "voxtral_realtime": {"audio_config": {**_EARS, "num_key_value_heads": 1, "head_dim": 4}},
     "internvl_chat": {"vision_config": _TOWER},
+    "kimi_vl": {"vision_config": _TOWER},
     "minicpmo": {"vision_config": _TOWER, "audio_config": _EARS},
     "minicpmv": {"vision_config": _TOWER},
 }
@@ -952,6 +960,7 @@ INNER = {
     "video_llava": ("llama",),
     "vipllava": ("llama",),
     "kimi_k25": ("deepseek_v3",),
+    "kimi_vl": ("deepseek_v3",),
     "llama4": ("llama4_text",),
     "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "audioflamingo3": ("qwen2",),

@@ -74,7 +74,8 @@ VISION_OF_STEP = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers":
 #: Models that transformers lacks: their own code is on the hub.
 NOT_IN_TRANSFORMERS = {
     *("nemotron-nas", "qwen", "internlm2", "baichuan", "chatglm", "bailing_moe"),
-    *("internvl_chat", "minicpmo", "minicpmv"),
+    *("aquila", "deepseek", "exaone", "internlm", "minicpm", "orion", "solar", "telechat3", "xverse"),
+    *("internvl_chat", "kimi_vl", "minicpmo", "minicpmv"),
 }
 
 #: Models whose part that reads images needs a library of its own in transformers.

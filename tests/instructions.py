@@ -10,6 +10,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numba.cuda import types
 
 from tests.warps import ME, add_word, copy_words, end_copies, multiplied, told, wait_for_copies, words_at, write_words
 from tpplan.exec.kernels import ptx
@@ -255,11 +256,15 @@ _BITS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Kind:
-    """A type of numba's, of which nothing is wanted."""
+class Kind(types.Type):  # type: ignore[misc]  # untyped
+    """A type of numba's, of which nothing is wanted; one of its own, else types take it for a value to convert."""
 
     return_type = None
     args = (None,) * 9
+
+    def __init__(self) -> None:
+        """Have a name, as types do."""
+        super().__init__("kind")
 
     def __call__(self, *_: Any) -> Kind:
         """Be the signature of an intrinsic too."""

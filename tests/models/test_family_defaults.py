@@ -86,10 +86,12 @@ def small(model_type: str, inner: str) -> dict[str, Any]:
         (raw[wrapper.within] if wrapper.within else raw).update(around(model_type, text))
     for key in (
         *("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"),
-        *("indexer_types", "activation_sparsity_pattern", "num_attention_heads_per_layer"),
+        *("indexer_types", "kv_source_layers", "activation_sparsity_pattern", "num_attention_heads_per_layer"),
     ):
         if text.get(key):
             text[key] = text[key][:5]
+    if inner == "ernie4_5_vl_moe_text":
+        text["rope_parameters"]["mrope_section"] = [1, 1, 2]  # half of a head
     if text.get("num_kv_shared_layers"):
         text["layer_types"] = [("full_attention", "sliding_attention")[layer % 2] for layer in range(5)]
     text.pop("per_layer_config", None)

@@ -219,6 +219,16 @@ FORMS: dict[str, dict[str, Any]] = {
     }
     | {"num_layers": 2, "ffn_hidden_size": 10, "expert_ffn_hidden_size": 7, "q_lora_rank": 9, "moe_topk": 2}
     | {"zero_expert_num": 0, "head_dim": 8},
+    "kolibri1": _NARROW | _EXPERTS | _SHARED,
+    "flint": _NARROW | _EXPERTS | _SHARED,
+    "dbrx": {"vocab_size": VOCAB, "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 32}
+    | {"attn_config": {"kv_n_heads": 3, "rope_theta": 1e4, "clip_qkv": 8.0}}
+    | {"ffn_config": {"ffn_hidden_size": 7, "moe_num_experts": 4, "moe_top_k": 2}},
+    "mpt": {"vocab_size": VOCAB, "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 32},
+    "gpt_neo": {key: value for key, value in _OUTSIDE.items() if key != "num_hidden_layers"}
+    | {"hidden_size": 48, "intermediate_size": 10, "num_heads": 6, "num_layers": 2, "window_size": 4}
+    | {"attention_types": [[["global", "local"], 1]]},
+    "persimmon": _PLAIN | {"qk_layernorm": True},
     "olmo_hybrid": _GROUPED | {key: value for key, value in _HYBRID.items() if key.startswith("linear")},
 }
 
@@ -226,7 +236,7 @@ FORMS: dict[str, dict[str, Any]] = {
 EAGER = {"experts_implementation": "eager"}
 
 #: ALiBi gives each head a slope by its number, so heads cannot change places.
-NUMBERED_HEADS = "bloom"
+NUMBERED_HEADS = {"bloom", "mpt"}
 
 #: Query heads that share a key/value head are stored with it, or their outputs share a matrix, so only whole groups can
 #: change places.
@@ -278,7 +288,7 @@ def reordered(tensor: torch.Tensor, parameter: Parameter, order: Order) -> torch
 
 def reorder_all(spec: ModelSpec, tensors: dict[str, torch.Tensor], vocab: torch.Tensor, form: str) -> dict[str, Any]:
     """Return all tensors with every axis in a new order, the same in the layers of a block."""
-    heads, within_groups = form != NUMBERED_HEADS, form not in FUSED_GROUPS
+    heads, within_groups = form not in NUMBERED_HEADS, form not in FUSED_GROUPS
     known: dict[Attention, Order] = {}
     orders = {block: new_order(block, known, heads=heads, within_groups=within_groups) for block in spec.blocks}
     return {

@@ -26,6 +26,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 #: For each the model of transformers that computes the same, and keys by which its config differs.
 LIKE: dict[str, tuple[str, dict[str, str]]] = {
+    **dict.fromkeys(("aquila", "minicpm", "solar", "telechat3", "xverse"), ("llama", {})),
+    "orion": ("stablelm", {}),
+    "internlm": ("llama", {"bias": "attention_bias"}),
+    "exaone": ("llama", {"num_layers": "num_hidden_layers"}),
+    "deepseek": ("glm4_moe", {}),
     "qwen": ("qwen2", {"kv_channels": "head_dim"}),
     "internlm2": ("llama", {"bias": "attention_bias"}),
     "baichuan": ("llama", {}),
@@ -47,8 +52,21 @@ LIKE: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 
-#: What names of these have in place of those of transformers; the projections of queries, keys and values are one.
+#: What names of these have in place of those of transformers; where that of queries is another, the projections of
+#: queries, keys and values are one.
 NAMES: dict[str, dict[str, str]] = {
+    "exaone": {
+        r"^model\.layers": "transformer.h",
+        r"^model\.embed_tokens": "transformer.wte",
+        r"^model\.norm": "transformer.ln_f",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        r"self_attn\.o_proj": "self_attn.out_proj",
+        r"self_attn\.": "attn.attention.",
+        r"mlp\.gate_proj": "mlp.c_fc_0",
+        r"mlp\.up_proj": "mlp.c_fc_1",
+        r"mlp\.down_proj": "mlp.c_proj",
+    },
     "qwen": {
         r"^model\.layers": "transformer.h",
         r"^model\.embed_tokens": "transformer.wte",
@@ -103,11 +121,13 @@ def _like(model_type: str, raw: dict[str, Any]) -> dict[str, Any]:
     config = {keys.get(key, key): value for key, value in raw.items()} | {"model_type": like}
     if model_type == "qwen":
         config |= {"intermediate_size": raw["intermediate_size"] // 2, "use_sliding_window": False}
-    if model_type == "internlm2":
+    if model_type in {"minicpm", "exaone"}:
+        config.setdefault("tie_word_embeddings", True)
+    if model_type in {"internlm", "internlm2"}:
         config["attention_bias"] = raw.get("bias", True)
     if model_type == "chatglm":
         config["attention_bias"] = raw.get("add_qkv_bias", False)
-    if model_type == "bailing_moe":
+    if model_type in {"bailing_moe", "deepseek"}:
         config.setdefault("n_shared_experts", 1)  # transformers has always some
         config.setdefault("first_k_dense_replace", 0)
         config.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
@@ -119,13 +139,15 @@ def _like(model_type: str, raw: dict[str, Any]) -> dict[str, Any]:
 def _renamed(model_type: str, raw: dict[str, Any], shapes: Shapes) -> Shapes:
     """Return the same tensors as these checkpoints have them."""
     found: Shapes = {}
+    names = NAMES.get(model_type, {})
+    fused = any("q_proj" in old for old in names)
     for name, (rows, *columns) in shapes.items():
-        own = re.sub(r"self_attn\.[kv]_proj", "self_attn.q_proj", name)
-        if "shared_experts" in own and not raw.get("num_shared_experts"):
+        own = re.sub(r"self_attn\.[kv]_proj", "self_attn.q_proj", name) if fused else name
+        if "shared_experts" in own and not (raw.get("num_shared_experts") or raw.get("n_shared_experts")):
             continue
         if own.endswith("correction_bias") and not raw.get("moe_router_enable_expert_bias"):
             continue
-        for old, new in NAMES[model_type].items():
+        for old, new in names.items():
             own = re.sub(old, new, own)
         found[own] = (rows + found.get(own, (0,))[0], *columns)
     return found
@@ -166,6 +188,25 @@ def test_biases_of_all_matrices(model_type: str, data: st.DataObject) -> None:
             routed = ".mlp.gate." in name or ".experts." in name
             assert (name.replace(".weight", ".bias") in shapes) != routed
             assert routed or shapes[name.replace(".weight", ".bias")] == shape[:1]
+
+
+def test_minicpm_with_experts_is_mixtral_under_other_names() -> None:
+    """Its experts are as wide as its MLPs were."""
+    raw = {
+        "vocab_size": 40,
+        "hidden_size": 48,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    }
+    mixtral = saved_tensors(meta_model(hub_config({**raw, "model_type": "mixtral", "num_local_experts": 4})))
+    assert _shapes({**raw, "model_type": "minicpm", "num_experts": 4}) == {
+        name.replace("block_sparse_moe", "mlp"): tuple(tensor.shape) for name, tensor in mixtral.items()
+    }
 
 
 def test_what_is_fused_is_cut_as_engines_cut_it() -> None:
@@ -298,6 +339,89 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         9_399_951_360,
         40 * 2 * 2 * 128,
     ),
+    # 2.4 thousand millions beside the embedding, as its card says.
+    "MiniCPM-2B": (
+        _config(
+            "minicpm",
+            hidden_size=2304,
+            num_attention_heads=36,
+            num_key_value_heads=36,
+            vocab_size=122_753,
+            num_hidden_layers=40,
+            intermediate_size=5760,
+            max_position_embeddings=2048,
+        )
+        | {"tie_word_embeddings": True},
+        40 * (4 * 2304**2 + 3 * 2304 * 5760 + 2 * 2304) + 122_753 * 2304 + 2304,
+        40 * 2 * 2304,
+    ),
+    # 13.6 so.
+    "MiniCPM-MoE-8x2B": (
+        _config(
+            "minicpm",
+            hidden_size=2304,
+            num_attention_heads=36,
+            num_key_value_heads=36,
+            vocab_size=122_753,
+            num_hidden_layers=40,
+            intermediate_size=5760,
+            num_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=4096,
+        ),
+        40 * (4 * 2304**2 + 8 * (3 * 2304 * 5760 + 2304) + 2 * 2304) + 2 * 122_753 * 2304 + 2304,
+        40 * 2 * 2304,
+    ),
+    # 7,818,448,896, as its card says.
+    "EXAONE-3.0-7.8B": (
+        _config(
+            "exaone",
+            **_HEADS_32,
+            num_key_value_heads=8,
+            vocab_size=102_400,
+            num_layers=32,
+            intermediate_size=14_336,
+            max_position_embeddings=4096,
+        ),
+        7_818_448_896,
+        32 * 2 * 8 * 128,
+    ),
+    # 16,375,728,128, as its card says; the first layer is dense.
+    "DeepSeek-MoE-16B": (
+        _config(
+            "deepseek",
+            hidden_size=2048,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            vocab_size=102_400,
+            num_hidden_layers=28,
+            intermediate_size=10_944,
+            moe_intermediate_size=1408,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            first_k_dense_replace=1,
+            moe_layer_freq=1,
+            max_position_embeddings=4096,
+        ),
+        16_375_728_128,
+        28 * 2 * 2048,
+    ),
+    "InternLM-20B": (
+        _config(
+            "internlm",
+            hidden_size=5120,
+            num_attention_heads=40,
+            num_key_value_heads=40,
+            vocab_size=103_168,
+            num_hidden_layers=60,
+            intermediate_size=13_824,
+            bias=False,
+            max_position_embeddings=4096,
+        ),
+        60 * (4 * 5120**2 + 3 * 5120 * 13_824 + 2 * 5120) + 2 * 103_168 * 5120 + 5120,
+        60 * 2 * 5120,
+    ),
     # 2,795,443,200, as its card says.
     "StableLM-3B-4E1T": (
         _config(
@@ -378,7 +502,10 @@ def test_published_sizes(name: str) -> None:
 
 
 def test_parameters_are_as_many_as_published() -> None:
-    """What the arithmetic above gives for Ling is what its cards say, in thousands of millions."""
+    """What the arithmetic above gives is what their cards say, in thousands of millions."""
+    assert round((PUBLISHED["MiniCPM-2B"][1] - 122_753 * 2304) / 1e9, 1) == 2.4
+    assert round((PUBLISHED["MiniCPM-MoE-8x2B"][1] - 2 * 122_753 * 2304) / 1e9, 1) == 13.6
+    assert round(PUBLISHED["InternLM-20B"][1] / 1e9) == 20
     assert round(PUBLISHED["Ling-lite-1.5"][1] / 1e9, 1) == 16.8
     assert round(PUBLISHED["Ling-mini-2.0"][1] / 1e9, 2) == 16.26
 
@@ -391,6 +518,11 @@ def _as_stored(raw: dict[str, Any], start: str) -> Tensors:
     ("model_type", "start", "beside"),
     [
         ("internvl_chat", "language_model.", {"vision_model.x.weight": "vision tower", "mlp1.0.weight": "projector"}),
+        (
+            "kimi_vl",
+            "language_model.",
+            {"vision_tower.x.weight": "vision tower", "multi_modal_projector.linear_1.weight": "projector"},
+        ),
         ("minicpmv", "llm.", {"vpm.x.weight": "vision tower", "resampler.query": "other parts"}),
         ("minicpmo", "llm.", {"apm.x.weight": "audio tower", "tts.emb.weight": "other parts"}),
     ],
@@ -406,6 +538,8 @@ def test_wrappers_with_code_of_their_own(
     around = {"model_type": model_type, **SECTIONS[model_type]}
     if model_type == "internvl_chat":
         raw = {**around, "llm_config": text}
+    elif model_type == "kimi_vl":
+        raw = {**around, "text_config": text}
     else:
         version = {"minicpmo": {"qwen2": 2.6, "qwen3": 4.5}, "minicpmv": {"qwen2": 2.6, "qwen3": 4.5, "llama": 4.0}}
         raw = {**text, **around, "version": version[model_type][inner]}
@@ -438,6 +572,23 @@ def test_what_is_not_known_is_refused(raw: dict[str, Any], words: str) -> None:
         spec_of(json.loads(json.dumps(raw)))
     assert words in str(caught.value)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("model_type", ["lighton_ocr", "mistral3"])
+def test_light_on_ocr_by_the_name_that_engines_know(model_type: str, tmp_path: Path) -> None:
+    """It was published before transformers had a class of its own for it; names of tensors are those of that."""
+    text = {"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 40}
+    name = "LightOnOCRForConditionalGeneration"
+    raw = {"model_type": model_type, "architectures": [name], "vision_config": {}, "text_config": text}
+    stored = _as_stored({**text, "tie_word_embeddings": False, "max_position_embeddings": 64}, "")
+    tensors: Tensors = {key.replace("model.", "model.language_model.", 1): stored[key] for key in stored}
+    others: Tensors = dict.fromkeys(
+        ("model.vision_encoder.x.weight", "model.vision_projection.x.weight"), ("BF16", (3,))
+    )
+    spec = read_model(write_checkpoint(tmp_path, {**raw, "tie_word_embeddings": False}, tensors | others))
+    assert spec.architecture == name
+    assert spec.weight_bytes == tensor_bytes(tensors)
 
 
 def test_stablelm_of_old_config_is_stablelm() -> None:

@@ -11,7 +11,10 @@ from tests.family_models import hub_config, spec_of
 from tests.later import transformers
 from tests.weight_plans import request_of
 from tpplan.core.axes import Axis
+from tpplan.core.device import Device
+from tpplan.core.plan import Cache
 from tpplan.planner.ledger import cache_bytes_per_token, demands, state_bytes
+from tpplan.planner.plan import plan
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -109,6 +112,20 @@ def test_the_state_is_what_transformers_keeps(model_type: str, dtype: str) -> No
                 kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in keys)
                 assert kept == 3 * length * item * cache_bytes_per_token(spec, "fp16")
                 model(torch.randint(96, (3, 1)), use_cache=True, past_key_values=cache)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_steps_are_predicted_to_read_and_write_what_is_kept(model_type: str) -> None:
+    """Twice its bytes for each sequence that steps, beside a full cache, by a device that reads a byte a nanosecond."""
+    spec = spec_of({"model_type": model_type, **_COMMON, **FAMILIES[model_type]})
+    device = Device(name="x", budget_bytes=2**32, read_bytes_per_second=10**9)
+    speed = plan(spec, [device], cache=Cache("fp16", 4 * 100), batch=4, strategy="auto").speed
+    assert speed
+    for step in speed.decode:
+        kept, cached = (step.rows * size for size in (2 * state_bytes(spec), 100 * cache_bytes_per_token(spec, "fp16")))
+        (one,) = step.devices
+        assert one.cache_ns == kept + cached
+        assert step.without_cache_ns == one.weights_ns + one.rest_ns + kept
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -146,7 +146,7 @@ def test_a_reserve_is_a_change_of_the_request() -> None:
     plain, kept = (plan(model, (GPU,), reserve=reserve, **ASKED) for reserve in ((), (Reserve(MIB, 0),)))
     change = diff(plain, kept)
     (field,) = (field for field in change.fields if field.path == "request.reserve")
-    assert (field.before, field.after) == ("", "1MiB@0")
+    assert (field.before, field.after) == ("nothing", "1.00 MiB on device 0")
     assert {bucket.bucket: bucket.delta_bytes for bucket in change.total if bucket.delta_bytes} == {
         "reserved": MIB,
         "free": -MIB,

@@ -26,10 +26,10 @@ from tpplan.hardware.spec import parse_devices
 from tpplan.planfile import codec
 from tpplan.planner.attempt import Attempt, attempt
 from tpplan.planner.kinds import KINDS, ROWS, kind_of
-from tpplan.planner.ledger import _power
+from tpplan.planner.ledger import _power, demands, state_bytes
 from tpplan.planner.place import Effort
 from tpplan.planner.plan import plan, replan
-from tpplan.planner.speed import predict
+from tpplan.planner.speed import predict, quantised
 from tpplan.render.html import page
 from tpplan.render.show import show
 from tpplan.reports.show import faster_with_fewer, of_other_strategy, show_report
@@ -83,6 +83,38 @@ MEASURED: list[tuple[str, dict[str, object], int, str, LinkSpeed, dict[int, int]
     ("gpt-oss-20b", {}, 2, "uneven", NVLINK, {1: 567, 8: 1930, 64: 11184}, 50229),
 ]
 
+#: Qwen3.5-27B with half of its layers: 24 with linear attention, of 16 key heads with three value heads each, and 8
+#: with full attention.
+HYBRID: dict[str, object] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_value_heads": 48,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "intermediate_size": 17408,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+#: Bytes of its states a sequence: 32 bits of the recurrent ones, and four inputs of each channel's convolution.
+HYBRID_STATES = 24 * (48 * 128 * 128 * 4 + 4 * (48 + 2 * 16) * 128 * 2)
+#: Bytes of its keys and values a token.
+HYBRID_TOKEN = 8 * 2 * 4 * 256 * 2
+
+#: Tokens a second measured on it as above, with prompts of 32 tokens and evenly cut, by GPUs and batch. It was another
+#: hour, in which the sums were not measured.
+MEASURED_HYBRID: dict[int, dict[int, float]] = {1: {1: 91.1, 8: 688, 64: 3730}, 2: {1: 163, 8: 1149, 64: 6411}}
+HYBRID_H100 = evolve(H100, read_bytes_per_second=2_970 * 10**9)
+
 
 def model_of(name: str, quantisation: dict[str, object], folder: Path) -> ModelSpec:
     """Read an example's config, quantised otherwise."""
@@ -92,10 +124,10 @@ def model_of(name: str, quantisation: dict[str, object], folder: Path) -> ModelS
     return tpplan.read_model(folder)
 
 
-def predicted(model: ModelSpec, gpus: int, cut: str, link: LinkSpeed) -> dict[int, int]:
+def predicted(model: ModelSpec, gpus: int, cut: str, link: LinkSpeed, gpu: Device = H100) -> dict[int, int]:
     """Return the tokens a second of each batch, and of the prompt at 0, by the plan that the benchmark makes."""
-    second = evolve(H100, budget_bytes=79 * GIB * 2 // 3)
-    devices = [H100, second if cut == "uneven" else H100][:gpus]
+    second = evolve(gpu, budget_bytes=79 * GIB * 2 // 3)
+    devices = [gpu, second if cut == "uneven" else gpu][:gpus]
     layout, cache = "gather" if cut == "gather" else "", Cache(tokens=64 * 4096)
     made = plan(model, devices, cache=cache, batch=64, max_rows=4096, layout=layout)
     found: dict[int, int] = {}
@@ -121,6 +153,70 @@ def test_nine_of_ten_predictions_are_within_a_tenth(tmp_path: Path) -> None:
     assert 10 * len(wrong) <= len(errors), wrong
     assert not any("Llama-3.1-8B" in case for case in wrong), wrong
     assert max(map(abs, errors.values())) < 1 / 6, wrong
+
+
+@pytest.mark.parametrize("gpus", MEASURED_HYBRID)
+def test_predictions_of_linear_attention_are_within_a_fifth(gpus: int) -> None:
+    """No constant was made for such layers, and all are too fast; without the states, 64 sequences are by half."""
+    found = predicted(read_config(HYBRID), gpus, "even", NVLINK, HYBRID_H100)
+    errors = {batch: found[batch] / measured - 1 for batch, measured in MEASURED_HYBRID[gpus].items()}
+    assert all(0 < error < 0.2 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "latency"])
+def test_states_are_read_and_written_whatever_is_cached(strategy: str) -> None:
+    """By hand: those of the sequences that step, on the device that has their heads; the others are as ever."""
+    model, tokens, batch = read_config(HYBRID), 4096, 64
+    devices = [evolve(HYBRID_H100, name=name, budget_bytes=size * GIB) for name, size in (("a", 79), ("b", 30))]
+    made = plan(model, devices, cache=Cache(tokens=batch * tokens), batch=batch, max_rows=64, strategy=strategy)
+    heads, of_keys = (made.bounds(axis, layer) for axis, layer in ((Axis.LINEAR_HEADS, 0), (Axis.KV_HEADS, 3)))
+    assert (heads[1] > 8) == (strategy == "balanced")
+    speed = predict(made, model, [NVLINK])
+    assert speed
+    for step in speed.decode:
+        states = [2 * step.rows * HYBRID_STATES * (end - start) / 16 for start, end in pairwise(heads)]
+        cached = [step.rows * tokens * HYBRID_TOKEN * (end - start) / 4 for start, end in pairwise(of_keys)]
+        for device, *sizes in zip(step.devices, states, cached, strict=True):
+            assert device.cache_ns == pytest.approx(sum(sizes) / 2970, abs=3)
+        assert step.total_ns - step.without_cache_ns <= max(cached) / 2970 + 1
+    if strategy == "latency":  # both have half of everything, so that no stage waits
+        for step in speed.decode:
+            (one, other), kept = step.devices, step.rows * HYBRID_STATES / 2970
+            assert one == evolve(other, device=0)
+            assert step.without_cache_ns == pytest.approx(one.without_cache_ns + kept, rel=1e-6)
+            assert step.total_ns == one.total_ns
+
+
+def test_states_are_counted_once_beside_several_kinds_of_weights() -> None:
+    """Qwen3-Next has experts and other matrices, here in 4 bits, and 36 layers of 32 heads with a state."""
+    model = tpplan.read_model(MODELS / "Qwen3-Next-80B-A3B")
+    made = plan(model, [evolve(H100, budget_bytes=200 * GIB)], cache=Cache(tokens=8 * 128), batch=8)
+    states = 36 * (32 * 128 * 128 * 4 + 4 * (32 + 2 * 16) * 128 * 2)
+    for parts in ((), quantised(model, 450)):
+        speed = predict(made, model, parts=parts)
+        assert speed
+        for step in speed.decode:
+            read = step.rows * (2 * states + 128 * 12 * 2 * 2 * 256 * 2)
+            assert step.devices[0].cache_ns == pytest.approx(read / H100.read_bytes_per_second * 1e9, abs=3)
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", "DeepSeek-V4", "Qwen3-Next-80B-A3B", "Llama-3.1-8B"])
+def test_latency_counts_what_predictions_do(name: str) -> None:
+    """Of weights and cache, for a step of the batch; states count twice, and so does what waits to be compressed."""
+    configs = {"Qwen3.5": HYBRID, "DeepSeek-V4": DEEPSEEK_V4}
+    model = read_config(configs[name]) if name in configs else tpplan.read_model(MODELS / name)
+    device = evolve(H100, budget_bytes=400 * GIB)
+    made = plan(model, [device], cache=Cache(tokens=64 * 1024), batch=64, strategy="latency")
+    speed, wanted = predict(made, model), demands(model, made.request, 1)
+    assert speed
+    (one,), empty = speed.decode[-1].devices, speed.decode[-1].without_cache_ns
+    kept_ns = 2 * 64 * state_bytes(model) / H100.read_bytes_per_second * 1e9
+    assert empty - one.without_cache_ns == pytest.approx(kept_ns, abs=len(wanted.axes))
+    score = wanted.common.time + sum(demand.cost(0, demand.size).time for demand in wanted.axes)
+    assert (one.weights_ns + one.cache_ns) * 1000 == pytest.approx(score / H100.read_bytes_per_second * 1e9, rel=1e-5)
+    kept = wanted.with_weights(0, 1)
+    alone = kept.common.time + sum(demand.cost(0, demand.size).time for demand in kept.axes)
+    assert one.cache_ns * 1000 == pytest.approx(alone / H100.read_bytes_per_second * 1e9, rel=1e-5)
 
 
 def test_devices_wait_for_each_other_after_every_stage() -> None:

@@ -16,7 +16,7 @@ from tests.models.gguf.test_gguf import write
 from tests.planning_cases import spec
 from tests.render_cases import plain
 from tpplan.core.device import Device
-from tpplan.core.plan import Cache
+from tpplan.core.plan import Cache, Request, Reserve
 from tpplan.files.codec import unstructure
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.kinds import KINDS
@@ -170,6 +170,22 @@ def test_nothing_fits() -> None:
     roomy = fit(model, [Device(name="x", budget_bytes=20 * GIB)])
     assert roomy.fits
     assert all(cell.fits and not cell.tokens_per_second for row in roomy.rows for cell in row.cells)
+
+
+def test_room_is_computed_once_for_each_request_and_devices() -> None:
+    """Room for a split draft model takes a plan of its own, and bits per weight are searched with the same room."""
+    asked: list[tuple[Request, tuple[Device, ...]]] = []
+
+    def room(request: Request, devices: tuple[Device, ...]) -> Request:
+        asked.append((request, devices))
+        if request.sequence_tokens > 8192:
+            raise InfeasibleError("no room", "", (), ())
+        return evolve(request, reserve=(Reserve(GIB),))
+
+    model = tpplan.read_model(MODELS / "Llama-3.1-8B")
+    report = fit(model, tpplan.parse_devices("RTX3090"), context=4096, room=room)
+    assert [any(cell.fits for cell in row.cells) for row in report.rows] == [True, True, False, False, False, False]
+    assert len(asked) == len(set(asked))
 
 
 def test_what_fits_beside_a_draft_model(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ KINDS = (
         "bloom",
         "deepseek_v4",
         "gpt2",
+        "mpt",
         "stablelm",
         "gemma3n_text",
         "mimo_v2_flash",

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 REFUSED = {
     *("granite_docling_text", "longcat_flash", "minimax_m3_vl_text", "mllama_text_model"),
     *("qwen2_5_omni_text", "qwen3_omni_moe_text", "voxtral_realtime_text"),
-    *("dbrx", "gpt_neo", "mpt", "persimmon", "aria_text", "ernie4_5_vl_moe_text", "granite4_vision_text"),
-    *("hunyuan_vl_text", "mistral_large4_text", "molmo2_text", "muse_spark_text"),
+    *("dbrx", "aria_text", "ernie4_5_vl_moe_text", "granite4_vision_text"),
+    *("hunyuan_vl_text", "molmo2_text", "muse_spark_text"),
 }
 
 

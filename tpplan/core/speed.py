@@ -34,7 +34,7 @@ class DeviceTime:
     Attributes:
         device: index of the device in the plan.
         weights_ns: reading weights, or multiplying by them where that takes longer.
-        cache_ns: reading the cache, when it is full.
+        cache_ns: reading the cache, when it is full, and reading and writing states.
         exchanges_ns: moving data between devices, which all of them take part in.
         rest_ns: all other kernels, and what lies between kernels.
     """
@@ -52,7 +52,7 @@ class DeviceTime:
 
     @property
     def without_cache_ns(self) -> int:
-        """Nanoseconds of the pass while next to nothing is cached."""
+        """Nanoseconds of the pass without any cache or states."""
         return self.weights_ns + self.exchanges_ns + self.rest_ns
 
 
@@ -66,8 +66,8 @@ class Pass:
     Attributes:
         rows: tokens of the pass: one of each sequence in a decode step, those of a prompt in prefill.
         devices: times of the devices in use, in order, without what they wait for each other.
-        without_cache_ns: nanoseconds of the pass while next to nothing is cached; 0 in plans by the first tpplan with
-            predictions, which took the slowest device's total.
+        without_cache_ns: nanoseconds of the pass while next to nothing is cached, with states; 0 in plans by the first
+            tpplan with predictions, which took the slowest device's total.
         total_ns: nanoseconds of the pass while the cache is full; 0 likewise.
     """
 

@@ -28,10 +28,11 @@ class Cost:
 
     Attributes:
         weights: bytes of weights.
-        cache: bytes of the cache.
+        cache: bytes of the cache, states included.
         workspace: bytes of the workspace.
         reads: how many of these bytes one token reads.
         time: what a step of the plan's batch takes, in the time in which a device reads a thousandth of a byte.
+        states: bytes of the cache that a sequence of any length keeps, which its every step reads and writes.
     """
 
     weights: int = 0
@@ -39,11 +40,17 @@ class Cost:
     workspace: int = 0
     reads: int = 0
     time: int = 0
+    states: int = 0
 
     @classmethod
     def of_cache(cls, size: int) -> Self:
         """Return the cost of a cache, all of which a step reads."""
         return cls(cache=size, reads=size, time=THOUSANDTHS * size)
+
+    @classmethod
+    def of_states(cls, size: int) -> Self:
+        """Return the cost of states, all of which a step reads and writes."""
+        return cls(cache=size, reads=size, time=2 * THOUSANDTHS * size, states=size)
 
     @property
     def bytes(self) -> int:
@@ -58,6 +65,7 @@ class Cost:
             self.workspace + other.workspace,
             self.reads + other.reads,
             self.time + other.time,
+            self.states + other.states,
         )
 
     def part(self, numerator: int, denominator: int, *, up: bool = False) -> Cost:
@@ -69,6 +77,7 @@ class Cost:
             (self.workspace * numerator + more) // denominator,
             -(-self.reads * numerator // denominator),
             -(-self.time * numerator // denominator),
+            (self.states * numerator + more) // denominator,
         )
 
 
@@ -158,7 +167,7 @@ class Demands:
         """Return the costs with all weights smaller or larger in proportion, rounded up."""
 
         def scaled(cost: Cost) -> Cost:
-            cached = Cost.of_cache(cost.cache)
+            cached = Cost.of_cache(cost.cache - cost.states) + Cost.of_states(cost.states)
             of_weights = cost.weights, cost.reads - cached.reads, cost.time - cached.time
             weights, reads, time = (max(0, -(-each * numerator // denominator)) for each in of_weights)
             return evolve(cost, weights=weights, reads=reads + cached.reads, time=time + cached.time)

@@ -122,6 +122,7 @@ class Trials:
         room: reserves in a request for devices what depends on both, such as room for a draft model; None if nothing
             does. A TpplanError says that there is no room.
         costs: the model's costs, by request and number of devices, as far as it matters.
+        rooms: requests with their room, by request and devices: that of a draft model which is split takes a plan.
     """
 
     model: ModelSpec
@@ -129,13 +130,19 @@ class Trials:
     request: Request
     room: Room | None = None
     costs: dict[tuple[Request, int], Demands] = field(factory=dict)
+    rooms: dict[tuple[Request, tuple[Device, ...]], Request | None] = field(factory=dict)
 
     def whole(self, request: Request, devices: tuple[Device, ...]) -> Request | None:
-        """Return a request with the room that it needs beside the model, None if there is none."""
-        try:
-            return self.room(request, devices) if self.room else request
-        except TpplanError:
-            return None
+        """Return a request with the room that it needs beside the model, computed once; None if there is none."""
+        if self.room is None:
+            return request
+        key = request, devices
+        if key not in self.rooms:
+            try:
+                self.rooms[key] = self.room(request, devices)
+            except TpplanError:
+                self.rooms[key] = None
+        return self.rooms[key]
 
     def wanted(self, request: Request, count: int) -> Demands:
         """Return the model's costs, computed once."""

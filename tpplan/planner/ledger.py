@@ -146,7 +146,7 @@ def demands(
             _add_cache(own[Axis.KV_HEADS], block.attention, len(block.layers), request, ITEM_BYTES[model.dtype])
         if block.linear:
             states = (each * len(block.layers) * request.batch for each in _state_bytes(block.linear, model.dtype))
-            values, keys = map(Cost.of_cache, states)
+            values, keys = map(Cost.of_states, states)
             own[Axis.LINEAR_HEADS].split += values
             own[Axis.LINEAR_HEADS].add_heads(keys)
         for parameter in block.parameters:
@@ -200,13 +200,13 @@ def _add_cache(group: _Group, attention: Attention, layers: int, request: Reques
     """Add the cache of layers; sliding windows limit what a sequence keeps, unless the server keeps all of it."""
     tokens = request.cache.tokens
     compressed = _compressed_bytes(attention, request.cache.kind, tokens)
-    buffers = request.batch * attention.buffer_dim * item_bytes
+    buffers = layers * request.batch * attention.buffer_dim * item_bytes
     if attention.window and not request.full_window:
         tokens = min(tokens, request.batch * attention.window)
     heads = tokens * layers * _head_bytes(attention, request.cache.kind) * attention.kv_heads
-    latent = layers * (tokens * _latent_bytes(attention, request.cache.kind) + compressed + buffers)
+    latent = layers * (tokens * _latent_bytes(attention, request.cache.kind) + compressed)
     group.add_heads(Cost.of_cache(heads))
-    group.kept += Cost.of_cache(latent)
+    group.kept += Cost.of_cache(latent) + Cost.of_states(buffers)
 
 
 def _charge(

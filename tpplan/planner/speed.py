@@ -1,9 +1,9 @@
 """How fast tpplan's decoder runs a plan: bytes over bandwidth, exchanges over links, and what lies between kernels.
 
-A decode step reads the weights and the cache once; kernels of few rows take little longer than that. What they do take
-longer was measured with tpplan's decoder on one and two H100, as multiples of the time in which the weights are read,
-and as nanoseconds per layer: ``python -m benchmarks.bench_decode``, see docs/benchmarks.md. All numbers are integers,
-so that a plan predicts the same on every machine.
+A decode step reads the weights and the cache once, and writes states back; kernels of few rows take little longer than
+that. What they do take longer was measured with tpplan's decoder on one and two H100, as multiples of the time in which
+the weights are read, and as nanoseconds per layer: ``python -m benchmarks.bench_decode``, see docs/benchmarks.md. All
+numbers are integers, so that a plan predicts the same on every machine.
 """
 
 from __future__ import annotations
@@ -166,17 +166,19 @@ class _Predictor:
             len(block.layers) * at_rows(KINDS[self._layer_kind(i)].layer_ns, rows) for i, block in enumerate(blocks)
         )
 
-        def reading(i: int, stage: Stage) -> tuple[int, int]:
+        def reading(i: int, stage: Stage) -> tuple[int, int, int]:
             device = self.plan.devices[i]
-            bandwidth, weights, cache = bandwidth_of(device), 0, 0
+            bandwidth, weights, states, cache = bandwidth_of(device), 0, 0, 0
             for name, cost in stages[stage][i].items():
                 size = (cost.reads - cost.cache) * at_rows(KINDS[name].slower, rows)
                 one = size * _SECOND // THOUSANDTHS // bandwidth
                 if of_token:
                     one = max(one, _multiplying(of_token[stage][i][name], KINDS[name], rows, device))
                 weights += one
-                cache = cost.cache  # the same in all of them
-            return weights, cache * tokens // request.cache.tokens * _SECOND // bandwidth
+                states, cache = cost.states, cost.cache - cost.states  # the same in all of them
+            moved = 2 * states * rows // request.batch, cache * tokens // request.cache.tokens
+            kept_ns, cached_ns = (size * _SECOND // bandwidth for size in moved)
+            return weights, kept_ns, cached_ns
 
         rest = {i: between * (self.plan.devices[i].boundary_ns or _BOUNDARY_NS) // _BOUNDARY_NS for i in self.used}
         return self._pass(rows, {stage: {i: reading(i, stage) for i in self.used} for stage in stages}, rest)
@@ -190,14 +192,14 @@ class _Predictor:
             if block.attention
         )
 
-        def multiplying(i: int, costs: Mapping[str, Cost]) -> tuple[int, int]:
+        def multiplying(i: int, costs: Mapping[str, Cost]) -> tuple[int, int, int]:
             rate, weights = plan.devices[i].matrix_flops_per_second, 0
             for name, cost in costs.items():
                 kind, size = KINDS[name], cost.reads - cost.cache
                 reached = max(1, rate * kind.prefill // THOUSANDTHS)
                 weights += 2 * size * 8 // kind.bits * rows * _SECOND // reached
                 weights += size * 8 // kind.bits * kind.dequantise_fs // _FEMTOSECONDS
-            return weights, 0
+            return weights, 0, 0
 
         stages = {
             stage: {i: multiplying(i, costs[i]) for i in self.used}
@@ -205,7 +207,7 @@ class _Predictor:
             if stage[0] != Axis.VOCAB
         }
         stages[Axis.Q_HEADS, ""] = {
-            i: (0, pairs * rows * rows * _share(plan, i) * _ATTENTION // THOUSANDTHS * _SECOND // rate)
+            i: (0, 0, pairs * rows * rows * _share(plan, i) * _ATTENTION // THOUSANDTHS * _SECOND // rate)
             for i in self.used
             for rate in (plan.devices[i].matrix_flops_per_second,)
         }
@@ -215,7 +217,7 @@ class _Predictor:
     def _pass(
         self,
         rows: int,
-        stages: Mapping[Stage, Mapping[int, tuple[int, int]]],
+        stages: Mapping[Stage, Mapping[int, tuple[int, int, int]]],
         rest: Mapping[int, int],
         *,
         hidden: bool = False,
@@ -224,12 +226,14 @@ class _Predictor:
 
         Args:
             rows: its tokens.
-            stages: nanoseconds of every device's weights and cache between two sums, after which all go on together.
+            stages: nanoseconds of every device's weights, states and other cache between two sums, after which all go
+                on together.
             rest: nanoseconds of every device's other kernels.
             hidden: whether one half of the rows computes while the other's sums are on their way.
         """
-        weights, cache = ({i: sum(times[i][k] for times in stages.values()) for i in self.used} for k in (0, 1))
-        without = sum(max(time for time, _ in times.values()) for times in stages.values()) + max(rest.values())
+        weights = {i: sum(times[i][0] for times in stages.values()) for i in self.used}
+        cache = {i: sum(sum(times[i][1:]) for times in stages.values()) for i in self.used}
+        without = sum(max(sum(time[:2]) for time in times.values()) for times in stages.values()) + max(rest.values())
         total = sum(max(map(sum, times.values())) for times in stages.values()) + max(rest.values())
         exchanges = self._exchanges(rows)
         if hidden:

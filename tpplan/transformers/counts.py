@@ -94,13 +94,25 @@ KEYS: Final[Mapping[Axis, tuple[str, ...]]] = {
 #: say that there are fewer. Their attributes are set instead, by what they count.
 BY_ATTRIBUTE: Final = frozenset(
     {
-        *("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "stablelm"),
+        *(
+            "bloom",
+            "falcon",
+            "gpt2",
+            "gpt_bigcode",
+            "gpt_neo",
+            "gpt_neox",
+            "gptj",
+            "mpt",
+            "opt",
+            "persimmon",
+            "stablelm",
+        ),
         *("glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text"),
         *("gemma4_text", "gemma4_unified_text", "mimo_v2_flash", "step3p5"),  # of which layers differ in their heads
     }
 )
 _ATTRIBUTES: Final[Mapping[Axis, tuple[str, ...]]] = {
-    Axis.Q_HEADS: ("num_heads", "num_attention_heads"),
+    Axis.Q_HEADS: ("num_heads", "num_attention_heads", "n_heads"),
     Axis.KV_HEADS: ("num_kv_heads", "num_key_value_heads", "kv_heads"),
 }
 #: And those that count the columns of all query heads.

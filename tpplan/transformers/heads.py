@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 #: How attention functions are called that first give each query head its KV head.
 _PREFIX: Final = "tpplan_"
 
+#: What transformers calls the slopes that it passes to attention, and the projections of modules that add them.
+_SLOPES: Final = {"alibi", "position_bias"}
+_FUSED: Final = ("query_key_value", "Wqkv")
+
 
 def read_by_index(model: Any, counts: Sequence[Counts], place: torch.device) -> None:
     """Let the attention of layers read KV heads as the counts say, where that does not follow from their numbers.
@@ -60,23 +64,25 @@ def slice_alibi(model: Any, plan: SplitPlan, device: int) -> None:
         device: index of the device.
     """
     for number, layer in enumerate(layers_of(model)):
+        split = plan.split(Axis.Q_HEADS, number)
+        first = min(split.bounds[device], split.size - 1)
+        own = slice(first, max(split.bounds[device + 1], first + 1))
         for module in layer.modules():
-            if hasattr(module, "query_key_value") and "alibi" in inspect.signature(module.forward).parameters:
-                split = plan.split(Axis.Q_HEADS, number)
-                first = min(split.bounds[device], split.size - 1)
-                module.register_forward_pre_hook(_own_slopes(first, split.size), with_kwargs=True)
+            for name in _SLOPES & inspect.signature(module.forward).parameters.keys():
+                if any(fused in dict(module.named_children()) for fused in _FUSED):
+                    module.register_forward_pre_hook(_own_slopes(name, own, split.size), with_kwargs=True)
 
 
-def _own_slopes(first: int, heads: int) -> Any:
-    def change(module: Any, args: Any, kwargs: Any) -> Any:
-        alibi: Tensor | None = kwargs.get("alibi")
-        if alibi is not None:
-            whole = alibi.dim() > 3  # noqa: PLR2004 ([texts, heads, …]; else the two are one dimension)
-            own = alibi.view(-1, heads, 1, alibi.shape[-1])[:, first : first + module.num_heads]
-            kwargs = kwargs | {"alibi": own if whole else own.flatten(0, 1)}
+def _own_slopes(name: str, own: slice, heads: int) -> Any:
+    def change(_module: Any, args: Any, kwargs: Any) -> Any:
+        slopes: Tensor | None = kwargs.get(name)
+        if slopes is not None:
+            whole = slopes.dim() > 3  # noqa: PLR2004 ([texts, heads, …]; else the two are one dimension)
+            part = slopes.view(-1, heads, 1, slopes.shape[-1])[:, own]
+            kwargs = kwargs | {name: part if whole else part.flatten(0, 1)}
         mask: Tensor | None = kwargs.get("attention_mask")
         if mask is not None and mask.dim() > 3 and mask.shape[1] == heads:  # noqa: PLR2004 (slopes are in it)
-            kwargs = kwargs | {"attention_mask": mask[:, first : first + module.num_heads]}
+            kwargs = kwargs | {"attention_mask": mask[:, own]}
         return args, kwargs
 
     return change

@@ -83,6 +83,9 @@ _WIDER: Final = {"qwen3_vl_moe_text": 16}
 #: Keys of which layers may have values of their own.
 _HEADS: Final = ("head_dim", "num_key_value_heads", "num_attention_heads", "num_sliding_attention_heads")
 
+#: The key of the numbers of layers whose keys and values layers attend to.
+_SOURCES: Final = "kv_source_layers"
+
 #: Keys of tokens, which a small vocabulary may lack.
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -167,8 +170,10 @@ def _layers(config: Any, overrides: Mapping[int, Any]) -> list[int]:
     """
     count: int = config.num_hidden_layers
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
-    known = [*vars(config).values(), getattr(config, "layers_block_type", None)]
-    lists = [v for v in known if isinstance(v, list) and len(v) == count]
+    known = {**vars(config), "layers_block_type": getattr(config, "layers_block_type", None)}
+    if sources := known.get(_SOURCES):
+        known[_SOURCES] = [source == layer for layer, source in enumerate(sources)]
+    lists = [v for v in known.values() if isinstance(v, list) and len(v) == count]
     if not lists:
         return [*range(min(count, 6))]
     kinds = [*zip(*(map(str, values) for values in lists), strict=True)]

@@ -69,7 +69,7 @@ class FakeLauncher:
         """Take any device."""
         assert place.type == "cuda"
         self._what, _, dtype, *kind = name.split("_")
-        self._dtype = {text: each for each, text in DTYPES.items()}[dtype]
+        self._dtype = {text: each for each, text in DTYPES.items()}.get(dtype, torch.float32)
         self._kind = kind[0] if kind else ""
 
     def __call__(self, blocks: tuple[int, int, int], threads: int, *words: int) -> None:

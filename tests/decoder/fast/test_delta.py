@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from attrs import evolve
 
 from tests import machine_code
 from tests.decoder.delta_cases import Layer
@@ -98,6 +99,65 @@ def test_lanes_agree(joined: str, sizes: tuple[int, int], dtype: torch.dtype) ->
     layer.check_texts(17, 3, lanes.allow)
     recur, gate = lanes.launches.values()
     assert (recur, gate) == (3 + 1 + 1 + 1, 4)
+
+
+def test_lanes_round_as_torch() -> None:
+    """β, as torch's sigmoid does: 0.6's is far from all numbers of 16 bits."""
+    torch.manual_seed(1)
+    lanes = Lanes(torch.bfloat16)
+    layer = Layer(BY_HEAD, (1, 1), 1, torch.bfloat16, lanes)
+    rows = layer.rows(1)
+    rows.betas.fill_(0.6)
+    lanes.allow(rows)
+    for each in (layer.plain, layer.fast):
+        each.step(rows, torch.tensor([False]))
+    ours, theirs = (each.state.recurrent.flatten() for each in (layer.fast, layer.plain))
+    assert ((ours / theirs)[theirs.abs() > 1e-4].median() - 1).abs() < 1e-4
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers, which begin and follow each other between vectors."""
+    found = x.new_empty(*x.shape[:-1], x.shape[-1] + 1)[..., 1:]
+    return found.copy_(x)
+
+
+def test_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other dtypes, and what does not lie in vectors or one behind the other, is left to torch."""
+    launched: list[str] = []
+    monkeypatch.setattr(delta, "Launcher", lambda name, _: lambda *_: launched.append(name))
+    kernels, layers = delta.Delta(torch.device("cpu"), torch.bfloat16), []
+
+    def making(state: State, weights: DeltaWeights) -> delta.OfLayer | None:
+        layers.append((state, weights))
+        return kernels.of(state, weights)
+
+    layer = Layer(BY_HEAD, (2, 2), 3, torch.bfloat16, making)
+    ((state, weights),), rows, found = layers, layer.rows(3), layer.fast._kernels
+    assert found is not None
+    out, y = (torch.zeros(3, 2, 2, 128, dtype=torch.bfloat16) for _ in range(2))
+    goes_on = torch.ones(3, dtype=torch.bool)
+    assert found.recur(rows, 0, 3, out, goes_on_N=goes_on)
+    assert found.gate(y, rows.gates, 1e-6) is not None
+    assert launched == delta.names_of(torch.bfloat16)
+    for odd in (
+        rows._replace(mixed=_shifted(rows.mixed)),
+        rows._replace(mixed=rows.mixed.float()),
+        rows._replace(betas=rows.betas.float()),
+        rows._replace(decays=rows.decays.float()),
+        rows._replace(betas=rows.betas.repeat_interleave(2, dim=2)[..., ::2]),
+        rows._replace(decays=rows.decays.repeat_interleave(2, dim=2)[..., ::2]),
+    ):
+        assert not found.recur(odd, 0, 3, out)
+    assert not found.recur(rows, 0, 3, out.float())
+    assert not found.recur(rows, 0, 3, out.transpose(2, 3).contiguous().transpose(2, 3))
+    assert not found.recur(rows, 0, 3, out, goes_on_N=goes_on.int())
+    for odd_y, odd_gates in ((y, _shifted(rows.gates)), (_shifted(y), rows.gates), (y, rows.gates.float())):
+        assert found.gate(odd_y, odd_gates, 1e-6) is None
+    assert len(launched) == 2
+    wide, narrow = torch.float32, torch.bfloat16
+    for name, dtype in (("conv", wide), ("norm", wide), ("rates", narrow), ("dt_bias", narrow)):
+        assert kernels.of(state, evolve(weights, **{name: getattr(weights, name).to(dtype)})) is None
+    assert kernels.of(state, evolve(weights, conv=weights.conv.transpose(0, 2).contiguous().transpose(0, 2))) is None
 
 
 @pytest.mark.parametrize(("span", "key_dim", "value_dim"), [(3, 128, 128), (4, 64, 128), (4, 128, 64)])

@@ -82,6 +82,20 @@ def test_lanes_route_as_torch(count: int, chosen: int, router: Router, *, correc
     assert torch.equal(choice_RC[:, chosen:], numbers_RC.float())
 
 
+@pytest.mark.parametrize("kernel", ["BF16", "F32"])
+def test_lanes_order_what_is_equal_or_none(kernel: str) -> None:
+    """The first of equal scores comes first, also of a lane's; NaN is the largest, and no expert is chosen twice."""
+    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.experts")
+    logits_RE = torch.zeros(5, 80, dtype=torch.bfloat16 if kernel == "BF16" else torch.float32)
+    logits_RE[1, 70], logits_RE[2], logits_RE[3, ::2], logits_RE[4, 3::32] = torch.nan, torch.nan, -torch.inf, 1.0
+    choice_RC = torch.full((5, 12), -9.0)
+    words = words_of_choice(logits_RE, choice_RC, Router(normalised=True))
+    lanes.run(getattr(sources, f"EXPERTS_CHOOSE_{kernel}"), 5, 32, words, (logits_RE, choice_RC))
+    assert torch.equal(choice_RC[:, 6:], logits_RE.sort(stable=True, dim=-1, descending=True).indices[:, :6].float())
+    assert choice_RC[1:3, :6].isnan().all()
+    torch.testing.assert_close(choice_RC[[0, 3], :6], torch.full((2, 6), 1 / 6))
+
+
 @pytest.mark.parametrize(("dtype", "capabilities"), [("bf16", CAPABILITIES), ("f16", [(9, 0)]), ("f32", [(9, 0)])])
 @pytest.mark.parametrize("what", ["choose", "product"])
 def test_they_read_vectors_and_spill_nothing(what: str, dtype: str, capabilities: Sequence[tuple[int, int]]) -> None:

@@ -96,16 +96,18 @@ def up(  # noqa: PLR0917 (the inputs of an expert)
             each.plus_bias(_multiply(each.matrix, experts_RC, x_RD[:, None]), experts_RC) for each in (gates, ups)
         )
         return gating(gate_RCI, up_RCI)
-    places_RE = _places(experts_RC, count)
-    out_NI = x_RD.new_empty(experts_RC.numel() + 1, gates.outputs)  # the last one for what no row chose
-    room = options.room - 2 * x_RD.numel() - out_NI.numel()  # the rows and the residual stream, and the result
+    places_RE, size = _places(experts_RC, count), experts_RC.numel() + 1
+    made: list[Tensor] = []  # the result, in the dtype of what the gate makes
+    # beside the rows, the residual stream, and the result, whose last row is for what no row chose
+    room = options.room - 2 * x_RD.numel() - size * gates.outputs
     for some in _in_turn(count, 2 * len(x_RD) * gates.outputs, room):
         y_REI = gating(
             *(part.plus_bias(linear_of_all(x_RD, part.matrix, options)) for part in (gates[some], ups[some]))
         )
-        out_NI.index_copy_(0, places_RE[:, some].flatten(), y_REI.flatten(0, 1))
+        made = made or [y_REI.new_empty(size, gates.outputs)]
+        made[0].index_copy_(0, places_RE[:, some].flatten(), y_REI.flatten(0, 1))
         del y_REI  # the next ones are made in its memory
-    return torch.unflatten(out_NI[:-1], 0, experts_RC.shape)
+    return torch.unflatten(made[0][:-1], 0, experts_RC.shape)
 
 
 def down(

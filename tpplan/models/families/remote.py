@@ -1,7 +1,8 @@
 """Tables of decoders whose checkpoints come with code of their own, under names that transformers does not know.
 
 Sources of names and shapes: how vLLM and SGLang load them (``vllm/model_executor/models/``: ``qwen.py``,
-``internlm2.py``, ``baichuan.py``, ``chatglm.py``, ``bailing_moe.py``; ``sglang/srt/models/bailing_moe.py``).
+``llama.py``, ``internlm2.py``, ``baichuan.py``, ``chatglm.py``, ``bailing_moe.py``, ``minicpm.py``, ``exaone.py``,
+``orion.py``, ``solar.py``, ``deepseek.py``; ``sglang/srt/models/bailing_moe.py``).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from tpplan.core.axes import Axis
 from tpplan.models.families.dense import DENSE
 from tpplan.models.families.rows import (
     ALWAYS,
+    BIASED_ATTENTION,
     EXPERTS,
     NORMS,
     ROUTER,
+    attention,
     correction,
     gated,
     linear,
@@ -25,7 +28,7 @@ from tpplan.models.families.rows import (
     outside,
 )
 from tpplan.models.families.shape import MAX_PARTS, renamed
-from tpplan.models.families.sparse import SHARED, after_dense
+from tpplan.models.families.sparse import SHARED, after_dense, shared_experts
 from tpplan.models.families.table import Family, Shape
 
 if TYPE_CHECKING:
@@ -87,10 +90,77 @@ def _bailing(config: Config, shape: Shape) -> Shape:
     return evolve(shape, shared_intermediate=number * width, flags=shape.flags | {SHARED})
 
 
+def _exaone(config: Config) -> Config:
+    """Read the number of layers by its name."""
+    return renamed(config, {"num_layers": "num_hidden_layers"})
+
+
+def _minicpm(config: Config, layers: int) -> tuple[bool, ...]:
+    """Select all layers of a model with experts."""
+    return (bool(config.optional_count("num_experts", default=0, minimum=0, maximum=MAX_PARTS)),) * layers
+
+
 _CONTEXT: Final = "max_position_embeddings"
 
 REMOTE: Final[dict[str, Family]] = {
     "stablelm_epoch": evolve(DENSE["stablelm"], architectures=("StableLMEpochForCausalLM",)),
+    "orion": evolve(DENSE["stablelm"], architectures=("OrionForCausalLM",), defaults={}),
+    "aquila": evolve(DENSE["llama"], architectures=("AquilaForCausalLM", "AquilaModel")),
+    "solar": evolve(DENSE["llama"], architectures=("SolarForCausalLM",)),
+    "telechat3": evolve(DENSE["llama"], architectures=("TeleChat3ForCausalLM",)),
+    "xverse": evolve(DENSE["llama"], architectures=("XverseForCausalLM",)),
+    "internlm": Family(
+        architectures=("InternLMForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention("bias", "bias")),
+        dense=gated(),
+        flags={"bias": True},
+        fixed_head=True,
+    ),
+    "minicpm": Family(
+        architectures=("MiniCPMForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *attention()),
+        dense=gated(),
+        sparse=(*ROUTER, *numbered("mlp.experts.{expert}", "EX")),
+        tied=True,
+        fixed_head=True,
+        moe=_minicpm,
+        expert_key="intermediate_size",
+    ),
+    "exaone": Family(
+        architectures=("ExaoneForCausalLM",),
+        outside=outside("transformer.wte", norm("transformer.ln_f")),
+        layers="transformer.h.{layer}.",
+        layer=(
+            *norm("ln_1"),
+            *norm("ln_2"),
+            *linear("attn.attention.q_proj", "Q", "RS"),
+            *linear("attn.attention.k_proj", "K", "RS"),
+            *linear("attn.attention.v_proj", "V", "RS"),
+            *linear("attn.attention.out_proj", "RS", "O"),
+        ),
+        dense=(  # c_fc_0 is the gate
+            *linear("mlp.c_fc_0", "ID", "RS"),
+            *linear("mlp.c_fc_1", "ID", "RS"),
+            *linear("mlp.c_proj", "RS", "ID"),
+        ),
+        prefix="transformer.",
+        mlp_ratio=4,
+        tied=True,
+        usual=_exaone,
+    ),
+    "deepseek": Family(
+        architectures=("DeepseekForCausalLM",),
+        outside=outside(),
+        layer=(*NORMS, *BIASED_ATTENTION),
+        dense=gated(),
+        sparse=(*ROUTER, *EXPERTS, *gated("mlp.shared_experts", "SX", when=SHARED)),
+        flags={"attention_bias": False},
+        fixed_head=True,
+        moe=after_dense(0),
+        adapt=shared_experts(),
+    ),
     "qwen": Family(
         architectures=("QWenLMHeadModel",),
         outside=outside("transformer.wte", norm("transformer.ln_f")),

@@ -183,7 +183,7 @@ SEEING: Final[dict[str, Family]] = {
     ),
     "mistral_large4_text": Family(
         architectures=(),
-        outside=(*outside("tok_embeddings", norm("norm"), "output"), Row("lerope.alpha", "half")),
+        outside=(*outside("tok_embeddings", norm("norm"), "output"), Row("lerope.alpha", "half", dtype="F32")),
         layers="layers.{layer}.",
         layer=(
             *norm("attention_norm"),

@@ -161,12 +161,15 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "idefics2": Wrapper(("Idefics2ForConditionalGeneration",), "mistral", root=""),
     "idefics3": Wrapper(("Idefics3ForConditionalGeneration",), "llama", root=""),
     "internvl": Wrapper(("InternVLForConditionalGeneration",), "qwen2"),
-    "lighton_ocr": Wrapper(("LightOnOcrForConditionalGeneration",), "qwen3", root=""),
+    "lighton_ocr": Wrapper(
+        ("LightOnOcrForConditionalGeneration", "LightOnOCRForConditionalGeneration"), "qwen3", root=""
+    ),
     "llava": Wrapper(("LlavaForConditionalGeneration",), "llama"),
     "llava_next": Wrapper(("LlavaNextForConditionalGeneration",), "llama"),
     "llava_next_video": Wrapper(("LlavaNextVideoForConditionalGeneration",), "llama"),
     "llava_onevision": Wrapper(("LlavaOnevisionForConditionalGeneration",), "qwen2"),
-    "mistral3": Wrapper(("Mistral3ForConditionalGeneration",), "mistral"),
+    # LightOnOCR was written so before transformers had a class for it.
+    "mistral3": Wrapper(("Mistral3ForConditionalGeneration", "LightOnOCRForConditionalGeneration"), "mistral"),
     "ovis2": Wrapper(("Ovis2ForConditionalGeneration",), "qwen2", root=""),
     "paligemma": Wrapper(("PaliGemmaForConditionalGeneration",), "gemma"),
     "qwen2_5_vl": Wrapper(("Qwen2_5_VLForConditionalGeneration",), "qwen2_5_vl_text", root="", flat=True),
@@ -224,6 +227,7 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "muse_spark": Wrapper(("MuseSparkForConditionalGeneration",), "muse_spark_text", root="", parts=(SEES, HEARS)),
     "glm4v_moe": Wrapper(("Glm4vMoeForConditionalGeneration",), "glm4v_moe_text", root=""),
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
+    "kimi_vl": Wrapper(("KimiVLForConditionalGeneration",), "deepseek_v3"),
     "llama4": Wrapper(("Llama4ForConditionalGeneration",), "llama4_text"),
     "minimax_m3_vl": Wrapper(("MiniMaxM3SparseForConditionalGeneration",), "minimax_m3_vl_text"),
     "qwen3_vl_moe": Wrapper(("Qwen3VLMoeForConditionalGeneration",), "qwen3_vl_moe_text", root=""),

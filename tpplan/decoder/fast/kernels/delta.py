@@ -323,7 +323,7 @@ def _recur(name: str, low: Any, high: Any, two: Any) -> Kernel:  # noqa: C901, P
                 row += UINT64(THREADS // _V_WORDS)
             if t < count:
                 to = t * UINT64(_NUMBERS)
-                numbers[to + UINT64(_BETA)] = sigmoid(found_beta)
+                numbers[to + UINT64(_BETA)] = rounded(sigmoid(found_beta))
                 numbers[to + UINT64(_DECAY)] = libdevice.expf(rate * softplus(found_decay + shift))
             cuda.syncthreads()
             ahead = start + UINT64(_PIECE)

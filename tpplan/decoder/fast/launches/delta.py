@@ -52,12 +52,16 @@ class Delta:
             place: the device.
             dtype: dtype of the activations, one of :data:`DTYPES`.
         """
+        self._dtype = dtype
         self._recur, self._gate = (Launcher(name, place) for name in names_of(dtype))
         self._turns = torch.zeros(0, dtype=torch.int32, device=place)
 
     def of(self, state: State, weights: DeltaWeights) -> OfLayer | None:
-        """Return the kernels of a layer, or None if they do not take its sizes."""
-        if not takes(state.inputs.shape[2], state.key_dim, state.value_dim):
+        """Return the kernels of a layer, or None if they do not take its sizes, or what its tensors are made of."""
+        of_16_bits, of_32_bits = (state.inputs, weights.conv, weights.norm), (weights.rates, weights.dt_bias)
+        is_fitting = all(x.dtype is self._dtype and x.is_contiguous() for x in of_16_bits)
+        is_fitting &= all(x.dtype is torch.float32 and x.is_contiguous() for x in (state.recurrent, *of_32_bits))
+        if not is_fitting or not takes(state.inputs.shape[2], state.key_dim, state.value_dim):
             return None
         words = len(state.recurrent) * state.keys
         if len(self._turns) < words:  # launches follow one another, so that all layers have the same ones
@@ -97,9 +101,11 @@ class OfLayer:
         state, weights, mixed = self.state, self.weights, rows.mixed
         keys, group, parts = state.keys, state.group, mixed.shape[1]
         vectors = (mixed.data_ptr(), *(_ITEM * step for step in mixed.stride()[:-1]), weights.conv.data_ptr())
-        is_fitting = mixed.dtype is out_RHGV.dtype is state.inputs.dtype and not any(x % _VECTOR for x in vectors)
+        dtypes = {x.dtype for x in (mixed, out_RHGV, state.inputs, rows.betas, rows.decays)}
+        is_fitting = len(dtypes) == 1 and not any(x % _VECTOR for x in vectors)
+        is_fitting &= goes_on_N is None or goes_on_N.dtype is torch.bool
         steps = rows.betas.stride(2), rows.decays.stride(2), mixed.stride(2), *out_RHGV.stride()[2:]
-        if not is_fitting or steps != (1, 1, 1, VALUE_DIM, 1) or rows.betas.dtype is not mixed.dtype:
+        if not is_fitting or steps != (1, 1, 1, VALUE_DIM, 1):
             return False
         if parts > 1:  # all of a key head one behind the other
             k_at, v_at, channels = KEY_DIM, 2 * KEY_DIM, (mixed.shape[2],) * 2
@@ -128,7 +134,8 @@ class OfLayer:
         gate_step = gates.stride(1) if gates.dim() > 2 else group * width  # noqa: PLR2004 (without heads)
         steps = y_RHGV.stride(0), y_RHGV.stride(1), gates.stride(0), gate_step
         starts = y_RHGV.data_ptr(), gates.data_ptr(), self.weights.norm.data_ptr()
-        is_fitting = not any(x % _VECTOR for x in (*starts, *(_ITEM * step for step in steps)))
+        is_fitting = y_RHGV.dtype is gates.dtype is self.weights.norm.dtype
+        is_fitting &= not any(x % _VECTOR for x in (*starts, *(_ITEM * step for step in steps)))
         if not is_fitting or y_RHGV.stride()[2:] != (width, 1) or gates.stride(-1) != 1:
             return None
         y_RO = y_RHGV.new_empty(rows, keys * group * width)
