@@ -502,6 +502,11 @@ def test_room_for_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     entry = f'[[plan]]\nfile = "plan.json"\nmodel = "{path}"\ngpus = "8xH200"\ncontext = 4096\nmtp = true\n'
     (tmp_path / "tpplan.toml").write_text(entry)
     assert command("check").code == 0
+    more = path.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 2')
+    (tmp_path / "config.json").write_text(more)
+    (tmp_path / "tpplan.toml").write_text(entry.replace(f"{path}", "config.json"))
+    assert "(draft) prediction layers of" in said(stale := command("check"))
+    assert " changed: their room is " in said(stale)
     both = command("plan", path, "--gpus", "8xH200", "--mtp", "--draft", path)
     assert (both.code, "--mtp does not go with --draft" in both.err) == (2, True)
     (tmp_path / "tpplan.toml").write_text(entry + 'draft = "x"\n')

@@ -241,7 +241,7 @@ def _checked(
         if path != console.STREAM:
             again = plans.remake(found, path, model, "") or "tpplan plan"
             compares = shlex.join(["tpplan", "check", path, "--model", model])
-            error.hint = f"{compares} compares them, {again} makes the plan again"
+            error.hint = f"{compares} compares them, {again} makes the plan again{plans.without_room(found)}"
         raise
 
 

@@ -174,7 +174,7 @@ def hand_over(plan: SplitPlan, report: ExportReport, output: str, *, json: bool)
             console.say("differs", sentence)
     if report.works_with:
         command = remake(plan, "even.json", "MODEL", report.works_with)
-        sentence = f"it can run a plan for {report.works_with}, which this command makes{_without_room(plan)}"
+        sentence = f"it can run a plan for {report.works_with}, which this command makes{without_room(plan)}"
         console.say("hint", sentence, "hint", [command])
     if is_head(plan.model.architecture):
         hint("export the plan of the model that it drafts for, which says how the engine is told of its head")
@@ -398,10 +398,10 @@ def advise_stale(
             these = "each of these commands" if len(commands) > 1 else "this command"
             what = f"{these} makes a plan" if commands else one.refused.hint
             text = f"{console.shown(one.path)} cannot be made again as it was asked for; {what}"
-            console.say("hint", text + (_without_room(plan) if commands else ""), "hint", commands)
+            console.say("hint", text + (without_room(plan) if commands else ""), "hint", commands)
         else:
             again.append(remake(plan, one.path, model, gpus))
-            beside = beside or _without_room(plan)
+            beside = beside or without_room(plan)
     hint = f"make it again with tpplan plan, and see with tpplan diff what that changes{beside}"
     if others:
         hint = f"name with --model the model that the plan is for, {', '.join(dict.fromkeys(others))}; or {hint}"
@@ -409,7 +409,7 @@ def advise_stale(
         console.say("hint", hint, "hint", filter(None, again))
 
 
-def _without_room(plan: SplitPlan) -> str:
+def without_room(plan: SplitPlan) -> str:
     """Return, to go on with, what :func:`remake` leaves to the reader where something drafts beside a plan's model."""
     if not plan.request.drafts:
         return ""

@@ -254,8 +254,8 @@ def _reserves_beside(draft: str, old: SplitPlan, inputs: Inputs, own: Request) -
         return before, now if can_reserve else f"(with room for {draft}) {now}", ""
     now, before = reserves_told(reserves_of([now - asked for _, now, asked in sums]), reserves_of(rooms))
     unless = ", unless the manifest's reserve did" if can_reserve else ""
-    what = draft if old.request.mtp else f"the draft model {draft}"
-    return told, told, f"{what} changed{unless}: its room is {now} instead of {before}"
+    what, whose = (draft, "their") if old.request.mtp else (f"the draft model {draft}", "its")
+    return told, told, f"{what} changed{unless}: {whose} room is {now} instead of {before}"
 
 
 def _words(request: Request) -> dict[str, str]:
