@@ -32,7 +32,8 @@ USE_MTP = "use_mtp=True to the model's generate, which puts them on the device o
 
 #: Architectures without RoPE, or with its tables in each layer.
 _NO_TABLES = frozenset({
-    *("BloomForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"),
+    *("BloomForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"),
+    *("GPTNeoForCausalLM", "MPTForCausalLM", "MptForCausalLM", "OPTForCausalLM"),
     *("GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2MoeForCausalLM"),
 })  # fmt: skip
 #: Modules that transformers calls otherwise than the checkpoints, or has besides.
@@ -52,8 +53,8 @@ def family_of(architecture: str) -> Family | None:
 def modules(architecture: str, family: Family) -> tuple[str, ...]:
     """Return the modules of transformers' model outside the layers."""
     names = [row.name.rpartition(".")[0].partition(".{")[0] for row in family.outside]
-    root = family.layers.partition("layers.")[0].partition("h.{")[0]
-    tables = () if architecture in _NO_TABLES else (f"{root}rotary_emb",)
+    root = family.layers.partition("{layer}")[0].removesuffix(".").rpartition(".")
+    tables = () if architecture in _NO_TABLES else (f"{root[0]}{root[1]}rotary_emb",)
     return tuple(
         dict.fromkeys((*(_RENAMED.get(name, name) for name in names), *tables, *_BESIDES.get(architecture, ())))
     )

@@ -64,13 +64,14 @@ def slice_alibi(model: Any, plan: SplitPlan, device: int) -> None:
         device: index of the device.
     """
     for number, layer in enumerate(layers_of(model)):
-        split = plan.split(Axis.Q_HEADS, number)
-        first = min(split.bounds[device], split.size - 1)
-        own = slice(first, max(split.bounds[device + 1], first + 1))
         for module in layer.modules():
+            if not any(hasattr(module, fused) for fused in _FUSED):
+                continue
             for name in _SLOPES & inspect.signature(module.forward).parameters.keys():
-                if any(fused in dict(module.named_children()) for fused in _FUSED):
-                    module.register_forward_pre_hook(_own_slopes(name, own, split.size), with_kwargs=True)
+                split = plan.split(Axis.Q_HEADS, number)
+                first = min(split.bounds[device], split.size - 1)
+                own = slice(first, max(split.bounds[device + 1], first + 1))
+                module.register_forward_pre_hook(_own_slopes(name, own, split.size), with_kwargs=True)
 
 
 def _own_slopes(name: str, own: slice, heads: int) -> Any:
