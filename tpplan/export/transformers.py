@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 #: Architectures of tpplan's families without a ``base_model_tp_plan`` that cuts anything within layers.
 NO_PLAN = frozenset({
+    *("DbrxForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM", "MPTForCausalLM", "PersimmonForCausalLM"),
     *("BloomForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"),
     *("GptOssForCausalLM", "HunYuanDenseV1ForCausalLM", "OPTForCausalLM", "RWForCausalLM", "StableLmForCausalLM"),
     *("BambaForCausalLM", "BitNetForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
@@ -25,7 +26,7 @@ NO_PLAN = frozenset({
 })  # fmt: skip
 
 #: Those whose plan leaves attention whole on each device.
-WHOLE_ATTENTION = frozenset({
+WHOLE_ATTENTION = frozenset({"FlintForCausalLM",
     *("AXK1ForCausalLM", "BailingHybridForCausalLM", "YoutuForCausalLM"),
     *("AfmoeForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     *("HunYuanMoEV1ForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
