@@ -60,7 +60,7 @@ SAME_MODEL |= {"output_hidden_states", "return_dict", "bos_token_id", "eos_token
 
 #: Why tpplan does not plan for some configs that transformers builds a model of: most cannot run.
 UNFIT = re.compile(
-    r" is null$|not a multiple|more than the \d+ experts| entries for |is \d+, but hidden_size"
+    r" is null$|not a multiple|more than there are: \d+ experts| entries for |is \d+, but hidden_size"
     r"|none such is before them$"
 )
 #: Sizes that no config of a whole model lacks; those of the language model in another one are left out if usual.
