@@ -18,6 +18,8 @@ from tpplan.errors import ModelError
 from tpplan.models.families import LANGUAGE_MODELS
 from tpplan.models.families.predictions import PREDICTIONS
 from tpplan.models.reader import read_prediction_layers
+from tpplan.planner.draft import reserve_for_draft, split_draft
+from tpplan.planner.options import Options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -611,6 +613,18 @@ def test_names_and_shapes_are_those_that_engines_load(model_type: str, tmp_path:
         read_prediction_layers(directory)
 
 
+@pytest.mark.parametrize("model_type", [*LOADED, *WRAPPED])
+def test_plans_of_both_ways(model_type: str, tmp_path: Path) -> None:
+    """Every device leaves room for all of them, or for what a plan of them takes there."""
+    path = alone(config_of(model_type), tmp_path)
+    model, layers, devices = tpplan.read_model(path), read_prediction_layers(path), tpplan.parse_devices("4GiB,2GiB")
+    asked = Options(context=64).request(model)
+    request, plan = split_draft(asked, layers, model, devices)
+    assert sum(entry.weights_bytes for entry in plan.memory) >= layers.weight_bytes
+    assert [request.reserved(i) for i in range(2)] == [e.used_bytes - e.overhead_bytes for e in plan.memory]
+    assert reserve_for_draft(asked, layers, model, devices).reserved(0) >= layers.weight_bytes
+
+
 def test_every_family_is_tested() -> None:
     """Each of the tables is one of a language model, and compared with something of others."""
     elsewhere = {"deepseek_v3", "ernie4_5_moe", "mimo"}  # in tests/planner/test_draft.py
@@ -669,7 +683,7 @@ def test_modules_that_are_not_quantised_are_found_by_their_names(name: str, tmp_
     """A config.json names them as they are in files."""
     config = config_of("exaone_moe")
     whole = read_prediction_layers(alone(config, tmp_path)).weight_bytes
-    told = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": [name]}
+    told: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": [name]}
     told["config_groups"] = {
         "group_0": {
             "targets": ["Linear"],

@@ -16,7 +16,7 @@ from tpplan.models.checkpoint import Headers, read_headers
 from tpplan.models.config import Config, read_config
 from tpplan.models.families import LANGUAGE_MODELS, Tolerated, spec_from_config, tolerated
 from tpplan.models.families.aside import parts_aside
-from tpplan.models.families.drafts import as_draft
+from tpplan.models.families.drafts import BY_NAME, as_draft
 from tpplan.models.families.predictions import PREDICTIONS, UNKNOWN_HINT, UNPUBLISHED
 from tpplan.models.families.shape import layer_count
 from tpplan.models.families.wrappers import WRAPPERS, text_part
@@ -192,15 +192,17 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     refuse_adapter(path)
     if model := gguf_model_at(path):
         return model.spec, model.headers
-    config = as_draft(read_config(path))
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
+    config = as_draft(read_config(path), headers.tensors if headers else {}, name)
     scheme = read_scheme(config, path if path.is_dir() else None)
     if headers is None:
         spec = stored_by_formula(spec_from_config(config, name), scheme)
         beside_config = path.parent if path.is_file() and not scheme.method else None
         unread = next((name for name in DESCRIPTIONS if beside_config and (beside_config / name).exists()), "")
         what = f"weights in {spec.weight_format}: {unread} is read if you name the directory" if unread else ""
+        if config.flag(BY_NAME):
+            spec = evolve(spec, notes=(*spec.notes, "taken for an EAGLE head by its name"))
         return evolve(spec, assumed=what or instead_of_headers(path, spec.weight_format) or spec.assumed), None
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
     parts, notes = beside(path, {tensor.file for tensor in headers.tensors.values()})
