@@ -324,7 +324,7 @@ def test_prediction_layers(tmp_path: Path) -> None:
         ("ernie4_5-moe", {"block_count": 3, "nextn_predict_layers": 1}, "of ernie4_5_moe in GGUF are not known"),
     ],
 )
-def test_files_without_prediction_layers(name: str, changes: dict[str, int], words: str, tmp_path: Path) -> None:
+def test_files_without_prediction_layers(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     """Neither is planned: what a file does not have, and what llama.cpp's converter has no names for."""
     write(tmp_path / "small.gguf", name, **changes)
     with pytest.raises(ModelError, match=words):
