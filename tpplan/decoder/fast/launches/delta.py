@@ -87,6 +87,11 @@ class OfLayer:
     launch_recur: Launcher
     launch_gate: Launcher
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they keep on the device for all layers together."""
+        return self.turns.nbytes
+
     def recur(
         self,
         rows: Rows,

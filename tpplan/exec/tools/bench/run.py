@@ -213,7 +213,7 @@ def bench(
         except Exception as error:  # noqa: BLE001 (operations can be timed without it)
             notes.append(f"even slices were not timed: {_reason(error)}")
         if cases.places[0].type == "cuda":
-            notes += [*_unlinked(cases.explanation.transport), *_without_nvls()]
+            notes += _told_nccl(cases.explanation.transport)
         report = _head(cases, even, rounds, limits, notes)
         turns = _Turns(cases, even, limits, Clock(cases.places, rounds))
         for name in cases.makers:
@@ -379,18 +379,19 @@ def _reason(error: Exception) -> str:
     return " ".join(message.split())
 
 
-def _unlinked(transport: str) -> Iterator[str]:
-    """Disable NCCL's peer copies with the host transport, unless the environment decides; yield a note if disabled."""
+def _told_nccl(transport: str) -> Iterator[str]:
+    """Let NCCL go without NVLS, and without peer copies as the host transport does, unless the environment decides.
+
+    Yields:
+        A note on each that it was told to go without. It reads that at its first operation in this process, which may
+        have been long ago.
+    """
+    os.environ.setdefault(_NVLS, "0")
     if transport == "host":
         os.environ.setdefault(_NO_LINKS, "1")
-    if os.environ.get(_NO_LINKS) == "1":
-        yield f"NCCL was told to go without links between GPUs: {_NO_LINKS}=1"
-
-
-def _without_nvls() -> Iterator[str]:
-    """Disable NVLS in NCCL, unless the environment decides; yield a note if disabled."""
-    if os.environ.setdefault(_NVLS, "0") == "0":
-        yield f"NVLS is off: {_NVLS}=0"
+    for what, name, value in (("links between GPUs", _NO_LINKS, "1"), ("NVLS", _NVLS, "0")):
+        if os.environ.get(name) == value:
+            yield f"NCCL was told to go without {what}, which it heeds if it was not used before: {name}={value}"
 
 
 def _software(note: Callable[[str], None]) -> Iterator[str]:
