@@ -16,7 +16,7 @@ from tpplan.core.workspace import ALIGNMENT
 from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec.cuda.backend import CudaDevices
 from tpplan.exec.cuda.copies import Transfer
-from tpplan.exec.cuda.issuing import ISSUING
+from tpplan.exec.cuda.exclusive import ISSUING
 from tpplan.exec.cuda.launch import Bound
 from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.program import (
@@ -193,7 +193,7 @@ class PeerProcesses(CudaDevices):
             message = f"{program.name} cannot be captured: the host takes part"
             raise ExecutionError(message, "call it beside the graph")
         with ISSUING:  # not while waiting for other processes, which may wait for another context of this one
-            self._issuing.check()
+            self.check()
             self.turn_to_current()
         try:
             return self._far.run(program, operands)
