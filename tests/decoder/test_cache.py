@@ -145,7 +145,7 @@ def test_what_few_bits_keep(*, kind: str, groups: int, size: float, outlier: flo
     store = Store(kind, (1, 2, 4, width), torch.float32, torch.device("cpu"))
     store.write(slice(0, 1), slice(0, 2), slice(1, 4), kv)
     assert 8 * store.nbytes == 2 * 2 * 4 * width * {"q6": 6.5, "q4": 4.5}[kind]
-    k, v = store.stored(slice(0, 1), slice(0, 2), slice(1, 4)).double().numpy()
+    k, v = store.read_at(slice(0, 1), slice(0, 2), slice(1, 4)).double().numpy()
     for half, found, steps in ((0, k, 7 if kind == "q4" else 127), (1, v, 7)):
         wanted = kv[half].double().numpy()
         wanted = _mixed(wanted) if steps == 7 else wanted

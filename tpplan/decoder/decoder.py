@@ -17,11 +17,12 @@ from tpplan.decoder.cache.heads import heads_of
 from tpplan.decoder.cache.state import Progress, states_of
 from tpplan.decoder.decoding.prefill_graphs import PrefillGraphs, graphs_of
 from tpplan.decoder.decoding.steps import Steps
-from tpplan.decoder.fast.fused import codes_of, steps_on
+from tpplan.decoder.fast import fused
 from tpplan.decoder.forward import Forward
 from tpplan.decoder.layer.agree import agreed
 from tpplan.decoder.layer.delta import GatedDelta
 from tpplan.decoder.layer.stack import Stack
+from tpplan.decoder.layer.steps import Plain
 from tpplan.decoder.model.settings import facts_of as settings_facts
 from tpplan.decoder.model.settings import settings_of
 from tpplan.decoder.prompts import Prompt, check, check_step, cut, facts_of, length_of, numbers_of
@@ -170,25 +171,26 @@ class Decoder:
         heads = [heads_of(context, layer, block.attention, rank, kind) for layer, block in enumerate(layers)]
         own = (each.cache for layer in heads for each in layer.values())
         head_dims = {cache.head_dim for cache in own if not cache.value_dim}
-        joint = len(context.all_devices) > 1
-        experts = any(block.experts for block in layers)
         room = areas(context.plan.splits, context.plan.model.dtype, request)
-        steps = {
-            device: steps_on(
-                context.devices[device].device,
+
+        def steps_on(device: int) -> Plain:
+            place, elements = context.devices[device].device, room[device].scratch_bytes // context.dtype.itemsize
+            if not kernels or not fused.has_kernels(place, context.dtype):
+                return Plain.of(self._settings, elements)
+            return fused.Fused(
+                place,
                 context.dtype,
                 self._settings,
                 head_dims,
                 kind,
-                kernels=kernels,
-                joint=joint,
-                experts=experts,
+                joint=len(context.all_devices) > 1,
+                experts=any(block.experts for block in layers),
                 linear=[block.linear for block in layers if block.linear],
-                codes=codes_of(self.weights[device]),
-                room=room[device].scratch_bytes // context.dtype.itemsize,
+                codes=fused.codes_of(self.weights[device]),
+                room=elements,
             )
-            for device in context.devices
-        }
+
+        steps = {device: steps_on(device) for device in context.devices}
         linear = [
             {
                 device: GatedDelta(

@@ -76,7 +76,7 @@ class LayerCache(Store):
         """
         each = (sequences.stop - sequences.start) * max(self.head_dim, 3 * queries)
         for places in _slices(end, max(1, AT_ONCE // each)):
-            yield places, *self.pair_of(self.stored(sequences, slice(0, 1), places))
+            yield places, *self.pair_of(self.read_at(sequences, slice(0, 1), places))
 
     def append(self, sequences: slice, start: int, k_B1SK: Tensor) -> None:
         """Write the next latents of some sequences, without reading any."""
@@ -85,7 +85,7 @@ class LayerCache(Store):
     def latents(self, sequence: int, places: slice) -> Tensor:
         """Return the latents at some places of a sequence, each behind its rotary part, ``[T, K]``."""
         one = slice(0, 1)
-        return self.unmix(self.stored(slice(sequence, sequence + 1), one, places))[0, 0, 0]
+        return self.unmix(self.read_at(slice(sequence, sequence + 1), one, places))[0, 0, 0]
 
     def slices(self, tokens: int) -> list[slice]:
         """Return slices of the KV heads, each of at most :meth:`heads_at_once` heads, which must not be 0."""
@@ -136,7 +136,7 @@ class LayerCache(Store):
 
     def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[B, H, count, K]`` of the first ``count`` places."""
-        return self.pair_of(self.stored(sequences, heads, slice(0, count)))
+        return self.pair_of(self.read_at(sequences, heads, slice(0, count)))
 
     def _first(self, start: int, end: int) -> int:
         """Return the first cached position that any of the tokens from ``start`` to ``end`` sees."""

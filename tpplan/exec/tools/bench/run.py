@@ -6,7 +6,7 @@ Beside each time stand the least time that the links allow, and the time of even
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import pairwise, permutations
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from tpplan.exec.compiler import compile as compile_plan
 from tpplan.exec.explain import IN_GRAPH
 from tpplan.exec.programs.program import HOST
 from tpplan.exec.tools.bench.case import Cases
-from tpplan.exec.tools.bench.clock import Clock, Run
+from tpplan.exec.tools.bench.clock import Clock, Run, undisturbed
 from tpplan.exec.tools.bench.peers import OURS, contenders
 from tpplan.reports.bench import BenchReport, Limit, Measured, Timed
 
@@ -190,7 +190,7 @@ def bench(
         RequestError: the plan has room for none of the sizes.
         TpplanError: the plan cannot be compiled.
     """
-    with _undisturbed(), ExitStack() as stack:
+    with undisturbed(), ExitStack() as stack:
         context = make(transport)
         _closed_by(stack, context)
         cases = Cases(context)
@@ -402,14 +402,3 @@ def _software(note: Callable[[str], None]) -> Iterator[str]:
         yield f"NCCL {'.'.join(map(str, nccl.version()))}"  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 (a torch without NCCL)
         note(f"NCCL is not here: {_reason(error)}")
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Run torch in one thread, as the programs of virtual devices do, and restore its thread count on exit."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
