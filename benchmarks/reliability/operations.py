@@ -51,12 +51,12 @@ class Outcome:
     """What became of the operations of a context.
 
     Attributes:
-        called: operations that were called.
-        replayed: operations of graphs that were run.
-        replays: of graphs.
-        seconds: of all of it.
-        faults: in words.
-        growth: of memory.
+        called: number of operations that were called.
+        replayed: number of operations that ran in replays of graphs.
+        replays: number of replays.
+        seconds: how long everything took.
+        faults: what went wrong, in words.
+        growth: how much memory was in use over time.
     """
 
     called: int = 0
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def operations(self) -> int:
-        """All of them."""
+        """All operations, called or replayed."""
         return self.called + self.replayed
 
 
@@ -85,10 +85,10 @@ def soak(
     """Run random operations of a context until there were enough, or for so long, or one ends with an error.
 
     Args:
-        context: on whatever devices.
-        operations: at least so many.
-        seconds: after which no round begins.
-        seed: of everything random.
+        context: a context on any devices.
+        operations: number of operations after which no round begins.
+        seconds: time after which no round begins.
+        seed: seed of everything random.
         largest: bytes of the largest tensor.
         delays: whether devices are late now and then.
         graphs: whether most operations run in graphs.

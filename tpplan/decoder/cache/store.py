@@ -106,7 +106,7 @@ def hadamard(x: Tensor, factor: float) -> Tensor:
 
     Args:
         x: elements.
-        factor: of the result: a power of 2.
+        factor: multiplies the result: a power of 2.
     """
     return (torch.unflatten(x, -1, (-1, _GROUP)) @ _hadamard_matrix(x.device, x.dtype, factor)).flatten(-2)
 
