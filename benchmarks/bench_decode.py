@@ -80,7 +80,7 @@ def main() -> None:
     words = sys.argv[1:]
     if _PROFILE in words:
         profiling.main([word for word in words if word != _PROFILE])
-    wanted = _wanted()
+    wanted = _parse()
     machine = f"{_devices(wanted.backend)}, torch {torch.__version__}, Python {platform.python_version()}"
     notes = sys.stderr if wanted.json else sys.stdout
     rows: list[Row] = []
@@ -134,7 +134,7 @@ def _names(*known: str) -> Callable[[str], tuple[str, ...]]:
     return names
 
 
-def _wanted() -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--cuts", type=_names(*CUTS), default=tuple(CUTS), help="of the model, of even,uneven,gather (default all)")

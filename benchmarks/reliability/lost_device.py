@@ -172,7 +172,7 @@ class Growth:
         ]
 
 
-def foretold(plan: SplitPlan, make: Callable[[], TPContext]) -> tuple[TPContext, list[tuple[int, int, int]]]:
+def compile_measured(plan: SplitPlan, make: Callable[[], TPContext]) -> tuple[TPContext, list[tuple[int, int, int]]]:
     """Return a context of a plan, and for each of its devices the workspace that was planned, and the bytes it took.
 
     Args:
@@ -205,7 +205,7 @@ class Driver:
         self._handles = {str(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
         self._before = {uuid: self._used(uuid) for uuid in self._handles}
 
-    def taken(self, device: int) -> int:
+    def used_bytes(self, device: int) -> int:
         """Return the bytes that are in use on a CUDA device and were not at first."""
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         return self._used(uuid) - self._before[uuid]
