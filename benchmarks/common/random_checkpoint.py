@@ -106,9 +106,9 @@ def room_for(size: int) -> Path:
     return Path(gettempdir())
 
 
-def read_rate(path: Path, most: int = 2**33, piece: int = 2**23) -> float:
+def read_rate(path: Path) -> float:
     """Return the bytes per second at which a few threads read a file into memory, and do nothing else."""
-    size = min(path.stat().st_size, most)
+    size, piece = min(path.stat().st_size, 2**33), 2**23
     memory = [bytearray(piece) for _ in range(_THREADS)]
 
     def read(thread: int) -> None:

@@ -158,7 +158,7 @@ def test_what_few_bits_keep(*, kind: str, groups: int, size: float, outlier: flo
         is_mixed = other is v or kind == "q4"
         np.testing.assert_allclose(found, 2 * _mixed(other) if is_mixed else other, atol=1e-4 * size * (1 + outlier))
         error, there = (np.linalg.norm(x) for x in (found - whole.double().numpy(), whole.double().numpy()))
-        assert error < (0.12 if is_mixed else 0.02) * there
+        assert error < (0.15 if is_mixed else 0.02) * there
 
 
 def test_nibbles_of_a_head() -> None:
