@@ -327,6 +327,11 @@ def test_a_draft_model_whose_plan_is_stale_is_planned_with_its_model(inside: Pat
     assert command(*shlex.split(again.replace("MODEL", str(LLAMA_8B)))[1:]).code == 0
     assert command("check", "d.json", "--model", head, "--gpus", "24GiB,12GiB").code == 0
     assert (inside / "p.json").exists()
+    done = command("check", "d.json", "--model", head, "--gpus", "2x1GiB")
+    assert "d.json: stale (devices, infeasible)" in said(done)
+    hint, again = done.err.splitlines()
+    assert "--reserve 64MiB --draft " in again
+    assert "--context 4096" in again  # and not what fits of this one alone
 
 
 @pytest.mark.parametrize("gpus", ["3x24GiB", "24GiB", "24GiB,20GiB"])
