@@ -452,6 +452,9 @@ def test_room_is_told_in_one_way(head: Path, tmp_path: Path, monkeypatch: pytest
         "request.draft.room_bytes": ("nothing", f"{size} on every device"),
         "request.draft.split": ("false", "true"),
     }
+    screen = command("diff", "a.json", "b.json").out.splitlines()  # which cuts nothing out of these two
+    assert "~  request.reserve: nothing → 1.00 GiB on device 1" in screen
+    assert f"~  request.draft.room_bytes: nothing → {size} on every device" in screen
     entry = f'[[plan]]\nfile = "a.json"\nmodel = "{LLAMA_8B / "config.json"}"\ngpus = "2xRTX3060"\n'
     entry += 'cache = "q8"\nreserve = "1GiB@1"\n'
     (tmp_path / "tpplan.toml").write_text(
