@@ -327,6 +327,11 @@ def test_a_draft_model_whose_plan_is_stale_is_planned_with_its_model(inside: Pat
     assert command(*shlex.split(again.replace("MODEL", str(LLAMA_8B)))[1:]).code == 0
     assert command("check", "d.json", "--model", head, "--gpus", "24GiB,12GiB").code == 0
     assert (inside / "p.json").exists()
+    done = command("check", "d.json", "--model", head, "--gpus", "2x1GiB")
+    assert "d.json: stale (devices, infeasible)" in said(done)
+    hint, again = done.err.splitlines()
+    assert "--reserve 64MiB --draft " in again
+    assert "--context 4096" in again  # and not what fits of this one alone
 
 
 @pytest.mark.parametrize("gpus", ["3x24GiB", "24GiB", "24GiB,20GiB"])
@@ -447,6 +452,9 @@ def test_room_is_told_in_one_way(head: Path, tmp_path: Path, monkeypatch: pytest
         "request.draft.room_bytes": ("nothing", f"{size} on every device"),
         "request.draft.split": ("false", "true"),
     }
+    screen = command("diff", "a.json", "b.json").out.splitlines()  # which cuts nothing out of these two
+    assert "~  request.reserve: nothing → 1.00 GiB on device 1" in screen
+    assert f"~  request.draft.room_bytes: nothing → {size} on every device" in screen
     entry = f'[[plan]]\nfile = "a.json"\nmodel = "{LLAMA_8B / "config.json"}"\ngpus = "2xRTX3060"\n'
     entry += 'cache = "q8"\nreserve = "1GiB@1"\n'
     (tmp_path / "tpplan.toml").write_text(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tpplan.core.plan import Reserve, SplitPlan
     from tpplan.core.speed import LinkSpeed
     from tpplan.planner.options import Options
-    from tpplan.reports.check import PlanCheck
+    from tpplan.reports.check import PlanCheck, StaleReason
     from tpplan.reports.export import ExportReport
     from tpplan.reports.manifest import Inputs
 
@@ -391,7 +391,7 @@ def advise_stale(
         # With neither, it may be the wrong model that was named, and nothing to write over a plan.
         if StaleReason.MODEL in one.reasons and plan.model.name != spec.name:
             others.append(plan.model.name)
-        elif one.refused and not (plan.request.draft and {StaleReason.DEVICES, StaleReason.REQUEST} <= {*one.reasons}):
+        elif one.refused and not _needs_both(plan, one.reasons):
             options = [advice.option for advice in one.refused.suggestions if advice.option]
             commands = [*filter(None, (remake(plan, one.path, model, gpus, option) for option in options))]
             these = "each of these commands" if len(commands) > 1 else "this command"
@@ -406,6 +406,14 @@ def advise_stale(
         hint = f"name with --model the model that the plan is for, {', '.join(dict.fromkeys(others))}; or {hint}"
     if again or others:
         console.say("hint", hint, "hint", filter(None, again))
+
+
+def _needs_both(plan: SplitPlan, reasons: tuple[StaleReason, ...]) -> bool:
+    """Return whether what fits instead of a stale plan is only known once a model and its draft model are planned."""
+    from tpplan.reports.check import StaleReason  # noqa: PLC0415
+
+    is_for_others = {StaleReason.DEVICES, StaleReason.REQUEST} <= {*reasons}
+    return bool(plan.request.drafts_for or (plan.request.draft and is_for_others))
 
 
 def without_room(plan: SplitPlan) -> str:

@@ -325,13 +325,14 @@ def _suggestions(trials: Trials) -> Iterator[Suggestion]:
         yield Suggestion("layout", layout, -1, f"use the layout {layout}")
     once = request.kv == "replicate"
     kv, words = ("idle", "store each KV head once") if once else ("replicate", "replicate the KV heads")
-    if fits(evolve(request, kv=kv)):
+    is_fixed = bool(request.draft and request.draft.split)  # though with these changes it would be split otherwise
+    if not is_fixed and fits(evolve(request, kv=kv)):
         yield Suggestion("kv", kv, -1, words)
-    if request.strategy == "exllamav2" and fits(evolve(request, strategy="balanced")):
+    if request.strategy == "exllamav2" and not is_fixed and fits(evolve(request, strategy="balanced")):
         yield Suggestion("strategy", "balanced", -1, "use the strategy balanced, which keeps budgets")
     if request.reserve and fits(evolve(request, reserve=())):
         yield Suggestion("reserve", "0", -1, "reserve nothing")
-    if not (request.draft and request.draft.split):  # which would be split otherwise then
+    if not is_fixed:
         yield from _more_devices(trials)
         yield from _more_memory(trials)
 

@@ -49,7 +49,7 @@ def _inputs(changes: dict[str, Any]) -> list[Block]:
         told = [field for field in fields if field["path"] in _SENTENCES]
         blocks += [Heading(title)] if fields else []
         blocks += [_named([("", ""), *_VALUES], "<<<<<", rows)] if rows else []
-        blocks += [Text(f"{one['path']}  {one['before']} → {one['after']}", lead=("~  ", "dim")) for one in told]
+        blocks += [Text(f"{one['path']}: {one['before']} → {one['after']}", lead=("~  ", "dim")) for one in told]
     return blocks
 
 
