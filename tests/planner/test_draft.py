@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from attrs import evolve
 
 import tpplan
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
@@ -512,6 +513,18 @@ def test_room_for_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "tpplan.toml").write_text(entry + 'draft = "x"\n')
     both = command("check")
     assert (both.code, "has draft and mtp" in both.err) == (2, True)
+
+
+def test_prediction_layers_are_split_by_memory_unless_latency_is_asked_for() -> None:
+    """Nobody asks how fast they are: plan and fit leave the same room, also where ``auto`` cuts by latency."""
+    model, layers = tpplan.read_model(QWEN), read_prediction_layers(QWEN)
+    devices = tpplan.parse_devices("2xH100,2xRTX4090")
+    asked = Options(context=4096, mtp=True).request(model)
+    rooms = {
+        strategy: split_draft(evolve(asked, strategy=strategy), layers, model, devices)[0].reserve
+        for strategy in ("auto", "balanced", "latency")
+    }
+    assert rooms["auto"] == rooms["balanced"] != rooms["latency"]
 
 
 @pytest.mark.parametrize("beside", [(), ("--draft-output", "draft.json")])

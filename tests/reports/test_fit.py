@@ -20,7 +20,7 @@ from tpplan.core.plan import Cache, Request, Reserve
 from tpplan.files.codec import unstructure
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.kinds import KINDS
-from tpplan.planner.plan import plan
+from tpplan.planner.plan import plan, plan_request
 from tpplan.render.fit import fit as view
 from tpplan.reports.fit import QUANTISATIONS, FitReport, _whole_bits, fit
 
@@ -140,7 +140,7 @@ def test_another_quantisation_is_advised_before_other_cards() -> None:
     assert [one.kind for one in found.suggestions] == ["quantisation", "devices", "memory"]
     assert found.suggestions[0].value == next(row.quantisation for row in found.rows if row.context == 8192)
     text = plain(view(unstructure(found)))
-    assert text.index("other weights") < text.index("6xRTX4090") < text.index("112.64 GiB in all")
+    assert text.index("other weights") < text.index("6xRTX4090") < text.index("take a GPU with 112.65 GiB instead of")
     assert "tokens/s with a full cache, estimated" in text
     unknown = fit(model, [*devices, Device(name="mine", budget_bytes=GIB)], context=8192)
     assert unknown.without_bandwidth == (2,)
@@ -173,7 +173,10 @@ def test_nothing_fits() -> None:
 
 
 def test_room_is_computed_once_for_each_request_and_devices() -> None:
-    """Room for a split draft model takes a plan of its own, and bits per weight are searched with the same room."""
+    """Room for a split draft model takes a plan of its own: only what fits alone is worth it, whatever the strategy.
+
+    Bits per weight are searched with the same room.
+    """
     asked: list[tuple[Request, tuple[Device, ...]]] = []
 
     def room(request: Request, devices: tuple[Device, ...]) -> Request:
@@ -185,7 +188,25 @@ def test_room_is_computed_once_for_each_request_and_devices() -> None:
     model = tpplan.read_model(MODELS / "Llama-3.1-8B")
     report = fit(model, tpplan.parse_devices("RTX3090"), context=4096, room=room)
     assert [any(cell.fits for cell in row.cells) for row in report.rows] == [True, True, False, False, False, False]
-    assert len(asked) == len(set(asked))
+    assert len(asked) == len({(evolve(request, strategy=""), devices) for request, devices in asked})
+    asked.clear()
+    request = Request("", "balanced", Cache(tokens=8 * 4096), 8, 2048, "idle")
+    with pytest.raises(InfeasibleError) as caught:
+        plan_request(model, tpplan.parse_devices("RTX4060,RTX3060"), request, room=room)
+    assert caught.value.suggestions
+    _, *others = asked  # the first is what was asked for
+    for request, devices in others:
+        plan_request(model, devices, request)
+
+
+def test_what_fits_beside_prediction_layers() -> None:
+    """The longest context is the one that plan makes, whichever strategy that takes, and not one step more."""
+    more = (MODELS / "Qwen3-Next-80B-A3B", "--gpus", "2xH100", "--mtp")
+    report = json.loads(command("fit", *more, "--json").out)
+    longest = {one["cache"]: one["context"] for one in report["longest"]}["fp16"]
+    assert 0 < longest < 262144
+    assert command("plan", *more, "--context", longest).code == 0
+    assert command("plan", *more, "--context", longest + 256).code == 1
 
 
 def test_what_fits_beside_a_draft_model(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from attrs import evolve
 
 from tpplan.core.device import Device
 from tpplan.core.limits import MOST
-from tpplan.core.plan import Reserve
+from tpplan.core.plan import AUTO, Reserve
 from tpplan.core.sizes import format_bytes
 from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.place import Effort
 from tpplan.planner.plan import plan_request
 from tpplan.planner.request import check_devices
 
@@ -75,7 +76,10 @@ def split_draft(
         RequestError: the request is not valid for the draft model or the devices.
     """
     check_devices(devices, request)
-    plan = plan_request(draft, devices, for_draft(request, model), links, is_advised=False)
+    asked, effort = for_draft(request, model), Effort.BEST
+    if request.mtp:  # a layer or two, of which nobody sees a plan: to look for better cuts is not worth the time
+        asked, effort = evolve(asked, strategy="balanced" if asked.strategy == AUTO else asked.strategy), Effort.QUICK
+    plan = plan_request(draft, devices, asked, links, effort=effort, is_advised=False)
     return _with_room(request, draft, [_bytes_of(entry) for entry in plan.memory]), plan
 
 

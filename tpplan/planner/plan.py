@@ -85,6 +85,7 @@ def plan_request(
     links: Iterable[LinkSpeed] = (),
     room: Room | None = None,
     *,
+    effort: Effort = Effort.BEST,
     is_advised: bool = True,
 ) -> SplitPlan:
     """Make the plan that a request asks for; see :func:`plan`.
@@ -96,14 +97,15 @@ def plan_request(
         links: measured links between the devices.
         room: reserves more for something whose size depends on request and devices, see
             :class:`tpplan.planner.infeasible.Trials`.
+        effort: how long to look for better cuts; where little finds none that fit, all of it is made.
         is_advised: whether an error says what would help, which takes many attempts.
     """
     devices = tuple(devices)
     check_kinds(model, devices, request.cache)
     if request.strategy != AUTO:
-        return _plan(model, devices, request, room, is_advised=is_advised)
-    balanced = _plan(model, devices, evolve(request, strategy="balanced"), room, is_advised=is_advised)
-    return faster(balanced, model, tuple(links))
+        return _plan(model, devices, request, room, effort, is_advised=is_advised)
+    balanced = _plan(model, devices, evolve(request, strategy="balanced"), room, effort, is_advised=is_advised)
+    return faster(balanced, model, tuple(links), effort=effort)
 
 
 def faster(
@@ -144,12 +146,19 @@ def gains(balanced: Speed, other: Speed) -> bool:
 
 
 def _plan(
-    model: ModelSpec, devices: tuple[Device, ...], asked: Request, room: Room | None, *, is_advised: bool
+    model: ModelSpec,
+    devices: tuple[Device, ...],
+    asked: Request,
+    room: Room | None,
+    effort: Effort,
+    *,
+    is_advised: bool,
 ) -> SplitPlan:
     """Return the plan by one strategy, which predicts nothing."""
     request = resolve(model, _with_room(model, devices, asked, room) if room else asked)
     check_devices(devices, request)
-    found = attempt(model, devices, request)
+    tries = (attempt(model, devices, request, effort=each) for each in dict.fromkeys((effort, Effort.BEST)))
+    found = next(filter(None, tries), None)
     if found is None or found.lacking:
         from tpplan.planner.infeasible import explain  # noqa: PLC0415 (explaining plans again)
 
