@@ -336,6 +336,6 @@ def test_advice_for_idle_devices_leaves_none_idle(cards: str, strategy: str) -> 
     assert idle not in command(*asked, kept).err
     for budget in re.findall(r"a budget of (\w+)", told):
         places = zip(plan.devices, plan.memory, strict=True)
-        sizes = [f"{device.budget_bytes}B" if entry.used_bytes else budget for device, entry in places]
+        given = [f"{device.budget_bytes}B" if entry.used_bytes else budget for device, entry in places]
         names = [device.name.replace(" ", "") for device in plan.devices]
-        assert idle not in command(*asked, ",".join(map(":".join, zip(names, sizes, strict=True)))).err
+        assert idle not in command(*asked, ",".join(map(":".join, zip(names, given, strict=True)))).err

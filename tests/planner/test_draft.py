@@ -165,7 +165,7 @@ def test_a_draft_model_too_large_for_a_device(head: Path) -> None:
     assert "a budget of 900.00 MiB, all of head takes 1020.15 MiB" in done.err.replace("\n", " ")
     found = json.loads(command(*asked, "--gpus", "48GiB,900MiB", "--json").out)["error"]
     assert found["kind"] == "infeasible"
-    assert "split it over the devices: --draft-output FILE" in found["hint"]
+    assert "split it over the devices: tpplan plan --draft-output FILE" in found["hint"]
     (advice,) = (each for each in found["suggestions"] if each["kind"] == "memory")
     assert command(*asked, *advice["option"].split()).code == 0
 

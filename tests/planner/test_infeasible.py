@@ -368,8 +368,10 @@ def test_no_device_is_suggested_to_have_more_memory_than_there_is() -> None:
     assert "devices" in suggested
 
 
-CARDS = ("RTX5090:31.67GiB", "RTX4090:23.52GiB", "RTX4090:20GiB", "RTX4090:48GiB", "RTX3060:12GiB", "RTX 4080")
-CARDS += ("H100:72GiB", "H100", "A100 80GB:78GiB", "L40S", "7900XTX:24GiB", "MI210", "12GiB", "24083MiB", "1GiB")
+CARDS = (
+    *("RTX5090:31.67GiB", "RTX4090:23.52GiB", "RTX4090:20GiB", "RTX4090:48GiB", "RTX3060:12GiB", "RTX 4080"),
+    *("H100:72GiB", "H100", "A100 80GB:78GiB", "L40S", "7900XTX:24GiB", "MI210", "12GiB", "24083MiB", "1GiB"),
+)
 MODELS = Path(__file__).parents[2] / "examples/models"
 SMALL = ("Llama-3.1-8B", "Qwen2.5-7B", "gpt-oss-20b")
 

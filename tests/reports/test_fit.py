@@ -17,9 +17,12 @@ from tests.planning_cases import spec
 from tests.render_cases import plain
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, Request, Reserve
+from tpplan.core.sizes import format_bytes
 from tpplan.files.codec import unstructure
+from tpplan.planner.draft import reserve_for_draft
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.kinds import KINDS
+from tpplan.planner.options import Options
 from tpplan.planner.plan import plan, plan_request
 from tpplan.render.fit import fit as view
 from tpplan.reports.fit import QUANTISATIONS, FitReport, _whole_bits, fit
@@ -172,6 +175,37 @@ def test_nothing_fits() -> None:
     assert all(cell.fits and not cell.tokens_per_second for row in roomy.rows for cell in row.cells)
 
 
+def test_bytes_and_cause_are_told(tmp_path: Path) -> None:
+    """What is left to a draft model, or why it has no room, and what the wish lacks, as plan says it."""
+    config = json.loads((LLAMA_8B / "config.json").read_text()) | {"num_hidden_layers": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for gpus in ("3x16GiB", "24GiB,1GiB"):
+        more = ("--gpus", gpus, "--batch", "8", "--context", "16384", "--draft", tmp_path)
+        planned = json.loads(command("plan", LLAMA_8B, *more, "--json").out)["error"]
+        report = json.loads(command("fit", LLAMA_8B, *more, "--json").out)
+        screen = command("fit", LLAMA_8B, *more)
+        assert report["reason"] == planned["message"]
+        assert (screen.code, report["reason"] in " ".join(screen.out.split())) == (1, True)
+        assert report["draft"] == tmp_path.name
+        assert ("draft_bytes" in report) == (gpus == "3x16GiB")
+    report = json.loads(command("fit", LLAMA_8B, "--gpus", "3x16GiB", *more[2:], "--json").out)
+    room = reserve_for_draft(
+        Options(batch=8, context=16384).request(tpplan.read_model(LLAMA_8B)),
+        tpplan.read_model(tmp_path),
+        tpplan.read_model(LLAMA_8B),
+        tpplan.parse_devices("3x48GiB"),
+    )
+    assert report["draft_bytes"] == [room.reserved(i) for i in range(3)]
+    told = f"with 16,384 tokens: {format_bytes(room.reserved(0))} of every device"
+    assert told in " ".join(command("fit", LLAMA_8B, "--gpus", "3x16GiB", *more[2:]).out.split())
+
+
+def test_fit_splits_no_draft_model() -> None:
+    """The option of plan is pointed to, as fit writes no plan."""
+    done = command("fit", LLAMA_8B, "--gpus", "24GiB", "--draft", LLAMA_8B, "--draft-output", "d.json")
+    assert (done.code, "tpplan plan --draft-output FILE splits it" in done.err) == (2, True)
+
+
 def test_room_is_computed_once_for_each_request_and_devices() -> None:
     """Room for a split draft model takes a plan of its own: only what fits alone is worth it, whatever the strategy.
 
@@ -217,7 +251,11 @@ def test_what_fits_beside_a_draft_model(tmp_path: Path) -> None:
     report = json.loads(command("fit", LLAMA_8B, *more, "--json").out)
     assert report["reserve"] == "256.00 MiB on every device"
     longest = {one["cache"]: one["context"] for one in report["longest"]}["fp16"]
-    assert command("plan", LLAMA_8B, *more, "--context", longest).code == 0
+    planned = command("plan", LLAMA_8B, *more, "--context", longest, "-o", tmp_path / "plan.json")
+    assert planned.code == 0
+    (room,) = json.loads(command("fit", LLAMA_8B, *more, "--context", longest, "--json").out)["draft_bytes"]
+    assert room == tpplan.load(tmp_path / "plan.json").memory[0].reserved_bytes - 2**28
+    assert "reason" in report
     assert command("plan", LLAMA_8B, *more, "--context", longest + 256).code == 1
     alone = json.loads(command("fit", LLAMA_8B, *more[:2], "--json").out)
     assert {one["cache"]: one["context"] for one in alone["longest"]}["fp16"] > longest > 0

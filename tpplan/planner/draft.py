@@ -47,7 +47,7 @@ def reserve_for_draft(request: Request, draft: ModelSpec, model: ModelSpec, devi
         if request.reserved(i) + needed >= device.budget_bytes:
             budget = f"device {i} ({device.name}) has a budget of {format_bytes(device.budget_bytes)}"
             kept = f" beside {format_bytes(request.reserved(i))} reserved" if request.reserved(i) else ""
-            hint = "take a smaller draft model, or split it over the devices: --draft-output FILE"
+            hint = "take a smaller draft model, or split it over the devices: tpplan plan --draft-output FILE"
             raise InfeasibleError(f"{budget}, all of {draft.name} takes {format_bytes(needed)}{kept}", hint, (), ())
     return _with_room(request, draft, [needed] * len(devices))
 

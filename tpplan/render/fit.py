@@ -31,7 +31,20 @@ def fit(report: dict[str, Any]) -> list[Block]:
     ]
     if report.get("assumed"):
         blocks.append(Text(f"assumed: {report['assumed']}", "warn", INDENT))
+    if "draft_bytes" in report:
+        said = f"room for {report['draft']}, with {report['context']:,} tokens: {_left(report['draft_bytes'])}"
+        blocks.append(Text(said, "dim", INDENT))
     return [*blocks, BLANK, *_table(report), BLANK, *_unknown(report), *_verdict(report)]
+
+
+def _left(sizes: list[int]) -> str:
+    """Return in words what is left of each device, of neighbours alike at once."""
+    texts, parts = [format_bytes(size) for size in sizes], []
+    for text, same in groupby(range(len(sizes)), key=texts.__getitem__):
+        first, *others = same
+        which = f"device{'s' * bool(others)} {first}" + (f" to {others[-1]}" if others else "")
+        parts += [f"{text} of {which}"] * (sizes[first] > 0)
+    return ", ".join(parts) if len({*texts}) > 1 else f"{texts[0]} of every device"
 
 
 def _table(report: dict[str, Any]) -> list[Block]:
@@ -91,14 +104,17 @@ def _verdict(report: dict[str, Any]) -> list[Block]:
     if report["fits"]:
         return [Text(f"{asked} fit", "good")]
     found = report.get("suggestions", ())
-    said = f"{asked} do not fit{'; each of these alone makes them fit' if found else ''}"
+    ways = "each of these alone makes" if len(found) > 1 else "this makes"
     found = [one | {"option": "other weights"} if one["kind"] == "quantisation" else one for one in found]
     rows: list[list[Span]] = [
         [("  " + one["option"], "head"), (one["message"], "dim")] for one in found if "option" in one
     ]
     heads = [("option", ""), ("what it does", "")]
     return [
-        Text(said, "warn"),
+        Text(f"{asked} do not fit", "warn"),
+        Text(report["reason"], lead=INDENT),
+        *([Text(report["hint"], lead=INDENT)] if "hint" in report else []),
+        *([Text(f"{ways} {'it' if report['context'] == 1 else 'them'} fit", "warn")] if found else []),
         *([Table(heads=heads, sides="<<", rows=rows)] if rows else []),
         *(Text(one["message"], lead=INDENT) for one in found if "option" not in one),
     ]
