@@ -94,7 +94,9 @@ _BUCKETS = {
     "reserved": ("#f4f4f4", '<path d="M-1 -1 7 7M-1 3 3 7M3 -1 7 3" stroke="#4b5159" stroke-width="1"/>'),
 }
 
+#: On a page, the root is the page's, which has this anyway.
 _STYLE = """
+:root{max-width:100%;height:auto}
 text{font-family:system-ui,-apple-system,"Segoe UI","DejaVu Sans",Arial,sans-serif;font-size:12px;fill:#1f2328}
 .title{font-size:20px;font-weight:600}.head{font-size:13px;font-weight:600}.dim{fill:#59636e}.small{font-size:10.5px}
 .end{text-anchor:end}.mid{text-anchor:middle}.num{font-variant-numeric:tabular-nums}.strong{font-weight:600}
