@@ -39,7 +39,7 @@ RANKS, PROMPT, NEW_TOKENS = 3, "5,17,99", 50
 #: Tokens after which something happens.
 _BEFORE = 5
 #: Seconds beyond the time-out in which all have to end, and more until those that did not are ended from outside.
-GRACE_S, _MORE_S = 5.0, 5.0
+GRACE_S, _MORE_S = 5.0, 30.0
 _POLL_S = 0.01
 _APART = ["unshare", "-Urn"]
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET

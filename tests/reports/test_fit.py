@@ -195,8 +195,9 @@ def test_bytes_and_cause_are_told(tmp_path: Path) -> None:
         tpplan.read_model(LLAMA_8B),
         tpplan.parse_devices("3x48GiB"),
     )
-    assert report["draft_bytes"] == [room.reserved(i) for i in range(3)]
-    told = f"with 16,384 tokens: {format_bytes(room.reserved(0))} of every device"
+    assert room.draft
+    assert report["draft_bytes"] == [*room.draft.room_bytes]
+    told = f"with 16,384 tokens: {format_bytes(room.draft.room_bytes[0])} on every device"
     assert told in " ".join(command("fit", LLAMA_8B, "--gpus", "3x16GiB", *more[2:]).out.split())
 
 
@@ -254,7 +255,7 @@ def test_what_fits_beside_a_draft_model(tmp_path: Path) -> None:
     planned = command("plan", LLAMA_8B, *more, "--context", longest, "-o", tmp_path / "plan.json")
     assert planned.code == 0
     (room,) = json.loads(command("fit", LLAMA_8B, *more, "--context", longest, "--json").out)["draft_bytes"]
-    assert room == tpplan.load(tmp_path / "plan.json").memory[0].reserved_bytes - 2**28
+    assert room == tpplan.load(tmp_path / "plan.json").memory[0].draft_bytes
     assert "reason" in report
     assert command("plan", LLAMA_8B, *more, "--context", longest + 256).code == 1
     alone = json.loads(command("fit", LLAMA_8B, *more[:2], "--json").out)

@@ -190,7 +190,7 @@ def plan(
     with console.busy("planning"):
         found = inputs.plan(options)
         beside = inputs.with_room(options.request(spec), gpu_list)[1] if draft_output else None
-    on_plans.note_draft(inputs, options, found)
+    on_plans.note_draft(inputs, found)
     if beside:
         on_plans.note_idle_draft(beside)
     on_plans.note_all(found, spec, options, links)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tpplan.core.model import ModelSpec
-    from tpplan.core.plan import SplitPlan
+    from tpplan.core.plan import Reserve, SplitPlan
     from tpplan.core.speed import LinkSpeed
     from tpplan.planner.options import Options
     from tpplan.reports.check import PlanCheck
@@ -79,25 +79,21 @@ def read_draft(model: str, draft: str, output: str, *, mtp: bool) -> ModelSpec |
     return read_model(draft) if draft else None
 
 
-def note_draft(inputs: Inputs, options: Options, plan: SplitPlan, of: str = "") -> None:
-    """Say how much more a plan reserves for a draft model on each device, and where that has other tokens.
+def note_draft(inputs: Inputs, plan: SplitPlan, of: str = "") -> None:
+    """Say how much room a plan leaves to a draft model on each device, and where that has other tokens.
 
     Args:
         inputs: what the plan is made of.
-        options: that it was made with.
         plan: the plan.
         of: which plan it is, where there are several.
     """
-    from tpplan.core.sizes import format_bytes  # noqa: PLC0415
+    from tpplan.core.plan import rooms_told  # noqa: PLC0415
     from tpplan.models.families.drafts import DRAFTS, states_of  # noqa: PLC0415
 
-    draft, model, asked = inputs.draft, inputs.model, options.request(inputs.model)
-    if draft is None:
+    draft, model, room = inputs.draft, inputs.model, plan.request.draft
+    if draft is None or room is None:
         return
-    more = [entry.reserved_bytes - asked.reserved(entry.device) for entry in plan.memory]
-    each = [f"{format_bytes(size)} of device {device}" for device, size in enumerate(more) if size]
-    where = f"{format_bytes(more[0])} of every device" if len({*more}) == 1 else ", ".join(each)
-    note(f"room for {draft.name}: {where}", of)
+    note(f"room for {room.name}: {rooms_told(room.room_bytes)[0]}", of)
     width = states_of(draft)
     if width not in {None, model.hidden_size}:
         text = f"{draft.name} reads hidden states of {width} elements, {model.name} has {model.hidden_size}"
@@ -176,8 +172,8 @@ def hand_over(plan: SplitPlan, report: ExportReport, output: str, *, json: bool)
         command = remake(plan, "even.json", "MODEL", report.works_with)
         sentence = f"it can run a plan for {report.works_with}, which this command makes{without_room(plan)}"
         console.say("hint", sentence, "hint", [command])
-    if is_head(plan.model.architecture):
-        hint("export the plan of the model that it drafts for, which says how the engine is told of its head")
+    if plan.request.drafts_for or is_head(plan.model.architecture):
+        hint("export the plan of the model that it drafts for, which says how the engine is told of what drafts")
     if report.engines:
         *others, last = report.engines
         names = f"{', '.join(others)} or {last}" if others else last
@@ -260,7 +256,8 @@ def note_uncounted(plan: SplitPlan, *, on_screen: bool, of: str = "") -> None:
     beside = [part for part in plan.model.not_planned if part.what != BUFFERS]  # which nobody loads
     if beside and not plan.request.reserve:
         if [part.what for part in beside] == [PREDICTION]:
-            hint("--mtp keeps room for prediction layers, if the engine is to draft by them", of)
+            if not plan.request.draft:
+                hint("--mtp keeps room for prediction layers, if the engine is to draft by them", of)
             return
         known = all(part.bytes for part in beside)
         size = f"{-(-sum(part.bytes for part in beside) // 2**20)}MiB" if known else "SIZE"
@@ -335,6 +332,8 @@ def _enough_budget(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ..
     from tpplan.planner.plan import asked_strategy, plan_request  # noqa: PLC0415
 
     most = max(device.budget_bytes for i, device in enumerate(plan.devices) if i not in idle)
+    if plan.request.draft and plan.request.draft.split:  # which would be split otherwise
+        return ""
     budgets = [max(device.budget_bytes, most) if i in idle else 0 for i, device in enumerate(plan.devices)]
     found = [with_budget(d, b) if b else d for d, b in zip(plan.devices, budgets, strict=True)]
     devices = [device for device in found if device]
@@ -400,7 +399,7 @@ def advise_stale(
         # With neither, it may be the wrong model that was named, and nothing to write over a plan.
         if StaleReason.MODEL in one.reasons and plan.model.name != spec.name:
             others.append(plan.model.name)
-        elif one.refused and not (plan.request.drafts and {StaleReason.DEVICES, StaleReason.REQUEST} <= {*one.reasons}):
+        elif one.refused and not (plan.request.draft and {StaleReason.DEVICES, StaleReason.REQUEST} <= {*one.reasons}):
             options = [advice.option for advice in one.refused.suggestions if advice.option]
             commands = [*filter(None, (remake(plan, one.path, model, gpus, option) for option in options))]
             these = "each of these commands" if len(commands) > 1 else "this command"
@@ -418,18 +417,18 @@ def advise_stale(
 
 
 def without_room(plan: SplitPlan) -> str:
-    """Return, to go on with, what :func:`remake` leaves to the reader where something drafts beside a plan's model."""
-    if not plan.request.drafts:
-        return ""
-    given = "" if plan.request.mtp else "; DRAFT stands for the path of the draft model, --draft-output splits that"
-    return f" (a plan does not tell reserves from the room for what drafts: add --reserve if you gave any{given})"
+    """Return, to go on with, what :func:`remake` leaves to the reader where a draft model is beside a plan's model."""
+    if model := plan.request.drafts_for:
+        return f" (MODEL stands for the path of {model}, for which it drafts; -o writes the plan of that, too)"
+    named = plan.request.draft and not plan.request.mtp
+    return " (DRAFT stands for the path of the draft model)" if named else ""
 
 
 def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") -> str:
     """Return the command that makes a plan again.
 
-    Where something drafts beside the model, the command makes room for that anew, and reserves nothing: what a plan
-    reserves is for its own devices, and has that room in it.
+    Where something drafts beside the model, the command makes room for that anew; the plan of a draft model is made
+    with that of its model.
 
     Args:
         plan: whose request it repeats.
@@ -467,9 +466,25 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
         options.pop("--tokens", None)  # equal parts that leave a rest
     options.update(zip(words[::2], words[1::2], strict=True))
     flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", asked.beyond)) if given]
+    if asked.drafts_for:
+        del options["--layout"], options["-o"]
     usual = {f"--{key}": value for key, value in USUAL.items()} | {"--layout": "reduce", "-o": console.STREAM}
     said = [str(word) for option, value in options.items() if value != usual.get(option) for word in (option, value)]
-    beside = [word for reserve in asked.reserve for word in ("--reserve", reserve.text)]
-    if asked.drafts:
-        beside = ["--mtp"] if asked.mtp else ["--draft", "DRAFT"]
+    beside = [word for reserve in (asked.reserve if gpus else _reserves(plan)) for word in ("--reserve", reserve.text)]
+    if asked.mtp:
+        beside.append("--mtp")
+    elif asked.draft:
+        beside += ["--draft", "DRAFT"]
+        output = "draft.json" if path == console.STREAM else str(Path(path).with_name(f"{Path(path).stem}-draft.json"))
+        beside += ["--draft-output", output] if asked.draft.split else []
+    if asked.drafts_for:
+        model, beside = "MODEL", [*beside, "--draft", model, "--draft-output", path]
     return shlex.join(["tpplan", "plan", model, *flags, *beside, *said])
+
+
+def _reserves(plan: SplitPlan) -> tuple[Reserve, ...]:
+    """Return what a plan reserves, once if that is the same on every device."""
+    from tpplan.core.plan import Reserve  # noqa: PLC0415
+
+    sizes = {plan.request.reserved(device) for device in range(len(plan.devices))}
+    return (Reserve(*sizes),) if len(sizes) == 1 and sizes != {0} else plan.request.reserve

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tpplan.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -80,6 +80,12 @@ def counted(count: int, noun: str) -> str:
     """Write how many there are of something: ``1 layer``, ``2 layers``, ``2 entries``."""
     more = noun if count == 1 else f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{count} {more}"
+
+
+def listed(items: Sequence[object]) -> str:
+    """Write items as a list in words: ``5, 3 and 0``."""
+    words = [str(item) for item in items]
+    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])
 
 
 def exact_bytes(size: int) -> str:

@@ -9,8 +9,8 @@ from attrs import evolve, field, frozen
 
 from tpplan.core.device import Device
 from tpplan.core.model import ModelSpec
-from tpplan.core.plan import CACHE_KINDS, Cache, Request, Reserve
-from tpplan.core.sizes import format_bytes, format_enough
+from tpplan.core.plan import CACHE_KINDS, Cache, Request
+from tpplan.core.sizes import format_bytes, format_enough, listed
 from tpplan.errors import TpplanError
 from tpplan.hardware.spec import with_budget
 from tpplan.planner.attempt import Attempt, attempt
@@ -21,7 +21,7 @@ from tpplan.planner.place import Effort
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Adds to a request what it reserves on devices for something whose size depends on both, but not on the strategy.
+#: Adds to a request the room on devices for a draft model, whose size depends on both, but not on the strategy.
 Room = Callable[[Request, tuple[Device, ...]], Request]
 
 #: Contexts to suggest are multiples of so many tokens.
@@ -58,6 +58,7 @@ class Shortfall:
         missing_workspace_bytes: part of the missing bytes attributed to the workspace.
         missing_overhead_bytes: part of the missing bytes attributed to the overhead.
         reserved_bytes: bytes of the budget that the request reserves.
+        draft_bytes: bytes of the budget that are left to what drafts.
     """
 
     device: int
@@ -73,6 +74,7 @@ class Shortfall:
     missing_workspace_bytes: int
     missing_overhead_bytes: int
     reserved_bytes: int = 0
+    draft_bytes: int = 0
 
 
 @frozen
@@ -122,8 +124,8 @@ class Trials:
         model: the model.
         devices: the devices.
         request: what was asked.
-        room: reserves in a request for devices what depends on both, such as room for a draft model; None if nothing
-            does. A TpplanError says that there is no room.
+        room: leaves room in a request for a draft model; None if there is none, or the request says its room. A
+            TpplanError says that there is no room.
         costs: the model's costs, by request and number of devices, as far as it matters.
         rooms: requests with their room, by request and devices: that of a draft model which is split takes a plan.
     """
@@ -150,7 +152,7 @@ class Trials:
 
     def wanted(self, request: Request, count: int) -> Demands:
         """Return the model's costs, computed once."""
-        key = evolve(request, reserve=(), draft=""), count if request.kv == "replicate" else 0
+        key = evolve(request, reserve=(), draft=None), count if request.kv == "replicate" else 0
         if key not in self.costs:
             self.costs[key] = demands(self.model, request, count)
         return self.costs[key]
@@ -201,47 +203,56 @@ def _any_strategy(request: Request) -> Request:
     return evolve(request, strategy="")
 
 
-def explain(
-    best: Attempt, reserve: tuple[Reserve, ...], room: Room | None = None, *, is_advised: bool = True
-) -> InfeasibleError:
+def explain(best: Attempt, room: Room | None = None, *, is_advised: bool = True) -> InfeasibleError:
     """Return the error for a request that does not fit, with shortfalls and suggestions.
 
     Args:
         best: the attempt that lacks least, or ExLlamaV2's.
-        reserve: what the request reserves, without the room.
         room: see :class:`Trials`.
         is_advised: whether to look for what would help.
     """
     model, devices = best.model, best.devices
-    trials = Trials(model, devices, evolve(best.request, reserve=reserve), room)
+    trials = Trials(model, devices, evolve(best.request, draft=None) if room else best.request, room)
     shortfalls = tuple(_shortfall(best, i) for i in range(len(devices)))
     suggestions = tuple(_suggestions(trials)) if is_advised else ()
     needed = sum(entry.used_bytes for entry in best.memory)
     budget = sum(device.budget_bytes for device in devices)
-    reserved = sum(entry.reserved_bytes for entry in best.memory)
+    left = sum(entry.left_bytes for entry in best.memory)
     usable = sum(
-        max(0, device.budget_bytes - device.overhead_bytes - entry.reserved_bytes)
+        max(0, device.budget_bytes - device.overhead_bytes - best.request.left(entry.device))
         for device, entry in zip(devices, best.memory, strict=True)
     )
-    kept = f", {format_bytes(reserved)} of these reserved," if reserved else ""
+    kept = f", {listed(_left(best))}," if left else ","
     worst = max(shortfalls, key=lambda s: s.missing_bytes)
     message = (
         f"{model.name} does not fit: it needs {format_bytes(needed)} on {len(devices)} "
-        f"device{'s' if len(devices) > 1 else ''} with budgets of {format_bytes(budget)} together{kept or ','} "
+        f"device{'s' if len(devices) > 1 else ''} with budgets of {format_bytes(budget)} together{kept} "
         f"and device {worst.device} ({worst.name}) would lack {format_bytes(worst.missing_bytes)}"
     )
-    if needed <= budget - reserved:
+    if needed <= budget - left:
         coarse = sorted({f"{each.axis} ({each.units})" for each in best.wanted.axes if each.units < len(devices)})
         why = f"some axes have too few units for {len(devices)} devices: " if coarse else "whole units do not divide so"
         message += f"; there is enough in all, but {why}{', '.join(coarse)}"
     elif 0 < usable < model.weight_bytes:  # in any plan; this one may hold some weights twice
-        what = "an overhead and a reserve" if reserved else "an overhead"
+        parts = {"a reserve": "reserved_bytes", "room for what drafts": "draft_bytes"}
+        what = listed(
+            ["an overhead", *(part for part, key in parts.items() if any(getattr(entry, key) for entry in best.memory))]
+        )
         beside = "" if model.weight_bytes > budget else f", beside {what} of {format_bytes(budget - usable)}"
         message += f"; its weights alone are {format_bytes(model.weight_bytes)}{beside}"
         bits = _fewer_bits(trials) if is_advised else ""
         message += f": with these budgets it needs a checkpoint with fewer bits per weight{bits}"
     hint = "; or ".join(s.message for s in suggestions) or "use more or larger devices, or a smaller model"
     return InfeasibleError(message, hint, shortfalls, suggestions)
+
+
+def _left(best: Attempt) -> list[str]:
+    """Return in words what of the budgets is left to others."""
+    reserved, draft = (sum(getattr(entry, f"{key}_bytes") for entry in best.memory) for key in ("reserved", "draft"))
+    told = [f"{format_bytes(reserved)} of these reserved"] * (reserved > 0)
+    if draft and best.request.draft:
+        told.append(f"{format_bytes(draft)}{' of these' * (not reserved)} for {best.request.draft.name}")
+    return told
 
 
 def explain_draft(
@@ -306,6 +317,7 @@ def _shortfall(best: Attempt, index: int) -> Shortfall:
         missing_workspace_bytes=workspace,
         missing_overhead_bytes=overhead,
         reserved_bytes=entry.reserved_bytes,
+        draft_bytes=entry.draft_bytes,
     )
 
 
@@ -335,8 +347,9 @@ def _suggestions(trials: Trials) -> Iterator[Suggestion]:
         yield Suggestion("strategy", "balanced", -1, "use the strategy balanced, which keeps budgets")
     if request.reserve and fits(evolve(request, reserve=())):
         yield Suggestion("reserve", "0", -1, "reserve nothing")
-    yield from _more_devices(trials)
-    yield from _more_memory(trials)
+    if not (request.draft and request.draft.split):  # which would be split otherwise then
+        yield from _more_devices(trials)
+        yield from _more_memory(trials)
 
 
 def _largest_context(request: Request, fits: Callable[[Request], bool]) -> int:

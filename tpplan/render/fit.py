@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from tpplan.core.plan import rooms_told
 from tpplan.core.sizes import format_bytes
 from tpplan.render.blocks import INDENT, Heading, Table, Text
 from tpplan.render.text import BLANK, shorten
@@ -32,19 +33,10 @@ def fit(report: dict[str, Any]) -> list[Block]:
     if report.get("assumed"):
         blocks.append(Text(f"assumed: {report['assumed']}", "warn", INDENT))
     if "draft_bytes" in report:
-        said = f"room for {report['draft']}, with {report['context']:,} tokens: {_left(report['draft_bytes'])}"
+        (left,) = rooms_told(tuple(report["draft_bytes"]))
+        said = f"room for {report['draft']}, with {report['context']:,} tokens: {left}"
         blocks.append(Text(said, "dim", INDENT))
     return [*blocks, BLANK, *_table(report), BLANK, *_unknown(report), *_verdict(report)]
-
-
-def _left(sizes: list[int]) -> str:
-    """Return in words what is left of each device, of neighbours alike at once."""
-    texts, parts = [format_bytes(size) for size in sizes], []
-    for text, same in groupby(range(len(sizes)), key=texts.__getitem__):
-        first, *others = same
-        which = f"device{'s' * bool(others)} {first}" + (f" to {others[-1]}" if others else "")
-        parts += [f"{text} of {which}"] * (sizes[first] > 0)
-    return ", ".join(parts) if len({*texts}) > 1 else f"{texts[0]} of every device"
 
 
 def _table(report: dict[str, Any]) -> list[Block]:

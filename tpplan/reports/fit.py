@@ -222,7 +222,7 @@ def fit(
         context=context,
         cache=cache,
         draft=draft,
-        draft_bytes=tuple(whole.reserved(i) - request.reserved(i) for i in range(len(devices))) if whole else (),
+        draft_bytes=whole.draft.room_bytes if whole and whole.draft else (),
         fits=fits,
         reason=reason,
         hint=hint,
