@@ -138,6 +138,13 @@ def test_what_is_not_planned_is_in_the_picture_and_on_the_page() -> None:
     assert "<td>reserve</td><td>1.00 GiB on every other device, 2.00 GiB on device 1</td>" in page(data(NEWER))
 
 
+def test_a_picture_is_as_wide_as_a_narrow_window() -> None:
+    """It has a size of its own, which a window of a phone shrinks with its proportions instead of cutting it off."""
+    root = _svg(PLAN)
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+    assert ":root{max-width:100%;height:auto}" in (root.findtext(f"{SVG}style") or "")
+
+
 def test_picture_in_the_readme_is_current() -> None:
     """The README shows what ``tpplan show PLAN --svg docs/images/llama-70b.svg`` draws now."""
     plan = codec.load(ROOT / "examples/plans/Llama-3.1-70B/2xRTX5090+4xRTX4090.json")

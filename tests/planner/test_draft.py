@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -177,7 +178,7 @@ def test_a_draft_model_too_large_for_a_device(head: Path) -> None:
     assert "a budget of 900.00 MiB, all of head takes 1020.15 MiB" in done.err.replace("\n", " ")
     found = json.loads(command(*asked, "--gpus", "48GiB,900MiB", "--json").out)["error"]
     assert found["kind"] == "infeasible"
-    assert "split it over the devices: --draft-output FILE" in found["hint"]
+    assert "split it over the devices: tpplan plan --draft-output FILE" in found["hint"]
     (advice,) = (each for each in found["suggestions"] if each["kind"] == "memory")
     assert command(*asked, *advice["option"].split()).code == 0
 
@@ -216,7 +217,8 @@ def test_devices_without_a_part_of_a_draft_model(head: Path, tmp_path: Path) -> 
     asked = ("plan", LLAMA_8B, "--gpus", "RTX4090,900MiB", "--context", "4096", "--draft", head)
     done = command(*asked, "--draft-output", tmp_path / "d.json")
     assert "note: no part of the draft model head is on device 1 (900MiB GPU)" in done.err.replace("\n", " ")
-    assert "hint: leave it out of --gpus\n" in done.err  # a larger one would get another part of the draft model
+    # A larger one would get another part of the draft model.
+    assert "hint: leave it out of --gpus, as in --gpus RTX4090\n" in done.err
 
 
 def test_a_device_with_the_draft_model_alone_pays_its_overhead_for_it() -> None:
@@ -685,6 +687,18 @@ def test_room_for_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "tpplan.toml").write_text(entry + 'draft = "x"\n')
     both = command("check")
     assert (both.code, "has draft and mtp" in both.err) == (2, True)
+
+
+def test_prediction_layers_are_split_by_memory_unless_latency_is_asked_for() -> None:
+    """Nobody asks how fast they are: plan and fit leave the same room, also where ``auto`` cuts by latency."""
+    model, layers = tpplan.read_model(QWEN), read_prediction_layers(QWEN)
+    devices = tpplan.parse_devices("2xH100,2xRTX4090")
+    asked = Options(context=4096, mtp=True).request(model)
+    rooms = {
+        strategy: split_draft(evolve(asked, strategy=strategy), layers, model, devices)[0].draft
+        for strategy in ("auto", "balanced", "latency")
+    }
+    assert rooms["auto"] == rooms["balanced"] != rooms["latency"]
 
 
 @pytest.mark.parametrize("beside", [(), ("--draft-output", "draft.json")])

@@ -14,7 +14,7 @@ from tpplan.cli import console
 from tpplan.errors import TpplanError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import Reserve, SplitPlan
@@ -281,7 +281,8 @@ def note_fewer(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
         devices, rates = found
         used = sum(1 for entry in plan.memory if entry.used_bytes)
         note(f"{len(devices)} of {used} devices are faster: {rates[1]} instead of {rates[0]} tokens/s", of)
-        hint(f"name only devices {', '.join(map(str, devices))} in --gpus", of)
+        named = f"device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}"
+        hint(f"name only {named} in --gpus{_as_list(plan, devices)}", of)
 
 
 def note_idle(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], of: str = "") -> None:
@@ -291,7 +292,8 @@ def note_idle(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], o
         them = "it" if len(idle) == 1 else "them"
         budget = _enough_budget(plan, model, links, idle)
         larger = f", or give {them} a budget of {budget}" if budget else ""
-        hint(f"leave {them} out of --gpus{larger}", of)
+        others = [i for i in range(len(plan.devices)) if i not in idle]
+        hint(f"leave {them} out of --gpus{_as_list(plan, others)}{larger}", of)
 
 
 def note_idle_draft(plan: SplitPlan, of: str = "") -> None:
@@ -304,6 +306,14 @@ def _idle(plan: SplitPlan) -> list[int]:
     return [i for i, entry in enumerate(plan.memory) if not entry.used_bytes]
 
 
+def _as_list(plan: SplitPlan, places: Sequence[int]) -> str:
+    """Return, to go on with, how --gpus names some of a plan's devices; nothing where only a file does."""
+    from tpplan.hardware.spec import spec_of  # noqa: PLC0415
+
+    spec = spec_of([plan.devices[i] for i in places])
+    return f", as in --gpus {spec}" if spec else ""
+
+
 def _named(plan: SplitPlan, places: list[int]) -> str:
     names = ", ".join(f"{i} ({plan.devices[i].name})" for i in places[:_NAMED])
     more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
@@ -311,32 +321,30 @@ def _named(plan: SplitPlan, places: list[int]) -> str:
 
 
 def _enough_budget(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], idle: list[int]) -> str:
-    """Return the budget of the largest device in use, if idle devices would all get a part with it; else nothing.
+    """Return the budget of the largest device in use, if all devices would get a part where idle ones had it.
 
     GPUs of the catalogue cannot have more memory than they do.
     """
     from attrs import evolve  # noqa: PLC0415
 
     from tpplan.core.sizes import exact_bytes  # noqa: PLC0415
-    from tpplan.hardware.spec import is_modified  # noqa: PLC0415
+    from tpplan.hardware.spec import with_budget  # noqa: PLC0415
     from tpplan.planner.plan import asked_strategy, plan_request  # noqa: PLC0415
 
     most = max(device.budget_bytes for i, device in enumerate(plan.devices) if i not in idle)
-    devices = [
-        evolve(device, budget_bytes=max(device.budget_bytes, most)) if i in idle else device
-        for i, device in enumerate(plan.devices)
-    ]
-    changed = [(old, new) for old, new in zip(plan.devices, devices, strict=True) if old != new]
     if plan.request.draft and plan.request.draft.split:  # which would be split otherwise
         return ""
-    if not changed or any(is_modified(new) and not is_modified(old) for old, new in changed):
+    budgets = [max(device.budget_bytes, most) if i in idle else 0 for i, device in enumerate(plan.devices)]
+    found = [with_budget(d, b) if b else d for d, b in zip(plan.devices, budgets, strict=True)]
+    devices = [device for device in found if device]
+    if len(devices) < len(found) or devices == [*plan.devices]:
         return ""
     asked = evolve(plan.request, strategy=asked_strategy(plan))
     try:
         again = plan_request(model, devices, asked, links, is_advised=False)
     except TpplanError:
         return ""
-    return exact_bytes(most) if all(again.memory[i].used_bytes for i in idle) else ""
+    return "" if _idle(again) else exact_bytes(most)
 
 
 def some(plans: tuple[str, ...]) -> tuple[str, ...]:

@@ -103,6 +103,13 @@ def format_bytes(size: int) -> str:
     return f"{sign}{size / scale:.2f} {unit}"
 
 
+def format_enough(size: int) -> str:
+    """Write bytes for people as :func:`format_bytes`, rounded up: whoever writes that again asks for enough."""
+    text = format_bytes(size)
+    unit = text.rpartition(" ")[2]
+    return text if parse_bytes(text) >= size else format_bytes(size + _BINARY[unit] // 200)
+
+
 def format_apart(*sizes: int) -> tuple[str, ...]:
     """Write bytes for people to compare: as :func:`format_bytes`, but in single bytes where that hides a difference."""
     texts = tuple(map(format_bytes, sizes))

@@ -8,7 +8,7 @@ from attrs import evolve
 
 from tpplan.core.device import Device
 from tpplan.core.limits import MOST
-from tpplan.core.plan import Draft
+from tpplan.core.plan import AUTO, Draft
 from tpplan.core.sizes import format_bytes, listed
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.plan import plan_request
@@ -49,7 +49,7 @@ def reserve_for_draft(request: Request, draft: ModelSpec, model: ModelSpec, devi
             beside = [f"an overhead of {format_bytes(device.overhead_bytes)}"] * (device.overhead_bytes > 0)
             beside += [f"{format_bytes(reserved)} reserved"] * (reserved > 0)
             kept = f" beside {listed(beside)}" if beside else ""
-            hint = "take a smaller draft model, or split it over the devices: --draft-output FILE"
+            hint = "take a smaller draft model, or split it over the devices: tpplan plan --draft-output FILE"
             raise InfeasibleError(f"{budget}, all of {draft.name} takes {format_bytes(needed)}{kept}", hint, (), ())
     return evolve(request, draft=Draft(draft.name, (needed,) * len(devices)))
 
@@ -78,7 +78,10 @@ def split_draft(
         RequestError: the request is not valid for the draft model or the devices.
     """
     check_devices(devices, request)
-    plan = plan_request(draft, devices, for_draft(request, model), links, is_advised=False)
+    asked = for_draft(request, model)
+    if request.mtp and request.strategy == AUTO:  # nobody asks how fast a layer or two are
+        asked = evolve(asked, strategy="balanced")
+    plan = plan_request(draft, devices, asked, links, is_advised=False)
     return evolve(request, draft=Draft(draft.name, tuple(entry.used_bytes for entry in plan.memory), split=True)), plan
 
 

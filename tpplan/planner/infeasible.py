@@ -10,8 +10,9 @@ from attrs import evolve, field, frozen
 from tpplan.core.device import Device
 from tpplan.core.model import ModelSpec
 from tpplan.core.plan import CACHE_KINDS, Cache, Request
-from tpplan.core.sizes import format_bytes, listed
+from tpplan.core.sizes import format_bytes, format_enough, listed
 from tpplan.errors import TpplanError
+from tpplan.hardware.spec import with_budget
 from tpplan.planner.attempt import Attempt, attempt
 from tpplan.planner.costs import Demands
 from tpplan.planner.ledger import demands
@@ -20,7 +21,7 @@ from tpplan.planner.place import Effort
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Adds to a request the room on devices for a draft model, whose size depends on both.
+#: Adds to a request the room on devices for a draft model, whose size depends on both, but not on the strategy.
 Room = Callable[[Request, tuple[Device, ...]], Request]
 
 #: Contexts to suggest are multiples of so many tokens.
@@ -88,6 +89,7 @@ class Suggestion:
         device: index of the device to add more of, or to give the budget to; -1 for the other kinds.
         message: description of the change.
         context: of ``tokens``, the context to lower to, so that a sequence fits into the pool; 0 to leave it.
+        in_file: of ``memory``, whether another GPU has to have a known bandwidth, which only a devices file tells.
     """
 
     kind: str
@@ -95,6 +97,7 @@ class Suggestion:
     device: int
     message: str
     context: int = 0
+    in_file: bool = False
 
 
 class InfeasibleError(TpplanError):
@@ -138,13 +141,14 @@ class Trials:
         """Return a request with the room that it needs beside the model, computed once; None if there is none."""
         if self.room is None:
             return request
-        key = request, devices
+        key = _any_strategy(request), devices
         if key not in self.rooms:
             try:
                 self.rooms[key] = self.room(request, devices)
             except TpplanError:
                 self.rooms[key] = None
-        return self.rooms[key]
+        found = self.rooms[key]
+        return evolve(found, strategy=request.strategy) if found else None
 
     def wanted(self, request: Request, count: int) -> Demands:
         """Return the model's costs, computed once."""
@@ -155,36 +159,48 @@ class Trials:
 
     def fits(self, request: Request | None = None, devices: tuple[Device, ...] = ()) -> bool:
         """Return whether another request or other devices give a plan."""
-        devices = devices or self.devices
-        request = self.whole(request or self.request, devices)
-        if request is None:
-            return False
-        wanted = self.wanted(request, len(devices))
-        found = attempt(self.model, devices, request, effort=Effort.ANY, wanted=wanted)
-        return found is not None and not found.lacking
+        return self.attempt(request or self.request, devices=devices, efforts=(Effort.ANY,)) is not None
 
     def fits_bits(self, request: Request, tenths: int) -> bool:
         """Return whether weights of so many tenths of a bit give a plan, if all tensors are smaller in proportion."""
-        return self.attempt(request, tenths, (Effort.ANY,)) is not None
+        return self.attempt(request, tenths, efforts=(Effort.ANY,)) is not None
 
     def attempt(
-        self, request: Request, tenths: int = 0, efforts: tuple[Effort, ...] = (Effort.QUICK, Effort.ANY)
+        self,
+        request: Request,
+        tenths: int = 0,
+        devices: tuple[Device, ...] = (),
+        efforts: tuple[Effort, ...] = (Effort.QUICK, Effort.ANY),
     ) -> Attempt | None:
         """Return what is found for another request, by the first effort that finds some; None if none does.
 
         Args:
             request: the request.
             tenths: tenths of a bit per weight, if all tensors change in proportion; 0 for weights as they are.
+            devices: other devices than those that were asked for.
             efforts: how long to look.
         """
-        whole = self.whole(request, self.devices)
-        if whole is None:
+        devices = devices or self.devices
+        # What does not fit alone does not fit beside a draft model, whose room takes longer to find than that.
+        is_known = not self.room or (_any_strategy(request), devices) in self.rooms
+        if not is_known and not self._found(request, tenths, devices, efforts[-1:]):
             return None
-        wanted = self.wanted(whole, len(self.devices))
+        whole = self.whole(request, devices)
+        return self._found(whole, tenths, devices, efforts) if whole else None
+
+    def _found(
+        self, request: Request, tenths: int, devices: tuple[Device, ...], efforts: tuple[Effort, ...]
+    ) -> Attempt | None:
+        wanted = self.wanted(request, len(devices))
         if tenths:
             wanted = wanted.with_weights(tenths * self.model.parameter_count, 80 * self.model.weight_bytes)
-        tries = (attempt(self.model, self.devices, whole, effort=each, wanted=wanted) for each in efforts)
+        tries = (attempt(self.model, devices, request, effort=each, wanted=wanted) for each in efforts)
         return next((each for each in tries if each and not each.lacking), None)
+
+
+def _any_strategy(request: Request) -> Request:
+    """Return a request without its strategy, which a room does not depend on."""
+    return evolve(request, strategy="")
 
 
 def explain(best: Attempt, room: Room | None = None, *, is_advised: bool = True) -> InfeasibleError:
@@ -427,9 +443,14 @@ def _more_memory(trials: Trials) -> Iterator[Suggestion]:
             best = (steps, index)
     if best:
         more, index = best[0] * _MEMORY_STEP, best[1]
-        budget = devices[index].budget_bytes + more
-        words = f"give device {index} ({devices[index].name}) {format_bytes(more)} more, {format_bytes(budget)} in all"
-        yield Suggestion("memory", str(budget), index, words)
+        device, budget = devices[index], devices[index].budget_bytes + more
+        words = f"give device {index} ({device.name}) {format_bytes(more)} more, {format_enough(budget)} in all"
+        in_file = False
+        if not with_budget(device, budget):
+            in_file = trials.request.strategy == "latency"
+            known = " and a known bandwidth" if in_file else ""
+            words = f"take a GPU with {format_enough(budget)}{known} instead of device {index} ({device.name})"
+        yield Suggestion("memory", str(budget), index, words, in_file=in_file)
 
 
 def _least(fits: Callable[[int], bool], most: int) -> int:

@@ -51,6 +51,8 @@ def _options(found: list[dict[str, Any]], columns: int) -> list[Line]:
     if max(map(line_width, lines)) <= columns:
         return lines
     short = [row for row in rows if width(row[0][0]) <= columns // 3]
+    first = max((width(option) for (option, _), _ in short), default=0) + 2
+    short = [row for row in short if first + width(row[1][0]) <= columns]
     lines = table(short, "<<") if short else []
     for option, (message, style) in (row for row in rows if row not in short):
         lines += [(option,), ((f"      {message}", style),)]

@@ -99,7 +99,9 @@ _BUCKETS = {
     "draft": ("#ffffff", '<path d="M0 1.5H6M0 4.5H6" stroke="#3c2d73" stroke-width="1"/>'),
 }
 
+#: On a page, the root is the page's, which has this anyway.
 _STYLE = """
+:root{max-width:100%;height:auto}
 text{font-family:system-ui,-apple-system,"Segoe UI","DejaVu Sans",Arial,sans-serif;font-size:12px;fill:#1f2328}
 .title{font-size:20px;font-weight:600}.head{font-size:13px;font-weight:600}.dim{fill:#59636e}.small{font-size:10.5px}
 .end{text-anchor:end}.mid{text-anchor:middle}.num{font-variant-numeric:tabular-nums}.strong{font-weight:600}
