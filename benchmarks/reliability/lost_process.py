@@ -65,7 +65,7 @@ class Case:
     Attributes:
         fault: ``none``, ``kill`` (-9), ``stop`` (SIGSTOP), ``cut`` (its network, for ``seconds``), ``gone`` (the same
             for good), ``late`` (by ``seconds``) or ``never`` (it is not started).
-        rank: of the process.
+        rank: rank of the process.
         seconds: that it lasts.
     """
 
@@ -102,7 +102,7 @@ class End:
     """How a process ended.
 
     Attributes:
-        rank: of the process.
+        rank: rank of the process.
         code: its exit code, negative for a signal; None if it had to be ended from outside, or was not started.
         seconds: since the fault.
         tokens: that it generated.
@@ -127,7 +127,7 @@ class Outcome:
 
     Attributes:
         case: what happened.
-        ends: of each process.
+        ends: how each process ended.
     """
 
     case: Case

@@ -11,6 +11,7 @@ import tokenizers
 import transformers
 
 from tpplan.decoder.text import gguf as text
+from tpplan.errors import ModelError
 from tpplan.models.gguf.header import read_gguf
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def test_another_version_converts_again(tmp_path: Path, settings: pytest.MonkeyP
     text.tokenizer_in(read_gguf(path))
     settings.setattr(text, "version", lambda _: "0")
     settings.setattr(transformers.AutoTokenizer, "from_pretrained", None)
-    with pytest.raises(text.ModelError, match="transformers does not read"):
+    with pytest.raises(ModelError, match="transformers does not read"):
         text.tokenizer_in(read_gguf(path))
 
 

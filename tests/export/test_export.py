@@ -172,8 +172,18 @@ DRAFTS = {
     "vllm": ('{"model": "DRAFT", "num_speculative_tokens": N}', '{"method": "mtp", "num_speculative_tokens": N}'),
     "sglang": ("--speculative-draft-model-path DRAFT", "--speculative-algorithm NEXTN"),
 }
-#: What those that name the method of an EAGLE-3 head call it.
-HEADS = {"vllm": '"method": "eagle3"', "sglang": "EAGLE3"}
+#: What those that name the methods of heads call them.
+HEADS = {
+    "vllm": (
+        '"method": "eagle" for an EAGLE-1 or 2 head',
+        '"method": "eagle3" for an EAGLE-3 head',
+        '"method": "eagle3", "parallel_drafting": true for a P-EAGLE head',
+        '"method": "dflash" for a DFlash head',
+        '"method": "medusa" for a Medusa head',
+        '"method": "mlp_speculator" for an MLP speculator',
+    ),
+    "sglang": ("EAGLE for an EAGLE-1 or 2 head", "EAGLE3 for an EAGLE-3 head", "DFLASH for a DFlash head"),
+}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -186,7 +196,7 @@ def test_what_drafts_is_told(engine: str, mtp: bool) -> None:
     assert len(told) == 1
     assert ("share of memory includes" in told[0]) == (engine in {"vllm", "sglang"})
     assert DRAFTS[engine][mtp] in told[0]
-    assert mtp or HEADS.get(engine, "") in told[0]
+    assert mtp or all(head in told[0] for head in HEADS.get(engine, ()))
     assert ("prediction layers" if mtp else "the draft model small") in told[0]
     assert not [text for text in export(alone, engine).differences if "the plan leaves 1.00 GiB" in text]
 

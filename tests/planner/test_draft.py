@@ -110,7 +110,7 @@ def test_a_head_of_speculators(head: Path) -> None:
     assert tpplan.read_model(head).parameter_count == PARAMETERS + 4096 * 3 * (5120 - 4096)
     layers["num_hidden_layers"] = 2
     head.write_text(json.dumps(config))
-    second = 3 * 4096 + 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336  # reads one hidden state, not two
+    second = 2 * 4096 + 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336  # reads one hidden state, not two
     assert tpplan.read_model(head).parameter_count == PARAMETERS + second
 
 

@@ -9,6 +9,7 @@ from tpplan.export.engine import DRAFT, MODEL, Engine, with_fp8
 from tpplan.export.even import even_bytes, even_draft_bytes, uneven_parts
 from tpplan.export.facts import share
 from tpplan.export.names import EngineName
+from tpplan.models.families.drafts import methods
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +52,7 @@ ENGINE = Engine(
     caches=_CACHES,
     allows_beyond="SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
     differs=_differs,
-    draft=f"--speculative-draft-model-path {DRAFT} --speculative-algorithm STANDALONE (EAGLE3 for an EAGLE-3 head)",
+    draft=f"--speculative-draft-model-path {DRAFT} --speculative-algorithm STANDALONE ({methods('sglang')})",
     mtp="--speculative-algorithm NEXTN",
     no_gguf="and tpplan does not know which GGUF files it reads, and by which cuts",
     counts_draft=True,

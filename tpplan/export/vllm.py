@@ -9,6 +9,7 @@ from tpplan.export.engine import DRAFT, MODEL, Engine, with_fp8
 from tpplan.export.even import even_bytes, even_draft_bytes, uneven_parts
 from tpplan.export.facts import share
 from tpplan.export.names import EngineName
+from tpplan.models.families.drafts import methods
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,8 +66,7 @@ ENGINE = Engine(
     caches=_CACHES,
     allows_beyond="VLLM_ALLOW_LONG_MAX_MODEL_LEN",
     differs=_differs,
-    draft=f'--speculative-config \'{{"model": "{DRAFT}", "num_speculative_tokens": N}}\' '
-    '(for an EAGLE-3 head with "method": "eagle3" in it)',
+    draft=f'--speculative-config \'{{"model": "{DRAFT}", "num_speculative_tokens": N}}\' (in it {methods("vllm")})',
     mtp='--speculative-config \'{"method": "mtp", "num_speculative_tokens": N}\'',
     no_gguf="which it reads by a plugin only (vllm-gguf-plugin), of whose cuts and bytes tpplan knows nothing",
     counts_draft=True,
