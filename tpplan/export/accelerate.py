@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.plan import CACHE_KINDS
 from tpplan.core.sizes import counted, listed
-from tpplan.export.engine import MODEL, CacheKind, Engine
+from tpplan.export.engine import MODEL, CacheKind, Engine, models_only
 from tpplan.export.facts import MIB, bytes_each
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
@@ -136,6 +136,6 @@ ENGINE = Engine(
     refused=_refused,
     no_gguf=NO_GGUF,
     differs=_differs,
-    draft=ASSISTANT,
+    draft=models_only(ASSISTANT),
     mtp=USE_MTP,
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.sizes import counted
 from tpplan.export.accelerate import ASSISTANT, CACHES, CODE_OF_THEIR_OWN, NO_GGUF, USE_MTP
-from tpplan.export.engine import MODEL, Engine
+from tpplan.export.engine import MODEL, Engine, models_only
 from tpplan.export.even import uneven_parts
 from tpplan.export.names import EngineName
 from tpplan.reports.export import TextFile
@@ -78,7 +78,7 @@ ENGINE = Engine(
     refused=_refused,
     no_gguf=NO_GGUF,
     differs=_differs,
-    draft=ASSISTANT,
+    draft=models_only(ASSISTANT),
     mtp=USE_MTP,
     cuts_evenly=True,
 )
