@@ -92,6 +92,14 @@ _SOME_MAMBA2: Keys = {
     "layer_types": _types(("attention", "mamba")) | _types(_KINDS),
 }
 
+#: The smallest parts of Phi-4 that see and hear.
+PHI4_PARTS = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 4, "num_hidden_layers": 2, "num_attention_heads": 1}
+    | {"image_size": 28, "crop_size": 28},
+    "audio_config": {"hidden_size": 16, "num_blocks": 1, "num_attention_heads": 1, "intermediate_size": 4}
+    | {"ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16, "nemo_conv_channels": 4},
+}
+
 #: For each model type the keys that its config has besides the common ones: always, and sometimes.
 FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     "llama": ({}, {**_BIASES, **_HEAD}),
@@ -208,7 +216,8 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         _BIASES,
     ),
     "phi": ({}, {"qk_layernorm": _FLAG}),
-    "phi3": ({}, _SLIDING),
+    **dict.fromkeys(("phi3", "phi4mm"), ({}, _SLIDING)),
+    "phi4_multimodal": ({key: st.just(part) for key, part in PHI4_PARTS.items()}, _SLIDING),
     "cohere": ({}, {"attention_bias": _FLAG, "use_qk_norm": _FLAG}),
     "cohere2": (
         {},
@@ -585,6 +594,89 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             **dict.fromkeys(("use_bias", "use_qkv_bias", "use_qk_norm", "moe_router_enable_expert_bias"), _FLAG),
         },
     ),
+    "minimax": (
+        _PACKED,
+        {**_HEAD, "block_size": st.integers(1, 9), "layer_types": _types(_KINDS)},
+    ),
+    **dict.fromkeys(
+        ("minimax_text_01", "minimax_m1"),
+        ({**_PACKED, "attn_type_list": st.lists(st.integers(0, 1), min_size=5, max_size=5)}, _HEAD),
+    ),
+    "axk2": (
+        {**{key: drawn for key, drawn in _MLA.items() if key != "q_lora_rank"}, "q_lora_rank": _SIZE},
+        {**_INDEXER, "attention_bias": _FLAG, "gated_norm_rank": _SIZE, "mlp_layer_types": _types(_MLP_TYPES)},
+    ),
+    "hy_v4": (
+        {**{key: drawn for key, drawn in _MLA.items() if key != "q_lora_rank"}, "q_lora_rank": _SIZE},
+        {
+            **_INDEXER,
+            "attention_bias": _FLAG,
+            "hc_mult": st.integers(1, 4),
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "indexer_types": _types(("full", "shared")).map(lambda kinds: ["full", *kinds[1:]]),
+        },
+    ),
+    "glm5_next_text": (
+        {
+            **{key: drawn for key, drawn in _MLA.items() if key not in {"q_lora_rank", "qk_rope_head_dim"}},
+            "q_lora_rank": _SIZE,
+            "linear_num_heads": st.integers(1, 4),
+            "linear_head_dim": st.sampled_from((3, 8)),
+        },
+        {
+            **_INDEXER,
+            "attention_bias": _FLAG,
+            "hc_mult": st.integers(1, 4),
+            "index_kpool": st.sampled_from((1, 2, 16)),
+            "linear_conv_kernel_dim": st.integers(2, 5),
+            "layer_types": _types((*_KINDS, "indexed_attention")),
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "index_topk_pattern": _types(("F", "S")).map(lambda kinds: "".join(["F", *kinds[1:]])),
+        },
+    ),
+    "qwen4_exp_text": (
+        {
+            **_EXPERTS,
+            **_HEAD,
+            **_SHARED_EXPERT,
+            **_DELTA_NET,
+            "indexer_n_heads": st.integers(1, 3),
+            "indexer_kv_heads": st.just(1),
+            "indexer_head_dim": st.sampled_from((12, 16)),
+            "indexer_budget": st.just(8),
+            "indexer_compress_ratio": st.sampled_from((2, 4)),
+            "eos_token_id": st.just(1),
+            "ngram_vocab_size_base": st.just(50),
+            "make_ngram_vocab_size_divisible_by": st.just(8),
+            "split_ngram_parts": st.just(2),
+            "ple_embed_dim": st.just(48),
+        },
+        {
+            "linear_conv_kernel_dim": st.integers(2, 5),
+            "full_attention_interval": st.integers(2, 4),
+            "attention_bias": _FLAG,
+            "hc_count": st.integers(2, 4),
+            "hc_lowrank": _SIZE,
+            "ple_layer_ids": st.just([1]),
+            "ple_conv_kernel_size": st.integers(2, 4),
+            "ngram_size": st.sampled_from((2, 3)),
+        },
+    ),
+    "zamba2": (
+        {
+            "mamba_d_state": st.sampled_from((3, 8)),
+            "n_mamba_heads": st.sampled_from((4, 8)),
+            "layers_block_type": _types(("mamba", "hybrid")) | _types(("linear_attention", "hybrid")),
+        },
+        {
+            "mamba_ngroups": st.sampled_from((1, 2, 4)),
+            "mamba_expand": st.integers(1, 2),
+            "mamba_d_conv": st.integers(2, 5),
+            "num_mem_blocks": st.integers(1, 3),
+            "adapter_rank": _SIZE,
+            **dict.fromkeys(("add_bias_linear", "use_shared_attention_adapter", "use_long_context"), _FLAG),
+        },
+    ),
     "aria_text": (
         {"moe_num_experts": st.integers(2, 4), "moe_topk": st.integers(1, 2)},
         {**_BIASES, "moe_num_shared_experts": st.integers(1, 2)},
@@ -688,6 +780,7 @@ _NAMES: dict[str, dict[str, str | None]] = {
         "num_key_value_heads": None,
     },
     "persimmon": {"num_key_value_heads": None},
+    "zamba2": {"num_key_value_heads": None},
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gptj": _GPT2,
@@ -731,6 +824,8 @@ VISION: dict[str, dict[str, Any]] = {
     "glm46v": _DEEP,
     "glm4v": _DEEP,
     "glm4v_moe": _DEEP,
+    "glm5_next": {**_DEEP, "projection_intermediate_size": 4},
+    "qwen4_exp": {"model_type": "qwen4_exp_vision", **_QWEN3},
     "got_ocr2": {**_TOWER, "mlp_dim": 4, "output_channels": 4, "global_attn_indexes": [0]},
     "idefics2": _TOWER,
     "idefics3": _TOWER,
@@ -936,6 +1031,8 @@ INNER = {
     "glm46v": ("glm4v_text",),
     "glm4v": ("glm4v_text",),
     "glm4v_moe": ("glm4v_moe_text",),
+    "glm5_next": ("glm5_next_text",),
+    "qwen4_exp": ("qwen4_exp_text",),
     "got_ocr2": ("qwen2",),
     "idefics2": ("mistral",),
     "idefics3": ("llama",),
@@ -1024,6 +1121,7 @@ _UNGROUPED = {
     *("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "bloom", "mpt", "opt", "gpt_neox", "persimmon"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "kimi_linear", "mistral4"),
     "mistral_large4_text",
+    *("axk2", "hy_v4", "glm5_next_text", "zamba2"),
     *("glm4_moe_lite", "qwen", "baichuan", "axk1", "minicpm3", "youtu", "longcat_flash"),
     "bailing_hybrid",
 }

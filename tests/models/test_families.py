@@ -141,8 +141,19 @@ def test_the_language_model_in_a_wrapper_says_what_is_tolerated() -> None:
 def test_extra_layers_are_tolerated_where_checkpoints_have_them() -> None:
     """DeepSeek-V3 comes with a layer for predicting a second token, which its config does not count."""
     assert {name for name in families.supported() if families.tolerated(name).extra_layers} == {
-        *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3"),
-        *("axk1", "bailing_hybrid", "bailing_moe", "kimi_k2", "kimi_k25", "kimi_vl", "minimax_m2", "step3p5"),
+        *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "hy_v4"),
+        *(
+            "axk1",
+            "axk2",
+            "bailing_hybrid",
+            "glm5_next",
+            "bailing_moe",
+            "kimi_k2",
+            "kimi_k25",
+            "kimi_vl",
+            "minimax_m2",
+            "step3p5",
+        ),
         "step3p7",
     }
 

@@ -63,14 +63,14 @@ def _delta_net(config: Config) -> LinearAttention:
 
 
 #: All layers of Qwen's have one but every ``full_attention_interval``-th.
-_QWEN_LINEAR = linear_layers(_delta_net, except_every(4, "full_attention_interval"))
+QWEN_LINEAR = linear_layers(_delta_net, except_every(4, "full_attention_interval"))
 
 
 #: Attention whose output is gated; the projection of the queries gives the gates too, head by head.
-_GATED_ATTENTION = (*attention("attention_bias", "attention_bias", q="Q2"), *head_norms())
+GATED_ATTENTION = (*attention("attention_bias", "attention_bias", q="Q2"), *head_norms())
 
 #: What all forms of the gated DeltaNet have between their projections.
-_DELTA_NET = (
+DELTA_NET = (
     Row("linear_attn.conv1d.weight", "LK+LK+LV 1 ck"),
     Row("linear_attn.dt_bias", "lh"),
     Row("linear_attn.A_log", "lh"),
@@ -79,7 +79,7 @@ _DELTA_NET = (
 )
 
 #: Projections that lie one behind the other, and those that lie head by head.
-_SEPARATE = (
+SEPARATE = (
     *linear("linear_attn.in_proj_qkv", "LK+LK+LV", "RS"),
     *linear("linear_attn.in_proj_z", "LV", "RS"),
     *linear("linear_attn.in_proj_b", "lh", "RS"),
@@ -149,7 +149,7 @@ def _kimi_linear(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG0
     return tuple(not layer or layer % 4 != 0 for layer in range(layers))
 
 
-def _kda(config: Config) -> LinearAttention:
+def kda(config: Config) -> LinearAttention:
     """Read the sizes of Kimi Delta Attention, whose heads have each a query, a key and a value of one size."""
     heads = config.count("linear_num_heads", default=32, maximum=MAX_PARTS)
     size = config.count("linear_head_dim", default=128)
@@ -164,7 +164,7 @@ def _three_convolutions(name: str) -> tuple[Row, ...]:
 
 
 #: Gates of all channels go through a rank that is a head's size, which every device has that has any of the heads.
-_KDA = (
+KDA = (
     *linear("self_attn.q_proj", "LK", "RS"),
     *linear("self_attn.k_proj", "LK", "RS"),
     *linear("self_attn.v_proj", "LV", "RS"),
@@ -254,14 +254,14 @@ HYBRID: Final[dict[str, Family]] = {
         flags={"attention_bias": False},
         usual=_bailing,
         moe=mlp_types(after_dense(2)),
-        linear=linear_layers(_kda, except_every(6, "layer_group_size")),
+        linear=linear_layers(kda, except_every(6, "layer_group_size")),
         adapt=with_latent(0, shared=1),
     ),
     "kimi_linear": Family(
         architectures=("KimiLinearForCausalLM",),
         outside=outside(),
         layer=(*NORMS, *MLA),
-        linear_layer=(*NORMS, *_KDA),
+        linear_layer=(*NORMS, *KDA),
         dense=gated(),
         sparse=_KIMI_EXPERTS,
         defaults={"head_dim": 64, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024},
@@ -269,7 +269,7 @@ HYBRID: Final[dict[str, Family]] = {
         ties=False,
         usual=_kimi,
         moe=mlp_types(after_dense(1)),
-        linear=linear_layers(_kda, _kimi_linear),
+        linear=linear_layers(kda, _kimi_linear),
         adapt=with_latent(0, shared=1),
     ),
     "olmo_hybrid": Family(
@@ -298,22 +298,22 @@ HYBRID: Final[dict[str, Family]] = {
     "qwen3_next": Family(
         architectures=("Qwen3NextForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_GATED_ATTENTION),
-        linear_layer=(*NORMS, *_INTERLEAVED, *_DELTA_NET),
+        layer=(*NORMS, *GATED_ATTENTION),
+        linear_layer=(*NORMS, *_INTERLEAVED, *DELTA_NET),
         dense=gated(),
         sparse=(*ROUTER, *EXPERTS, *SHARED_EXPERT),
         ignored=("mtp.*",),
         defaults={"num_key_value_heads": 2, "head_dim": 256},
         flags={"attention_bias": False},
-        linear=_QWEN_LINEAR,
+        linear=QWEN_LINEAR,
         moe=sparse_steps,
         adapt=shared_expert(512),
     ),
     "qwen3_5_text": Family(
         architectures=("Qwen3_5ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_GATED_ATTENTION),
-        linear_layer=(*NORMS, *_SEPARATE, *_DELTA_NET),
+        layer=(*NORMS, *GATED_ATTENTION),
+        linear_layer=(*NORMS, *SEPARATE, *DELTA_NET),
         dense=gated(),
         ignored=_IGNORED,
         defaults={
@@ -324,13 +324,13 @@ HYBRID: Final[dict[str, Family]] = {
             "num_key_value_heads": 4,
         },
         flags={"attention_bias": False},
-        linear=_QWEN_LINEAR,
+        linear=QWEN_LINEAR,
     ),
     "qwen3_5_moe_text": Family(
         architectures=("Qwen3_5MoeForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_GATED_ATTENTION),
-        linear_layer=(*NORMS, *_SEPARATE, *_DELTA_NET),
+        layer=(*NORMS, *GATED_ATTENTION),
+        linear_layer=(*NORMS, *SEPARATE, *DELTA_NET),
         sparse=(*ROUTER, *_EXPERTS, *SHARED_EXPERT),
         ignored=_IGNORED,
         defaults={
@@ -343,7 +343,7 @@ HYBRID: Final[dict[str, Family]] = {
             "moe_intermediate_size": 512,
         },
         flags={"attention_bias": False},
-        linear=_QWEN_LINEAR,
+        linear=QWEN_LINEAR,
         moe=every_layer,
         adapt=shared_expert(512),
     ),

@@ -103,6 +103,13 @@ def _minicpm(config: Config, layers: int) -> tuple[bool, ...]:
 _CONTEXT: Final = "max_position_embeddings"
 
 REMOTE: Final[dict[str, Family]] = {
+    # Adapters for images and sound, beside each matrix, are loaded as adapters.
+    "phi4mm": evolve(
+        DENSE["phi4_multimodal"],
+        architectures=("Phi4MMForCausalLM",),
+        renamed={".base_layer.": "."},
+        ignored=(*DENSE["phi4_multimodal"].ignored, "*.lora_A.*", "*.lora_B.*"),
+    ),
     "stablelm_epoch": evolve(DENSE["stablelm"], architectures=("StableLMEpochForCausalLM",)),
     "orion": evolve(DENSE["stablelm"], architectures=("OrionForCausalLM",), defaults={}),
     "aquila": evolve(DENSE["llama"], architectures=("AquilaForCausalLM", "AquilaModel")),

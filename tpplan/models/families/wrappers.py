@@ -75,6 +75,9 @@ _QUERIES_OF_V2: Final = 64
 SEES: Final = "vision tower"
 HEARS: Final = "audio tower"
 
+#: And embeddings of n-grams, which stay in the host's memory.
+NGRAMS: Final = "n-gram embeddings"
+
 
 @frozen
 class Wrapper:
@@ -225,6 +228,10 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     ),
     "mistral_large4": Wrapper(("MistralLarge4ForConditionalGeneration",), "mistral_large4_text", root=""),
     "muse_spark": Wrapper(("MuseSparkForConditionalGeneration",), "muse_spark_text", root="", parts=(SEES, HEARS)),
+    "glm5_next": Wrapper(
+        ("Glm5NextForConditionalGeneration", "Glm5NextForCausalLM"), "glm5_next_text", root="", flat=True
+    ),
+    "qwen4_exp": Wrapper(("Qwen4ExpForConditionalGeneration",), "qwen4_exp_text", root=""),
     "glm4v_moe": Wrapper(("Glm4vMoeForConditionalGeneration",), "glm4v_moe_text", root=""),
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
     "kimi_vl": Wrapper(("KimiVLForConditionalGeneration",), "deepseek_v3"),
