@@ -568,8 +568,8 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         {"attention_bias": _FLAG, "zero_expert_num": st.integers(1, 3)},
     ),
     "stablelm_epoch": ({}, {"use_qkv_bias": _FLAG}),
-    **dict.fromkeys(("aquila", "solar", "telechat3", "xverse"), ({}, {**_BIASES, **_HEAD})),
-    "orion": ({}, {}),
+    **dict.fromkeys(("aquila", "solar", "telechat3", "TeleFLM", "xverse"), ({}, {**_BIASES, **_HEAD})),
+    **dict.fromkeys(("orion", "telechat"), ({}, {})),
     "internlm": ({}, {"bias": _FLAG}),
     "exaone": ({}, {**_HEAD}),
     "minicpm": ({}, {}),
@@ -964,10 +964,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
     },
     "voxtral": {"audio_config": _EARS},
     "voxtral_realtime": {"audio_config": {**_EARS, "num_key_value_heads": 1, "head_dim": 4}},
-    "internvl_chat": {"vision_config": _TOWER},
-    "kimi_vl": {"vision_config": _TOWER},
-    "minicpmo": {"vision_config": _TOWER, "audio_config": _EARS},
-    "minicpmv": {"vision_config": _TOWER},
 }
 SECTIONS |= {
     "granite4_vision": {
@@ -1010,8 +1006,36 @@ def around(model_type: str, text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+#: Models around a language model that transformers lacks, with the language models that they are known to have.
+REMOTE: dict[str, tuple[str, ...]] = {
+    "deepseek_vl_v2": ("deepseek_v2", "deepseek"),
+    "dots_ocr": ("qwen2",),
+    "eagle_2_5_vl": ("qwen2", "llama"),
+    "h2ovl_chat": ("mistral",),
+    "internvl_chat": ("internlm2", "qwen2", "llama", "qwen3", "qwen3_moe"),
+    "interns1": ("qwen3", "qwen3_moe"),
+    "Keye": ("qwen3",),
+    "KeyeVL1_5": ("qwen3",),
+    "kimi_vl": ("deepseek_v3",),
+    "Llama_Nemotron_Nano_VL": ("llama",),
+    "minicpmo": ("qwen2", "qwen3"),
+    "minicpmv": ("qwen2", "qwen3", "llama"),
+    "NemotronH_Nano_VL_V2": ("nemotron_h",),
+    "NVLM_D": ("qwen2",),
+    "opencua": ("qwen2",),
+    "ovis": ("qwen2", "llama", "gemma2"),
+    "ovis2_5": ("qwen3",),
+    "phi3_v": ("phi3",),
+    "skywork_chat": ("qwen2",),
+    "ultravox": ("llama", "gemma3_text", "qwen3"),
+}
+SECTIONS |= {model_type: {"vision_config": _TOWER} for model_type in REMOTE}
+SECTIONS["minicpmo"] |= {"audio_config": _EARS}
+SECTIONS["ultravox"] = {"audio_config": _EARS}
+
 #: And the language models that it is known to have.
 INNER = {
+    **REMOTE,
     "aya_vision": ("cohere2",),
     "cohere2_vision": ("cohere2",),
     "gemma3n": ("gemma3n_text",),
@@ -1057,7 +1081,6 @@ INNER = {
     "video_llava": ("llama",),
     "vipllava": ("llama",),
     "kimi_k25": ("deepseek_v3",),
-    "kimi_vl": ("deepseek_v3",),
     "llama4": ("llama4_text",),
     "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "audioflamingo3": ("qwen2",),
@@ -1097,9 +1120,6 @@ INNER = {
     "vibevoice_asr": ("qwen2",),
     "voxtral": ("llama",),
     "voxtral_realtime": ("voxtral_realtime_text",),
-    "internvl_chat": ("internlm2", "qwen2", "llama", "qwen3", "qwen3_moe"),
-    "minicpmo": ("qwen2", "qwen3"),
-    "minicpmv": ("qwen2", "qwen3", "llama"),
 }
 
 #: What these language models always have in wrappers, of which transformers writes or ties others in a way of its own.

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from tests.family_configs import REMOTE
 from tests.later import transformers
 from tpplan.core.axes import Axis
 from tpplan.models import families
@@ -81,8 +82,8 @@ VISION_OF_STEP = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers":
 NOT_IN_TRANSFORMERS = {
     *("nemotron-nas", "qwen", "internlm2", "baichuan", "chatglm", "bailing_moe"),
     *("aquila", "deepseek", "exaone", "internlm", "minicpm", "orion", "solar", "telechat3", "xverse"),
-    *("internvl_chat", "kimi_vl", "minicpmo", "minicpmv", "minimax_text_01", "minimax_m1"),
-    "phi4mm",
+    *("minimax_text_01", "minimax_m1", "phi4mm", "telechat", "TeleFLM"),
+    *REMOTE,
 }
 
 #: Embeddings that no plan counts.

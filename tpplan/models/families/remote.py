@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.core.axes import Axis
+from tpplan.core.model import Segment
 from tpplan.models.families.dense import DENSE
 from tpplan.models.families.rows import (
     ALWAYS,
@@ -114,6 +115,29 @@ REMOTE: Final[dict[str, Family]] = {
     "orion": evolve(DENSE["stablelm"], architectures=("OrionForCausalLM",), defaults={}),
     "aquila": evolve(DENSE["llama"], architectures=("AquilaForCausalLM", "AquilaModel")),
     "solar": evolve(DENSE["llama"], architectures=("SolarForCausalLM",)),
+    "TeleFLM": evolve(DENSE["llama"], architectures=("TeleFLMForCausalLM",)),
+    # Keys and values of each head are side by side.
+    "telechat": Family(
+        architectures=("TeleChat2ForCausalLM", "TelechatForCausalLM"),
+        outside=outside("transformer.word_embeddings", norm("transformer.ln_f")),
+        layers="transformer.h.{layer}.",
+        layer=(
+            *NORMS,
+            *linear("self_attention.query", "Q", "RS"),
+            *linear("self_attention.key_value", "KV2", "RS"),
+            *linear("self_attention.dense", "RS", "O", ALWAYS),
+        ),
+        dense=(
+            *linear("mlp.gate_proj", "ID", "RS"),
+            *linear("mlp.up_proj", "ID", "RS"),
+            *linear("mlp.down_proj", "RS", "ID", ALWAYS),
+        ),
+        prefix="transformer.",
+        defaults={_CONTEXT: 8192},
+        fixed_head=True,
+        usual=lambda config: renamed(config, {"seq_length": _CONTEXT}),
+        adapt=lambda _, shape: shape.having(KV2=Segment(Axis.KV_HEADS, 2 * shape.kv_heads * shape.head_dim)),
+    ),
     "telechat3": evolve(DENSE["llama"], architectures=("TeleChat3ForCausalLM",)),
     "xverse": evolve(DENSE["llama"], architectures=("XverseForCausalLM",)),
     "internlm": Family(
@@ -216,7 +240,7 @@ REMOTE: Final[dict[str, Family]] = {
         fixed_head=True,
     ),
     "chatglm": Family(
-        architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration"),
+        architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration", "GLM4VForCausalLM"),
         outside=outside(
             "transformer.embedding.word_embeddings",
             norm("transformer.encoder.final_layernorm", when="post_layer_norm"),

@@ -78,9 +78,11 @@ def _of(rows: tuple[Row, ...], when: str) -> tuple[Row, ...]:
 
 def _adapters(name: str, inputs: str, out: str, when: str, home: Axis) -> tuple[Row, ...]:
     """Return the rows of what each layer that shares a matrix adds to its products, through a rank."""
-    numbers = {"heads": "uses", "first": "block", "step": "blocks"}
-    down = Row(f"{name}.{{head}}.0.weight", f"adapter {inputs}", f"{_OWNS} {when}", home, **numbers)
-    return down, Row(f"{name}.{{head}}.1.weight", f"{out} adapter", f"{_OWNS} {when}", **numbers)
+    rows = (
+        Row(f"{name}.{{head}}.0.weight", f"adapter {inputs}", f"{_OWNS} {when}", home),
+        Row(f"{name}.{{head}}.1.weight", f"{out} adapter", f"{_OWNS} {when}"),
+    )
+    return tuple(evolve(row, heads="uses", first="block", step="blocks") for row in rows)
 
 
 _BLOCK_NAME: Final = "shared_transformer"
