@@ -1016,6 +1016,7 @@ REMOTE: dict[str, tuple[str, ...]] = {
     "interns1": ("qwen3", "qwen3_moe"),
     "Keye": ("qwen3",),
     "KeyeVL1_5": ("qwen3",),
+    "kimi_k3": ("kimi_linear",),
     "kimi_vl": ("deepseek_v3",),
     "Llama_Nemotron_Nano_VL": ("llama",),
     "minicpmo": ("qwen2", "qwen3"),

@@ -237,8 +237,10 @@ def test_what_is_fused_is_cut_as_engines_cut_it() -> None:
 
 def _sized(model_type: str, *sizes: int, **others: Any) -> dict[str, Any]:
     """Return a config of these sizes, in the order of the usual keys; 0 leaves a key out."""
-    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    keys += ("intermediate_size", "max_position_embeddings")
+    keys = (
+        *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"),
+        *("intermediate_size", "max_position_embeddings"),
+    )
     given = {key: size for key, size in zip(keys, sizes, strict=True) if size}
     return {"model_type": model_type, "tie_word_embeddings": False, **given, **others}
 
@@ -443,6 +445,7 @@ BESIDE: dict[str, dict[str, str]] = {
     "dots_ocr": {"vision_tower.x.weight": "vision tower"},
     "interns1": {"vision_tower.x.weight": "vision tower", "multi_modal_projector.linear_1.weight": "projector"},
     **{key: {"visual.x.weight": "vision tower", "mlp_AR.x.weight": "other parts"} for key in ("Keye", "KeyeVL1_5")},
+    "kimi_k3": {"vision_tower.x.weight": "vision tower", "mm_projector.proj.0.weight": "projector"},
     "kimi_vl": {"vision_tower.x.weight": "vision tower", "multi_modal_projector.linear_1.weight": "projector"},
     "minicpmv": {"vpm.x.weight": "vision tower", "resampler.query": "other parts"},
     "minicpmo": {"apm.x.weight": "audio tower", "tts.emb.weight": "other parts"},
@@ -473,6 +476,64 @@ def test_wrappers_with_code_of_their_own(tmp_path: Path, model_type: str, data: 
     found = " ".join(part.what for part in spec.not_planned)
     assert all(what in found for what in beside.values())
     assert cache_bytes_per_token(spec, "fp16") == cache_bytes_per_token(spec_of(text), "fp16")
+
+
+#: The language model of Kimi K3, of few layers and experts.
+_KIMI_K3 = _sized("kimi_linear", 3, 7168, 96, 96, 163_840, 33_792, 64, first_k_dense_replace=1, num_experts=4) | {
+    "num_experts_per_token": 2,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 3072,
+    "routed_expert_hidden_size": 3584,
+    "latent_moe_use_norm": True,
+    "mla_use_output_gate": True,
+    "attn_res_block_size": 12,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "linear_attn_config": {"head_dim": 128, "num_heads": 96, "short_conv_kernel_size": 4, "use_full_rank_gate": True}
+    | {"kda_layers": [1, 2], "full_attn_layers": [3]},
+}
+
+
+def test_kimi_k3_has_what_its_text_part_says_beside_kimi_linear() -> None:
+    """Experts of a narrower stream, gates of all channels, and sums of earlier layers, each by its key."""
+    h, heads = 7168, 96 * 128
+    delta = 4 * heads * h + 96 * h + 128 * h + heads * 128 + 3 * heads * 4 + heads + 96 + 128 + h * heads
+    latent = 1536 * h + 1536 + 96 * 192 * 1536 + (512 + 64) * h + 512 + 96 * 256 * 512 + 2 * heads * h
+    experts = 4 * 3 * 3584 * 3072 + 4 * h + 4 + 2 * 3 * h * 3072 + 2 * 3584 * h + 3584
+    layers = 2 * delta + latent + 3 * h * 33_792 + 2 * experts + 3 * (2 * h + 4 * h)
+    outside = 2 * 163_840 * h + h + 2 * h
+    raw = {"model_type": "kimi_k3", "text_config": _KIMI_K3, "vision_config": {}}
+    spec = spec_of(raw)
+    assert spec.parameter_count == layers + outside
+    assert cache_bytes_per_token(spec, "fp16") == 2 * (512 + 64)
+    assert state_bytes(spec) == 2 * (4 * 3 * heads * 2 + 96 * 128 * 128 * 4)
+    shapes = _shapes(raw)
+    start = "language_model.model.layers."
+    assert shapes[f"{start}1.block_sparse_moe.experts.3.w1.weight"] == (3072, 3584)
+    assert shapes[f"{start}1.block_sparse_moe.routed_expert_norm.weight"] == (3584,)
+    assert shapes[f"{start}0.self_attn.g_proj.weight"] == shapes[f"{start}2.self_attn.g_proj.weight"] == (heads, h)
+    assert shapes[f"{start}0.self_attn.A_log"] == (96,)
+    assert shapes["language_model.model.output_attn_res_proj.weight"] == (1, h)
+    assert shapes[f"{start}2.mlp_res_proj.weight"] == (1, h)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "gone"),
+    [
+        ("routed_expert_hidden_size", None, "routed_expert"),
+        ("latent_moe_use_norm", False, "routed_expert_norm"),
+        ("mla_use_output_gate", False, "2.self_attn.g_proj"),
+        ("attn_res_block_size", None, "res_proj"),
+        ("linear_attn_config", {**_KIMI_K3["linear_attn_config"], "use_full_rank_gate": False}, "0.self_attn.g_proj"),
+    ],
+)
+def test_without_a_key_kimi_k3_is_kimi_linear(key: str, value: Any, gone: str) -> None:
+    """What a key of Kimi K3 stands for is there with it, and not without."""
+    assert any(gone in name for name in _shapes(_KIMI_K3))
+    assert not any(gone in name for name in _shapes(_KIMI_K3 | {key: value}))
 
 
 def test_names_of_deepseek_ocr(tmp_path: Path) -> None:

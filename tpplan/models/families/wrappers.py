@@ -258,9 +258,10 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "qwen4_exp": Wrapper(("Qwen4ExpForConditionalGeneration",), "qwen4_exp_text", root=""),
     "glm4v_moe": Wrapper(("Glm4vMoeForConditionalGeneration",), "glm4v_moe_text", root=""),
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
+    "kimi_k3": Wrapper(("KimiK3ForConditionalGeneration",), "kimi_linear"),
     "kimi_vl": Wrapper(("KimiVLForConditionalGeneration",), "deepseek_v3"),
     "deepseek_vl_v2": Wrapper(
-        ("DeepseekVLV2ForCausalLM", "DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"),
+        ("DeepseekVLV2ForCausalLM", "DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
         "deepseek_v2",
         LANGUAGE,
         section="language_config",
