@@ -505,6 +505,10 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         },
     ),
     "qwen3_vl_moe_text": (_EXPERTS, {**_SPARSE, **_HEAD, "attention_bias": _FLAG}),
+    "deepseek_ocr2_text": (
+        {**_ROUTED, "mlp_layer_types": _types(_MLP_TYPES)},
+        {**_BIASES, "n_shared_experts": st.integers(1, 2)},
+    ),
     "axk1": (
         {key: drawn for key, drawn in _MLA.items() if key != "q_lora_rank"},
         {"attention_bias": _FLAG, "q_lora_rank": _SIZE, "mlp_layer_types": _types(_MLP_TYPES)},
@@ -980,6 +984,13 @@ SECTIONS |= {
     "muse_spark": {"vision_config": {**_TOWER, "pos_emb_height": 2, "pos_emb_width": 2}, "audio_config": {}},
 }
 SECTIONS |= {model_type: {"vision_config": part} for model_type, part in VISION.items()}
+SECTIONS["deepseek_ocr2"] = {
+    "vision_config": {
+        "sam_config": {"hidden_size": 4, "output_channels": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+        | {"mlp_dim": 4, "global_attn_indexes": [0]},
+        "encoder_config": {**_TOWER, "num_key_value_heads": 1},
+    }
+}
 
 #: For sections in which sizes must be parts of the language model's hidden size, by what that is divided.
 _MATCHING: dict[str, dict[str, dict[str, int]]] = {
@@ -1056,6 +1067,7 @@ INNER = {
     "glm46v": ("glm4v_text",),
     "glm4v": ("glm4v_text",),
     "glm4v_moe": ("glm4v_moe_text",),
+    "deepseek_ocr2": ("deepseek_ocr2_text",),
     "glm5_next": ("glm5_next_text",),
     "qwen4_exp": ("qwen4_exp_text",),
     "got_ocr2": ("qwen2",),

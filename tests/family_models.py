@@ -43,6 +43,9 @@ MISTRAL = {
 QSA = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256}
 QSA |= {"indexer_budget": 2048, "indexer_compress_ratio": 64}
 
+#: What DeepSeek-OCR's class does not have either.
+DEEPSEEK_OCR = {"mlp_layer_types": ["dense", *["sparse"] * 31], "num_experts_per_tok": 6}
+
 #: Keys without which transformers itself cannot build or run a model of the family's default config.
 INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 48},
@@ -60,6 +63,8 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
     "qwen4_exp_text": QSA,
     "qwen4_exp": {"text_config": QSA},
+    "deepseek_ocr2_text": DEEPSEEK_OCR,
+    "deepseek_ocr2": {"text_config": DEEPSEEK_OCR},
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0, "kv_n_heads": 8}},
     "granite4_vision": {"deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2"},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},

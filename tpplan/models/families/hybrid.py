@@ -262,7 +262,7 @@ _BAILING_KDA = (
 
 HYBRID: Final[dict[str, Family]] = {
     "bailing_hybrid": Family(
-        architectures=("BailingHybridForCausalLM",),
+        architectures=("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM"),
         outside=outside("model.word_embeddings"),
         layer=(*NORMS, *_BAILING_MLA),
         linear_layer=(*NORMS, *_BAILING_KDA),

@@ -260,6 +260,7 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
     "kimi_k3": Wrapper(("KimiK3ForConditionalGeneration",), "kimi_linear"),
     "kimi_vl": Wrapper(("KimiVLForConditionalGeneration",), "deepseek_v3"),
+    "deepseek_ocr2": Wrapper(("DeepseekOcr2ForConditionalGeneration",), "deepseek_ocr2_text", root=""),
     "deepseek_vl_v2": Wrapper(
         ("DeepseekVLV2ForCausalLM", "DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
         "deepseek_v2",
