@@ -9,7 +9,7 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.models.families.mamba import mamba2, mamba2_rows
 from tpplan.models.families.rows import ALWAYS, attention, linear, norm, outside
-from tpplan.models.families.shape import LINEAR, MAX_PARTS, are_of_kind
+from tpplan.models.families.shape import LINEAR, MAX_PARTS, TIED, are_of_kind
 from tpplan.models.families.table import NO_ATTENTION, Family, Row, Shape
 
 if TYPE_CHECKING:
@@ -31,20 +31,24 @@ _USUAL: Final = frozenset((*range(6, 43, 6), 47, 51))
 
 def _hybrids(config: Config, layers: int) -> tuple[bool, ...]:
     """Tell which layers have a block of attention and an MLP before Mamba-2."""
-    usual = config if "layer_types" in config and config.raw("layers_block_type") is not None else None
-    kinds = are_of_kind(usual or config, "layer_types", layers, (LINEAR, _HYBRID))
+    kinds = are_of_kind(config, "layer_types", layers, (LINEAR, _HYBRID))
     return kinds or tuple(layer in _USUAL for layer in range(layers))
 
 
 def _layers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
-    """Tell which layers have a block, which have it in their files, and how many share that."""
+    """Tell which layers have a block, which have it in their files, and how many share that.
+
+    As in transformers, nothing is shared where the output matrix is not the embedding.
+    """
     hybrids = _hybrids(config, layers)
     blocks = config.count("num_mem_blocks", default=1, maximum=MAX_PARTS)
+    shares = config.flag(TIED, default=True)
     number, own = 0, []
     for hybrid in hybrids:
-        owns = hybrid and number < blocks
-        uses = len(range(number, sum(hybrids), blocks)) if owns else 0
-        own.append({NO_ATTENTION: not hybrid, _OWNS: owns, _BLOCK: number if owns else 0, _USES: uses})
+        owns = hybrid and (number < blocks or not shares)
+        first = number % blocks
+        uses = len(range(first, sum(hybrids), blocks))
+        own.append({NO_ATTENTION: not hybrid, _OWNS: owns, _BLOCK: first * owns, _USES: uses * owns})
         number += hybrid
     return tuple(own)
 
