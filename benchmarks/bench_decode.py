@@ -35,13 +35,13 @@ _PROFILE = "--profile"
 
 
 def runs(order: Order, gpus: Sequence[int], cuts: Sequence[str], peers: Sequence[str]) -> Iterator[tuple[str, Order]]:
-    """Yield what to run, each in processes of its own: by whom, and what.
+    """Yield what to run, each in processes of its own: the program's name, and its order.
 
     Args:
-        order: what is the same for all.
-        gpus: how many, one after the other.
-        cuts: of the model; a single GPU has only the first of them.
-        peers: others to run, of :data:`PEERS`.
+        order: what is the same in all orders.
+        gpus: numbers of GPUs.
+        cuts: ways to cut the model, of which a single GPU takes only the first.
+        peers: other programs to run, of :data:`PEERS`.
     """
     for count in gpus:
         for cut in cuts if count > 1 else cuts[:1]:
@@ -52,13 +52,13 @@ def runs(order: Order, gpus: Sequence[int], cuts: Sequence[str], peers: Sequence
 
 
 def execute(who: str, order: Order, seconds: float, tell: Callable[[Row], None]) -> None:
-    """Run something in processes of its own, and tell its rows; one that says why, if it fails or hangs.
+    """Run a program in processes of its own, and tell its rows; if it fails or hangs, one of them says why.
 
     Args:
         who: ``tpplan``, or one of :data:`MODULES`.
         order: what to measure.
-        seconds: after which it is ended.
-        tell: takes the rows.
+        seconds: time after which the program is ended.
+        tell: called with each row.
     """
 
     def line(text: str) -> None:
@@ -80,7 +80,7 @@ def main() -> None:
     words = sys.argv[1:]
     if _PROFILE in words:
         profiling.main([word for word in words if word != _PROFILE])
-    wanted = _wanted()
+    wanted = _parse()
     machine = f"{_devices(wanted.backend)}, torch {torch.__version__}, Python {platform.python_version()}"
     notes = sys.stderr if wanted.json else sys.stdout
     rows: list[Row] = []
@@ -134,7 +134,7 @@ def _names(*known: str) -> Callable[[str], tuple[str, ...]]:
     return names
 
 
-def _wanted() -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--cuts", type=_names(*CUTS), default=tuple(CUTS), help="of the model, of even,uneven,gather (default all)")

@@ -113,7 +113,7 @@ def by_hand(plan: SplitPlan, devices: int) -> dict[str, Callable[[], object]]:
 
 def main() -> None:
     """Measure on virtual devices, or between processes."""
-    asked = _asked()
+    asked = _parse()
     if asked.processes:
         processes.main(asked.gpus or 2, on_gpus=not asked.cpu)
     else:
@@ -138,7 +138,7 @@ def on_virtual_devices(rounds: int) -> None:
         measure(alone, rounds, "µs")
 
 
-def _asked() -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     either = parser.add_mutually_exclusive_group()
     add_rounds(either)

@@ -72,6 +72,8 @@ _CONSTRAINTS: dict[str, dict[str, Any]] = {
     "Cache.kind": {"enum": list(CACHE_KINDS)},
     "PlanModel.name": _NAME,
     "PlanModel.architecture": _NAME,
+    "Draft.name": _NAME,
+    "Draft.room_bytes": {"items": {"type": "integer", "minimum": 0, "maximum": MOST}, "minItems": 1},
     "Device.name": _NAME,
     "Split.layers": {"pattern": "^([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?$"},
     "Split.bounds": {"items": {"type": "integer", "minimum": 0, "maximum": MOST}, "minItems": 2},

@@ -40,11 +40,11 @@ def run(
     NVLink multicast is off in them.
 
     Args:
-        command: to run.
-        world: processes.
-        seconds: after which they are ended; Python's fault handler then says where they were.
-        tell: takes the lines that the first process prints.
-        cwd: where.
+        command: the command to run.
+        world: number of processes.
+        seconds: time after which they are ended; Python's fault handler then says where they were.
+        tell: called with each line that the first process prints.
+        cwd: directory of the processes.
 
     Returns:
         Why they failed, and behind that what they said; empty if they did not.

@@ -58,9 +58,10 @@ def write(directory: Path, config: Mapping[str, Any], seed: int = 1) -> int:
     Matrices are normal with deviation 0.02, vectors (norms) are ones. The file has its name once it is complete.
 
     Args:
-        directory: that is there.
-        config: of a family whose tensors all have its dtype, or of :func:`benchmarks.decode.random_codes.quantised`.
-        seed: of the weights.
+        directory: an existing directory.
+        config: config of a family whose tensors all have its dtype, or one that
+            :func:`benchmarks.decode.random_codes.quantised` returned.
+        seed: seed of the weights.
     """
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = sorted(_tensors(directory), key=kind_of)
@@ -105,9 +106,9 @@ def room_for(size: int) -> Path:
     return Path(gettempdir())
 
 
-def read_rate(path: Path, most: int = 2**33, piece: int = 2**23) -> float:
+def read_rate(path: Path) -> float:
     """Return the bytes per second at which a few threads read a file into memory, and do nothing else."""
-    size = min(path.stat().st_size, most)
+    size, piece = min(path.stat().st_size, 2**33), 2**23
     memory = [bytearray(piece) for _ in range(_THREADS)]
 
     def read(thread: int) -> None:

@@ -27,10 +27,10 @@ class Row:
 
     Attributes:
         name: what is measured.
-        run: does it once and returns the peak of memory in bytes, or 0 if that is measured apart.
+        run: runs it once, and returns the peak of memory in bytes, or 0 if that is measured in another way.
         aim: seconds that the median should stay under, 0 for none.
         calls: how often a round runs it, for what is too short to be timed once.
-        seconds: of each round, per call.
+        seconds: seconds per call in each round.
         peak_bytes: largest peak of memory seen.
     """
 

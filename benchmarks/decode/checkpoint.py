@@ -26,7 +26,7 @@ def checkpoint(config: Mapping[str, Any], folder: str, *, asked: bool) -> Iterat
     """Make a checkpoint of random weights, and remove it in the end; one in a folder that was named stays.
 
     Args:
-        config: of the model.
+        config: config of the model.
         folder: where; empty for where there is room. A checkpoint that is there is taken as it is.
         asked: whether it has to be of this config then.
 

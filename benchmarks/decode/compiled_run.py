@@ -77,16 +77,16 @@ class Weights:
     """A process's part of a checkpoint, on its device.
 
     Attributes:
-        config: of the model, as transformers reads it.
-        embedding: whole.
-        layers: one after the other.
-        norm: behind them.
-        head: rows of this process's part of the vocabulary.
-        heads: of this process.
+        config: the model's config, as transformers reads it.
+        embedding: the embeddings of all tokens.
+        layers: the weights of each layer.
+        norm: the weight of the norm after the last layer.
+        head: the head's rows for this process's part of the vocabulary.
+        heads: the sizes of this process's heads.
     """
 
     def __init__(self, directory: str, place: Place, device: torch.device) -> None:
-        """Load it.
+        """Load the weights.
 
         Raises:
             ValueError: the model is another one than a plain Llama, or cannot be cut evenly.
@@ -155,11 +155,11 @@ def enter(embedding: Tensor, tokens: Tensor, at: Tensor, cos: Tensor, sin: Tenso
     """Begin a pass.
 
     Args:
-        embedding: of all tokens.
-        tokens: that are read, ``(sequences, tokens)``.
+        embedding: the embeddings of all tokens.
+        tokens: the tokens to read, ``(sequences, tokens)``.
         at: their places in the cache.
-        cos: of all places, ``(places, size)``.
-        sin: of them.
+        cos: cosines of all places, ``(places, size)``.
+        sin: sines of all places.
 
     Returns:
         The residual stream, what comes to it, cosines and sines of the tokens, and the mask of :func:`attention`.
@@ -187,18 +187,18 @@ def attention(  # noqa: PLR0917
     """Attend by a process's heads, in a prompt from its first token on, or in a step.
 
     Args:
-        heads: of the process.
+        heads: the sizes of the process's heads.
         x: the residual stream, ``(sequences, tokens, hidden)``.
-        more: what comes to it from before.
-        norm: in front.
+        more: the output of the part before, to be added to the stream.
+        norm: the weight of the norm before attention.
         qkv: the matrix of queries, keys and values.
-        out: the matrix behind.
-        keys: of the cache, ``(sequences, heads, places, size)``.
-        values: like these.
-        cos: of the tokens' positions.
-        sin: of them.
+        out: the matrix of the output.
+        keys: keys in the cache, ``(sequences, heads, places, size)``.
+        values: values in the cache, of the same shape.
+        cos: cosines of the tokens' positions.
+        sin: sines of the tokens' positions.
         at: the tokens' places in the cache.
-        mask: what a step adds to the scores of places.
+        mask: added to a step's scores of all places.
 
     Returns:
         The residual stream, and the process's part of what comes to it.
@@ -272,7 +272,7 @@ class Decoder:
 
     Attributes:
         tokens: that are read next, and, after a pass, those that follow, ``(sequences, tokens)``.
-        logits: of the last pass, of this process's part of the vocabulary.
+        logits: logits of the last pass for this process's part of the vocabulary.
     """
 
     def __init__(self, weights: Weights, place: Place, sequences: int, places: int) -> None:

@@ -33,15 +33,15 @@ class Order:
     """What to measure.
 
     Attributes:
-        directory: of the checkpoint.
-        gpus: how many.
-        cut: of :data:`CUTS`.
+        directory: directory of the checkpoint.
+        gpus: number of GPUs.
+        cut: how the model is cut, one of :data:`CUTS`.
         backend: ``cuda`` or ``cpu``.
-        transport: as :func:`tpplan.exec.compile` takes it.
-        batches: sequences that decode together, one measurement each.
-        tokens: steps that are timed.
-        prefill: tokens of the long prompt.
-        max_rows: of a pass, at most.
+        transport: the transport, for :func:`tpplan.exec.compile`.
+        batches: numbers of sequences that decode together, each for one measurement.
+        tokens: number of steps that are timed.
+        prefill: number of tokens of the long prompt.
+        max_rows: most rows of a pass.
         nccl: whether the same decoder also runs over NCCL.
         eager: whether prompts are read once more without graphs, where they have some.
         devices: a devices file, by whose speeds steps and prompts are predicted; empty for no predictions.

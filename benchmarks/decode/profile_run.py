@@ -56,8 +56,8 @@ class Work:
     """A kernel, a copy or a fill.
 
     Attributes:
-        name: of it.
-        device: that did it.
+        name: its name in the profile.
+        device: number of the device that did it.
         start: in µs, from any moment that is the same for all.
         end: in µs; the start if it was not timed.
     """
@@ -94,14 +94,14 @@ def busy(works: Iterable[Work]) -> float:
 def tables(works: Sequence[Work], what: str, times: int, layers: int) -> Iterator[str]:
     """Yield the lines of two tables for each device: of kinds, and of the kernels that took most time.
 
-    Shares are of the time from the first work of any device to the last. What overlaps counts once in a kind, and once
-    in all of them. Where nothing was timed there are only numbers, and the kernels that came most often.
+    Shares are of the time from the first work of any device to the last. Work that overlaps counts once in its kind and
+    once in the total. Where nothing was timed, the tables have only numbers, and the kernels that ran most often.
 
     Args:
-        works: of all devices.
-        what: was done.
-        times: that it was done.
-        layers: of the model.
+        works: what all devices did.
+        what: what was profiled, in words.
+        times: how often it was done.
+        layers: number of the model's layers.
     """
     if not works:
         yield f"{what}: the profiler has seen no work of any device"

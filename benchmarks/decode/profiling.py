@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Profile as the arguments say, print tables as they come, and exit."""
-    wanted = _wanted(arguments)
+    wanted = _parse(arguments)
     failed = False
     with checkpoint_of(wanted) as directory:
         for gpus in wanted.gpus:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     sys.exit(failed)
 
 
-def _wanted(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--batch", type=numbers_of, default=(1,), help="sequences that decode together (default 1)")

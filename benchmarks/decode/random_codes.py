@@ -46,12 +46,12 @@ _RANDOM: Final = frozenset({"", ".weight", ".qweight", "_blocks"})
 
 
 def quantised(config: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """Return the config of a model with its matrices quantised by one of :data:`METHODS`; the same if none is named."""
+    """Return a model's config with its matrices quantised by one of :data:`METHODS`, or as it is without a method."""
     return {**config, **({"quantization_config": METHODS[method]} if method else {})}
 
 
 def kind_of(tensor: TensorSlice) -> str:
-    """Return the dtype of a tensor of random values, which are a matrix; an empty one if all its values are known."""
+    """Return the dtype of a tensor that gets random values, as matrices do, or an empty string for any other."""
     is_random = len(tensor.whole) > 1 and split_name(tensor.name)[1] in _RANDOM
     return tensor.dtype if is_random else ""
 
@@ -83,8 +83,8 @@ def constant_of(tensor: TensorSlice, config: Mapping[str, Any]) -> torch.Tensor:
     """Return the values of a tensor that are not random.
 
     Args:
-        tensor: whose kind is empty.
-        config: of the model.
+        tensor: a tensor for which :func:`kind_of` returns an empty string.
+        config: config of the model.
     """
     suffix, dtype = split_name(tensor.name)[1], DTYPES[tensor.dtype]
     if suffix == ".g_idx":

@@ -25,10 +25,10 @@ class Row:
         who: ``tpplan``, ``NCCL``, ``transformers`` or ``torch``, which may say how it sums.
         what: is measured.
         value: None if it failed.
-        unit: of the value.
+        unit: unit of the value.
         limit: what it cannot go beyond, or was planned; None if there is no such figure.
         note: how it came about, or why it failed.
-        tokens: of the first sequence, where tokens were generated.
+        tokens: tokens that were generated for the first sequence, if any.
     """
 
     gpus: int
@@ -90,10 +90,10 @@ class Part:
         """Name the run.
 
         Args:
-            tell: takes its rows.
-            gpus: how many.
+            tell: called with each row that the run has measured.
+            gpus: number of GPUs.
             cut: how the model is cut.
-            who: runs it.
+            who: name of the program that runs.
         """
         self._tell = tell
         self._like = Row(gpus=gpus, cut=cut, who=who, what="", value=None)

@@ -88,11 +88,11 @@ class Buckets:
             note = f"at the peak; {_mib(look.now - libraries - held)} of them stay"
             _row(part, f"device {i}, activations, for which the plan has scratch", activations, scratch, note)
             note = (
-                f"driver's context and libraries {_mib(look.taken - look.reserved)}, libraries in torch's memory "
+                f"driver's context and libraries {_mib(look.used - look.reserved)}, libraries in torch's memory "
                 f"{_mib(libraries)}, what torch keeps beyond the peak {_mib(look.reserved - look.peak)}"
             )
-            _row(part, f"device {i}, overhead", look.taken - held - activations, ledger.overhead_bytes, note)
-            _row(part, f"device {i}, all that the driver says is used", look.taken, ledger.used_bytes)
+            _row(part, f"device {i}, overhead", look.used - held - activations, ledger.overhead_bytes, note)
+            _row(part, f"device {i}, all that the driver says is used", look.used, ledger.used_bytes)
 
 
 @frozen
@@ -103,13 +103,13 @@ class _Look:
         now: what tensors and libraries have asked torch for.
         peak: the most of that.
         reserved: what torch has of the driver.
-        taken: what all have of the driver.
+        used: what all have of the driver.
     """
 
     now: int
     peak: int
     reserved: int
-    taken: int
+    used: int
 
     @classmethod
     def at(cls, place: torch.device) -> Self:

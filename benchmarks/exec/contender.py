@@ -21,8 +21,8 @@ class Case:
     """An operation on so many rows, and what comes of it by whole numbers on the CPU.
 
     Attributes:
-        operation: of :data:`OPERATIONS`.
-        rows: of its tensors.
+        operation: one of :data:`OPERATIONS`.
+        rows: number of rows of its tensors.
         widths: columns of each process in an allgather; all columns in the others.
         process: this one.
         given: this process's operand in host memory; None for a process that only receives.
@@ -82,11 +82,11 @@ class Contender:
     """An implementation of a case in this process.
 
     Attributes:
-        who: runs it.
-        operand: takes what this process gives, in its first columns.
-        call: runs it, and returns the tensor that it wrote.
-        in_place: whether the operand is the result.
-        arrange: returns the result of what was written, rows of all columns.
+        who: name of the implementation.
+        operand: the tensor whose first columns this process fills before a call.
+        call: runs the operation, and returns the tensor that it wrote.
+        in_place: whether that tensor is the operand.
+        arrange: makes rows of all columns of the tensor that was written.
     """
 
     who: str

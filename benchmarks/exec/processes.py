@@ -104,7 +104,11 @@ def agreed(action: Callable[[], T]) -> T:
 
 
 class Turns:
-    """Times everybody's operations, those that are right."""
+    """Times operations of all implementations, those whose results are right.
+
+    Attributes:
+        left_out: implementations that are not timed, each with the reason.
+    """
 
     def __init__(self, ctx: TPContext, place: torch.device) -> None:
         """Let everybody allocate what it needs."""
@@ -112,7 +116,7 @@ class Turns:
         self._widths = [s.end - s.start for s in ctx.plan.slices(Axis.RESIDUAL)]
         self._on_gpus = place.type == "cuda"
         elements = (ROWS[-1] if self._on_gpus else ROWS[1]) * max(self._widths) * len(self._widths)
-        self._failed: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
         self._kinds: list[Ours | Nccl | Symmetric] = [Ours(ctx)]
         for kind in (Nccl, Window, Symmetric):
             self._open(kind, elements)
@@ -122,7 +126,7 @@ class Turns:
         try:
             opened: Nccl | Symmetric = agreed(lambda: kind(self._place, elements))
         except RuntimeError as error:
-            self._failed |= dict.fromkeys((who for ways in kind.WAYS.values() for who in ways), str(error))
+            self.left_out |= dict.fromkeys((who for ways in kind.WAYS.values() for who in ways), str(error))
         else:
             self._kinds.append(opened)
 
@@ -148,10 +152,6 @@ class Turns:
                 if self._right(case, each, replay, TIMES):
                     graphs[each.who] = replay
             yield "in a graph", self._times(graphs, REPLAYS, TIMES)
-
-    def told(self) -> Mapping[str, str]:
-        """Return who was left out, and why."""
-        return self._failed
 
     def _right(self, case: Case, contender: Contender, run: Callable[[], Tensor], times: int) -> bool:
         try:
@@ -191,7 +191,7 @@ class Turns:
         return found
 
     def _tell(self, who: str, why: str) -> None:
-        self._failed.setdefault(who, why)
+        self.left_out.setdefault(who, why)
 
     def _synchronize(self) -> None:
         if self._on_gpus:
@@ -236,7 +236,7 @@ def run(place: torch.device) -> bool:
                 for how, found in turns.measured(operation, rows):
                     say(cells(rows * COLUMNS * DTYPE.itemsize, how, names, found))
                     complete &= "tpplan" in found
-        say("", *(f"{who} was left out: {why}" for who, why in turns.told().items()))
+        say("", *(f"{who} was left out: {why}" for who, why in turns.left_out.items()))
     return complete
 
 

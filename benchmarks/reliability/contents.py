@@ -33,7 +33,7 @@ class Window(NamedTuple):
 
     Attributes:
         start: its first element.
-        columns: of it.
+        columns: number of its columns.
         pitch: elements from one row to the next.
     """
 
@@ -47,7 +47,7 @@ class Bank:
 
     Attributes:
         largest: bytes of the largest window.
-        place: whose memory they are in.
+        place: the device that holds them.
     """
 
     def __init__(self, place: torch.device, largest: int) -> None:
@@ -71,13 +71,13 @@ class Bank:
 
 
 class Lane:
-    """One device of a context, or the host: operands there, the version of their contents, and what was wrong.
+    """The operands on one device of a context or on the host, with what their checks have found.
 
     Attributes:
         bank: the contents.
-        version: of them, next.
-        wrong: elements that were, for each check.
-        stream: that all work of the device goes to; None for the one that is current.
+        version: version of the contents that are written next.
+        wrong: number of wrong elements in each check.
+        stream: stream of all the device's work; None for the current one.
     """
 
     def __init__(self, bank: Bank, stream: torch.cuda.Stream | None = None) -> None:
@@ -106,10 +106,10 @@ class Lane:
         """Return a matrix in one of the rooms.
 
         Args:
-            index: of the room, 0 to 2.
-            rows: of the matrix.
-            columns: of the matrix.
-            dtype: of the matrix.
+            index: number of the room, 0 to 2.
+            rows: number of the matrix's rows.
+            columns: number of the matrix's columns.
+            dtype: dtype of the matrix.
             gap: columns between its rows.
             shift: elements before the first.
         """

@@ -55,7 +55,7 @@ class Loss:
 
     Attributes:
         seconds: until there was an error.
-        message: of it; empty if there was none.
+        message: message of the error; empty if there was none.
         refused: whether the context refused everything from then on.
         freed: whether closing it gave the workspace back.
     """
@@ -81,9 +81,9 @@ def lose(plan: SplitPlan, transport: str, rows: int = 1) -> Loss:
     """Lose the last device in the middle of an all-reduce.
 
     Args:
-        plan: for CUDA devices in the order of their numbers.
+        plan: a plan for CUDA devices, in the order of their numbers.
         transport: whose kernels wait for each other: ``peer`` or ``host``.
-        rows: of the residual stream, that are added up.
+        rows: number of rows of the residual stream that are added up.
     """
     places = [torch.device("cuda", i) for i in range(len(plan.devices))]
     used = {i: places[i] for i, memory in enumerate(plan.memory) if memory.used_bytes}
@@ -132,10 +132,10 @@ _TOLERANCE = 0.05
 
 @define
 class Growth:
-    """Memory, looked at many times.
+    """The memory in use, looked at many times.
 
     Attributes:
-        looks: bytes by what they are of, each time.
+        looks: bytes in use at each look, by kind of memory.
     """
 
     looks: list[dict[str, int]] = Factory(list)
@@ -172,12 +172,12 @@ class Growth:
         ]
 
 
-def foretold(plan: SplitPlan, make: Callable[[], TPContext]) -> tuple[TPContext, list[tuple[int, int, int]]]:
+def compile_measured(plan: SplitPlan, make: Callable[[], TPContext]) -> tuple[TPContext, list[tuple[int, int, int]]]:
     """Return a context of a plan, and for each of its devices the workspace that was planned, and the bytes it took.
 
     Args:
-        plan: for virtual devices, or for CUDA devices in the order of their numbers.
-        make: compiles it.
+        plan: a plan for virtual devices, or for CUDA devices in the order of their numbers.
+        make: compiles the plan.
     """
     gc.collect()
     cached = torch.cuda.is_available() and not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")  # or nobody counts
@@ -205,7 +205,7 @@ class Driver:
         self._handles = {str(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
         self._before = {uuid: self._used(uuid) for uuid in self._handles}
 
-    def taken(self, device: int) -> int:
+    def used_bytes(self, device: int) -> int:
         """Return the bytes that are in use on a CUDA device and were not at first."""
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         return self._used(uuid) - self._before[uuid]

@@ -39,7 +39,7 @@ RANKS, PROMPT, NEW_TOKENS = 3, "5,17,99", 50
 #: Tokens after which something happens.
 _BEFORE = 5
 #: Seconds beyond the time-out in which all have to end, and more until those that did not are ended from outside.
-GRACE_S, _MORE_S = 5.0, 5.0
+GRACE_S, _MORE_S = 5.0, 30.0
 _POLL_S = 0.01
 _APART = ["unshare", "-Urn"]
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -65,7 +65,7 @@ class Case:
     Attributes:
         fault: ``none``, ``kill`` (-9), ``stop`` (SIGSTOP), ``cut`` (its network, for ``seconds``), ``gone`` (the same
             for good), ``late`` (by ``seconds``) or ``never`` (it is not started).
-        rank: of the process.
+        rank: rank of the process.
         seconds: that it lasts.
     """
 
@@ -102,7 +102,7 @@ class End:
     """How a process ended.
 
     Attributes:
-        rank: of the process.
+        rank: rank of the process.
         code: its exit code, negative for a signal; None if it had to be ended from outside, or was not started.
         seconds: since the fault.
         tokens: that it generated.
@@ -127,7 +127,7 @@ class Outcome:
 
     Attributes:
         case: what happened.
-        ends: of each process.
+        ends: how each process ended.
     """
 
     case: Case

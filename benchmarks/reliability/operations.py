@@ -20,7 +20,7 @@ from attrs import Factory, define
 
 import tpplan
 from benchmarks.common.rows import ROOT
-from benchmarks.reliability.lost_device import MIB, Driver, Growth, foretold, is_enough, multiply
+from benchmarks.reliability.lost_device import MIB, Driver, Growth, compile_measured, is_enough, multiply
 from benchmarks.reliability.stress import Stress
 from tpplan import exec as tpx
 from tpplan.errors import ExecutionError, TpplanError
@@ -51,12 +51,12 @@ class Outcome:
     """What became of the operations of a context.
 
     Attributes:
-        called: operations that were called.
-        replayed: operations of graphs that were run.
-        replays: of graphs.
-        seconds: of all of it.
-        faults: in words.
-        growth: of memory.
+        called: number of operations that were called.
+        replayed: number of operations that ran in replays of graphs.
+        replays: number of replays.
+        seconds: how long everything took.
+        faults: what went wrong, in words.
+        growth: how much memory was in use over time.
     """
 
     called: int = 0
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def operations(self) -> int:
-        """All of them."""
+        """All operations, called or replayed."""
         return self.called + self.replayed
 
 
@@ -85,10 +85,10 @@ def soak(
     """Run random operations of a context until there were enough, or for so long, or one ends with an error.
 
     Args:
-        context: on whatever devices.
-        operations: at least so many.
-        seconds: after which no round begins.
-        seed: of everything random.
+        context: a context on any devices.
+        operations: number of operations after which no round begins.
+        seconds: time after which no round begins.
+        seed: seed of everything random.
         largest: bytes of the largest tensor.
         delays: whether devices are late now and then.
         graphs: whether most operations run in graphs.
@@ -164,7 +164,7 @@ def plan_for(devices: int, max_rows: int = 2048) -> SplitPlan:
 
 def main(arguments: Sequence[str]) -> None:
     """Soak every transport, and say how it went."""
-    wanted = _wanted(arguments)
+    wanted = _parse(arguments)
     cuda = wanted.backend == "cuda"
     count = wanted.devices or (torch.cuda.device_count() if cuda else 3)
     transports = (wanted.transport,) if wanted.transport else TRANSPORTS
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str]) -> None:
     problems: list[str] = []
     for transport in transports:
         compiled = partial(tpx.compile, plan, backend=wanted.backend, transport=transport)
-        context, workspaces[transport] = foretold(plan, compiled)
+        context, workspaces[transport] = compile_measured(plan, compiled)
         with suppress(ExecutionError), context:  # what has failed says so again when it is closed
             outcomes[transport] = outcome = soak(
                 context,
@@ -240,7 +240,7 @@ def _driver() -> Driver | None:
 def _overhead(driver: Driver, device: int) -> int:
     """Return what the first use of a GPU takes: the driver's context, and the libraries of a matrix product."""
     multiply(device)
-    return driver.taken(device)
+    return driver.used_bytes(device)
 
 
 def _tell_overheads(driver: Driver, overheads: list[int], problems: list[str]) -> None:
@@ -249,7 +249,7 @@ def _tell_overheads(driver: Driver, overheads: list[int], problems: list[str]) -
     print("\n| device | overhead planned, MiB | at first | in the end, without torch's memory |\n|---|---|---|---|")
     for i, first in enumerate(overheads):
         planned = overhead(".".join(map(str, torch.cuda.get_device_capability(i)))).bytes
-        last = driver.taken(i) - torch.cuda.memory_reserved(i)
+        last = driver.used_bytes(i) - torch.cuda.memory_reserved(i)
         print(f"| {i} | {planned / MIB:.0f} | {first / MIB:.0f} | {last / MIB:.0f} |")
         if not is_enough(planned, last):
             problems.append(f"device {i}: the overhead is {last / MIB:.0f} MiB, planned {planned / MIB:.0f}")
@@ -270,7 +270,7 @@ def _tell_losses(plan: SplitPlan, transports: list[str], wanted: argparse.Namesp
         problems += [f"{transport}: {problem}" for problem in (*loss.problems, *after.faults[:_TOLD])]
 
 
-def _wanted(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, epilog="Other words: soak interrupts, soak lost.")
     add = parser.add_argument
     add("--backend", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")

@@ -46,15 +46,15 @@ class Task:
     """An operation to be tried.
 
     Attributes:
-        kind: of operation.
-        axis: as the plan's :func:`~tpplan.exec.explain.cuts` call it.
-        rows: of the operands.
-        columns: per element of the axis; of what is not cut, the columns.
-        dtype: of the operands.
-        start: of their contents.
-        source: the device that a single tensor is on.
-        gap: columns between the rows of operands.
-        shift: elements before them.
+        kind: name of the operation.
+        axis: name of the axis, as in the plan's :func:`~tpplan.exec.explain.cuts`.
+        rows: number of rows of the operands.
+        columns: columns per element of the axis; all columns of a tensor that is not cut.
+        dtype: dtype of the operands.
+        start: where the contents of the operands start.
+        source: the device that has the tensor of an operation with only one.
+        gap: columns between the rows of an operand.
+        shift: elements before the first row.
         out: where results go: to ``new`` tensors, to ``given`` ones, over the ``parts`` or over the ``residual``.
         full: whether a residual is added, or a source of ``add_residual`` is as wide as the axis.
         delays: before the operands are written, before the operation and before the check: a device and its cycles.
@@ -90,7 +90,7 @@ class Tasks:
         """Choose widths and sources, of which there are few.
 
         Args:
-            context: on whatever devices.
+            context: a context on any devices.
             random: decides.
             largest: bytes of the largest tensor, but for single rows.
             delays: whether some devices are late now and then.
@@ -160,7 +160,7 @@ class Stress:
     """Random operations of one context.
 
     Attributes:
-        context: whose operations.
+        context: the context whose operations are tried.
         turns: how often the contents changed so far; each replay of a graph changes them as often as its tasks do.
     """
 
@@ -176,8 +176,8 @@ class Stress:
         """Allocate operands on every device.
 
         Args:
-            context: on whatever devices.
-            seed: of everything random.
+            context: a context on any devices.
+            seed: seed of everything random.
             largest: bytes of the largest tensor, or more if a row of the widest axis has more.
             delays: whether some devices are late now and then; only with CUDA.
             streams: that the work of each device goes to where they share a GPU, whichever is current there; results

@@ -78,7 +78,7 @@ def test_others_do_not_run_codes_unless_asked(monkeypatch: pytest.MonkeyPatch) -
         (["--quantise", "awq", "--peers", "transformers"], ("transformers",)),
     ):
         monkeypatch.setattr("sys.argv", ["bench_decode", *options])
-        assert bench_decode._wanted().peers == peers
+        assert bench_decode._parse().peers == peers
 
 
 def test_a_checkpoint_of_many_files_is_taken_as_it_is(

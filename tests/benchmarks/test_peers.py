@@ -115,11 +115,11 @@ def test_a_peer_that_is_wrong_or_fails_is_left_out(monkeypatch: pytest.MonkeyPat
         ((how, found),) = turns.measured("all_reduce", 2)
     assert how == "called"
     assert {who: len(times) for who, times in found.items()} == {"tpplan": processes.ROUNDS}
-    told = turns.told()
-    assert told["NCCL"] == "all_reduce of 2 rows: ValueError: 8192 of 8192 elements are wrong"
-    assert told["other"] == "all_reduce of 2 rows: OSError: no link"
-    assert "gloo" in told["NCCL window"]
-    assert told["symm_mem copies"].startswith("RuntimeError: SymmetricMemory")
+    reasons = turns.left_out
+    assert reasons["NCCL"] == "all_reduce of 2 rows: ValueError: 8192 of 8192 elements are wrong"
+    assert reasons["other"] == "all_reduce of 2 rows: OSError: no link"
+    assert "gloo" in reasons["NCCL window"]
+    assert reasons["symm_mem copies"].startswith("RuntimeError: SymmetricMemory")
 
 
 def test_rows_say_who_is_the_best() -> None:

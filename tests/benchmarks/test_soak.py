@@ -12,7 +12,7 @@ from attrs import evolve
 
 from benchmarks import soak as command
 from benchmarks.reliability.contents import Lane
-from benchmarks.reliability.lost_device import MIB, Growth, foretold, is_enough
+from benchmarks.reliability.lost_device import MIB, Growth, compile_measured, is_enough
 from benchmarks.reliability.operations import plan_for, soak
 from benchmarks.reliability.stress import Stress
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
@@ -276,7 +276,7 @@ def test_the_command_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys
 def test_workspaces_are_as_planned() -> None:
     """What a context allocates on each device is what the ledger of its plan says, to the byte."""
     plan = plan_for(3, 8)
-    ctx, found = foretold(plan, lambda: compile_plan(plan, backend="cpu"))
+    ctx, found = compile_measured(plan, lambda: compile_plan(plan, backend="cpu"))
     ctx.close()
     assert [planned for _, planned, _ in found] == [memory.workspace_bytes for memory in plan.memory]
     assert all(planned == taken > 0 for _, planned, taken in found)

@@ -219,7 +219,7 @@ def test_check_makes_room_for_what_drafts_again(gpus: str) -> None:
     asked = ("--context", 32768, "--mtp", "-o", "dm.json")
     assert command("plan", deepseek, "--gpus", "4xH200,8xH100", *asked).code == 0
     hint, again = command("check", "dm.json", "--model", deepseek, "--gpus", gpus).err.splitlines()
-    assert "add --reserve if you gave any" in hint
+    assert hint == "hint: make it again with tpplan plan, and see with tpplan diff what that changes"
     assert shlex.split(again)[3:] == ["--mtp", "--gpus", gpus, *map(str, asked[:2]), "-o", "dm.json"]
     assert command(*shlex.split(again)[1:]).code == 0
     assert command("check", "dm.json", "--model", deepseek, "--gpus", gpus).code == 0

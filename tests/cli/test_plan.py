@@ -222,13 +222,16 @@ def test_more_memory_is_advised_where_it_helps() -> None:
     config = json.loads((LLAMA_8B / "config.json").read_text(encoding="utf-8"))
     Path("tiny.json").write_text(json.dumps(config | sizes | {"num_key_value_heads": 1}), encoding="utf-8")
     for gpus, hints in {
-        "8GiB,1MiB,1MiB": ["hint: leave them out of --gpus, or give them a budget of 8GiB"],
-        "2x8GiB,1MiB": ["hint: leave it out of --gpus, or give it a budget of 8GiB"],
-        "3x8GiB,1MiB": ["hint: leave it out of --gpus"],
-        "5x8GiB": ["hint: leave them out of --gpus"],
+        "8GiB,1MiB,1MiB": ["hint: leave them out of --gpus, as in --gpus 8GiB, or give them a budget of 8GiB"],
+        "2x8GiB,1MiB": ["hint: leave it out of --gpus, as in --gpus 2x8GiB, or give it a budget of 8GiB"],
+        "3x8GiB,1MiB": ["hint: leave it out of --gpus, as in --gpus 3x8GiB"],
+        "5x8GiB": ["hint: leave them out of --gpus, as in --gpus 3x8GiB"],
         "3x8GiB": [],
-        "8GiB,7GiB,6GiB": ["hint: leave them out of --gpus, or give them a budget of 8GiB"],
-        "RTX4090,RTX3060,RTX3060": ["hint: leave them out of --gpus"],  # which have no more memory
+        "8GiB,7GiB,6GiB": ["hint: leave them out of --gpus, as in --gpus 8GiB, or give them a budget of 8GiB"],
+        "RTX4090,RTX3060,RTX3060": [
+            "hint: leave them out of --gpus, as in --gpus RTX4090"
+        ],  # which have no more memory
+        "3x1000MiB,8GiB": ["hint: leave them out of --gpus, as in --gpus 8GiB"],  # one of four has none in any case
         "RTX4090": [],
     }.items():
         done = command("plan", "tiny.json", "--context", 64, "--gpus", gpus, "-o", "plan.json")
@@ -297,10 +300,42 @@ def test_infeasible_document() -> None:
     assert str(budget) == memory["value"]
 
 
-def test_more_memory_than_a_gpu_has_is_no_option() -> None:
-    """No hint names a GPU with more memory than it has (a modified card is its owner's word), it stays in words."""
-    done = command("plan", LLAMA_70B, "--gpus", "RTX5090,RTX4090", "--context", 4096, "--json")
-    suggestions = json.loads(done.out)["error"]["suggestions"]
-    assert [s["kind"] for s in suggestions if "option" not in s] == ["memory"]
-    assert "hint: " in done.err
-    assert "more, " in done.err
+def test_more_memory_than_a_gpu_has_is_another_gpu() -> None:
+    """No hint names a GPU with more memory than it has (a modified card is its owner's word), but another in its place.
+
+    Where the strategy needs its bandwidth, no list names that one, and it stays in words.
+    """
+    asked = ("plan", LLAMA_70B, "--gpus", "RTX5090,RTX4090", "--context", 4096)
+    (memory,) = (s for s in json.loads(command(*asked, "--json").out)["error"]["suggestions"] if s["kind"] == "memory")
+    budget = int(memory["value"])
+    assert memory["message"] == f"take a GPU with {budget / 2**30:.2f} GiB instead of device 0 (RTX 5090)"
+    assert memory["option"] == f"--gpus {budget // 2**20}MiB,RTX4090"
+    assert command(*asked[:2], *memory["option"].split(), *asked[4:]).code == 0
+    done = command(*asked, "--strategy", "latency", "--json")
+    (memory,) = (s for s in json.loads(done.out)["error"]["suggestions"] if s["kind"] == "memory")
+    assert (" GiB and a known bandwidth instead of device " in memory["message"], "option" in memory) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "cards", ["RTX3060,3xRTX4090:12GiB", "2xH100:10GiB,H100", "RTX4090:20GiB,RTX4090", "8xRTX4090"]
+)
+@pytest.mark.parametrize("strategy", ["auto", "balanced", "latency"])
+def test_advice_for_idle_devices_leaves_none_idle(cards: str, strategy: str) -> None:
+    """Whatever of it is followed: named cards without them, or with the budget that it says, all get a part."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 256}
+    config = json.loads((LLAMA_8B / "config.json").read_text(encoding="utf-8"))
+    Path("tiny.json").write_text(json.dumps(config | sizes | {"num_key_value_heads": 2}), encoding="utf-8")
+    asked = ("plan", "tiny.json", "--context", 64, "--strategy", strategy, "-o", "plan.json", "--gpus")
+    idle = "no part of the model is on"
+    told = " ".join(command(*asked, cards).err.split())
+    plan = codec.load("plan.json")
+    if idle not in told:
+        assert strategy == "latency"
+        return
+    (kept,) = re.findall(r"leave \w+ out of --gpus, as in --gpus ([^ ,]+(?:,[^ ,]+)*)", told)
+    assert idle not in command(*asked, kept).err
+    for budget in re.findall(r"a budget of (\w+)", told):
+        places = zip(plan.devices, plan.memory, strict=True)
+        given = [f"{device.budget_bytes}B" if entry.used_bytes else budget for device, entry in places]
+        names = [device.name.replace(" ", "") for device in plan.devices]
+        assert idle not in command(*asked, ",".join(map(":".join, zip(names, given, strict=True)))).err

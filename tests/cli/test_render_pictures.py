@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 NEWER = codec.load(FIXTURE.with_name("plan-1.1.json"))
+DRAFTED = codec.load(FIXTURE.with_name("plan-1.4.json"))
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -111,6 +112,23 @@ def test_what_is_reserved_has_a_place_in_the_picture_and_on_the_page() -> None:
     assert "reserved" not in picture(data(PLAN)) + page(data(PLAN))
 
 
+def test_room_of_a_draft_model_has_a_place_in_the_picture_and_on_the_page() -> None:
+    """As a bucket with its own pattern, beside what is reserved; no columns overlap, nor do they a bar."""
+    root = _svg(DRAFTED)
+    texts = {element.text or "": float(element.get("x", "0")) for element in root.iter(f"{SVG}text")}
+    heads = ("used", "weights", "cache", "workspace", "overhead", "reserved", "draft", "free", "budget")
+    assert all(right - left >= 50 for left, right in pairwise(texts[name] for name in heads))
+    drawn = [r for r in root.iter(f"{SVG}rect") if "draft" in r.get("fill", "") and r.get("height") == "18"]
+    expected = [m.draft_bytes / (24 * 2**30) * 124 for m in DRAFTED.memory]
+    assert [float(r.get("width", "0")) for r in drawn] == pytest.approx(expected, abs=0.01)
+    tracks = [r for r in root.iter(f"{SVG}rect") if r.get("class") == "track" and r.get("height") == "18"]
+    assert max(float(r.get("x", "0")) + float(r.get("width", "0")) for r in tracks) < texts["used"] - 45
+    told = "510.00 MiB on device 0, 382.50 MiB on device 1, 127.50 MiB on devices 2 and 3"
+    for text in ("<td>room for</td><td>the draft model Fixture-Head, split</td>", f"<td>room</td><td>{told}</td>"):
+        assert text in page(data(DRAFTED))
+    assert "draft" not in picture(data(NEWER)) + page(data(NEWER))
+
+
 def test_what_is_not_planned_is_in_the_picture_and_on_the_page() -> None:
     """Beside the model's name, and nothing that follows is moved into it."""
     told = "not planned: vision tower, 1.07 GiB; audio tower, of unknown size"
@@ -118,6 +136,13 @@ def test_what_is_not_planned_is_in_the_picture_and_on_the_page() -> None:
     assert texts["Fixture-MoE"] < texts[told] < texts["Memory, GiB"] - 4 * 18
     assert "Not planned: vision tower, 1.07 GiB; audio tower, of unknown size.</strong>" in page(data(NEWER))
     assert "<td>reserve</td><td>1.00 GiB on every other device, 2.00 GiB on device 1</td>" in page(data(NEWER))
+
+
+def test_a_picture_is_as_wide_as_a_narrow_window() -> None:
+    """It has a size of its own, which a window of a phone shrinks with its proportions instead of cutting it off."""
+    root = _svg(PLAN)
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+    assert ":root{max-width:100%;height:auto}" in (root.findtext(f"{SVG}style") or "")
 
 
 def test_picture_in_the_readme_is_current() -> None:

@@ -52,7 +52,7 @@ class Activations(Watching):
             _key(tensor): device
             for layer in decoder.stack.heads
             for device, heads in layer.items()
-            for tensor in heads.cache._store._parts
+            for tensor in heads.cache._parts
         }
         self._owners |= {
             _key(tensor): device

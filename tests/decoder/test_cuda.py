@@ -205,7 +205,7 @@ def check_passes(
         assert not without.prompt_graphs
         texts = [list(generate(decoder, [[5, 17, 99], [8, 4]], 8))]
         stores = [
-            [part for layer in each.stack.heads for heads in layer.values() for part in heads.cache._store._parts]
+            [part for layer in each.stack.heads for heads in layer.values() for part in heads.cache._parts]
             for each in (decoder, without)
         ]
         for stored in (*stores[0], *stores[1]):

@@ -189,6 +189,39 @@ def test_later_prompts_are_as_before(family: str, tmp_path: Path) -> None:
         assert len(list(generate(decoder, [[3, 4, 5], [6, 8, 9]], 3))) == 3
 
 
+def test_caches_are_cleared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step has left is cleared by the next texts that begin, all at once, and not again by those after them.
+
+    A graph may be replayed whenever it pleases: what it may leave is cleared each time.
+    """
+    directory = model_of("mistral").directory
+    plan = plan_of(directory, 2, request_of(batch=3), {}, seed=3)
+    with compile_plan(plan, backend="cpu", model=directory, scratch=False) as ctx:
+        decoder = Decoder(ctx, directory, load_weights(plan, directory, ctx))
+        cleared: list[tuple[slice, int | None]] = []
+        monkeypatch.setattr(decoder.stack, "clear_caches", lambda some, end=None: cleared.append((some, end)))
+        tokens, positions = ([torch.full((3,), n) for _ in ctx.devices] for n in (4, 0))
+
+        def read(*sequences: int) -> list[tuple[slice, int | None]]:
+            cleared.clear()
+            list(generate(decoder, [[1, 2, 3]] * 3, 2))  # checks its logits, and is not told below
+            cleared.clear()
+            decoder.decode(tokens, positions, span=5)
+            decoder.read([Prompt([3, 4, 5], sequence) for sequence in sequences])
+            return cleared
+
+        assert read(0, 1, 2) == [(slice(0, 3), 5)]
+        decoder.read([Prompt([3, 4], sequence) for sequence in (0, 2)])
+        assert cleared[1:] == [(slice(0, 1), 3), (slice(2, 3), 3)]  # of prompts that nobody has checked
+        assert read(0, 2) == [(slice(0, 1), 5), (slice(2, 3), 5)]
+        monkeypatch.setattr("tpplan.decoder.decoder._is_captured", lambda _: True)
+        decoder.decode(tokens, positions, span=7)
+        for _ in range(2):
+            cleared.clear()
+            list(generate(decoder, [[1, 2, 3]] * 3, 2))
+            assert cleared == [(slice(0, 3), 7)]
+
+
 @pytest.mark.parametrize("options", [(), ("--temperature", 1)])
 def test_the_command(options: tuple[object, ...], tmp_path: Path) -> None:
     """It prints no token, and ends in one error."""

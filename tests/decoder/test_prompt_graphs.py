@@ -79,7 +79,7 @@ def capturing(decoder: Decoder, events: list[tuple[str, int]]) -> AbstractContex
 
 def stores_of(decoder: Decoder) -> list[torch.Tensor]:
     """Return all that its cache has."""
-    return [part for layer in decoder.stack.heads for each in layer.values() for part in each.cache._store._parts]
+    return [part for layer in decoder.stack.heads for each in layer.values() for part in each.cache._parts]
 
 
 @torch.inference_mode()

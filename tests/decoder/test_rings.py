@@ -9,7 +9,6 @@ import torch
 from attrs import evolve
 
 from tpplan.decoder.cache.layer import LayerCache
-from tpplan.decoder.cache.store import Store
 from tpplan.decoder.layer.attention import Group, Ring
 from tpplan.decoder.prompts import NOBODY, PassShape
 
@@ -33,7 +32,7 @@ def test_rows_beside_the_tokens_of_rings(seed: int) -> None:
                 found[sequence, :, position % length] = 100 * sequence + position
         return found
 
-    cache = LayerCache(Store("fp32", (batch, 2, length, 4), torch.float32, torch.device("cpu")), length, length)
+    cache = LayerCache("fp32", (batch, 2, length, 4), torch.float32, torch.device("cpu"), length)
     for half in cache.halves:
         half.copy_(stored(starts))
     numbers = [

@@ -25,7 +25,7 @@ from tpplan.core.workspace import areas, workspace_bytes
 from tpplan.errors import ExecutionError, PlanError, RequestError
 from tpplan.exec import compiler
 from tpplan.exec.checks import seconds
-from tpplan.exec.machine.look import Found, differences, look_at
+from tpplan.exec.machine.look import FoundDevice, differences, look_at
 from tpplan.exec.machine.transports import Choice
 from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
@@ -211,18 +211,18 @@ def test_differences_of_the_machine(plan: SplitPlan) -> None:
     """Free bytes are held against what is still to be allocated; a capability is the least that will do."""
     named = evolve(plan, devices=(evolve(plan.devices[0], capability="8.9"), plan.devices[1]))
     needed = [m.used_bytes - m.overhead_bytes for m in plan.memory]
-    enough = [Found("RTX 4090", needed[0], "8.9"), Found("RTX 3060", needed[1], "8.6")]
+    enough = [FoundDevice("RTX 4090", needed[0], "8.9"), FoundDevice("RTX 3060", needed[1], "8.6")]
     assert differences(named, enough) == []
-    newer = [Found("RTX PRO 6000", needed[0], "12.0"), Found("RTX 3060", needed[1], "8.6")]
+    newer = [FoundDevice("RTX PRO 6000", needed[0], "12.0"), FoundDevice("RTX 3060", needed[1], "8.6")]
     assert differences(named, newer) == []
     assert differences(named, [None, None]) == []
-    short = [Found("RTX 4090", needed[0] - 1, "8.9"), Found("RTX 3060", 0, "8.6")]
+    short = [FoundDevice("RTX 4090", needed[0] - 1, "8.9"), FoundDevice("RTX 3060", 0, "8.6")]
     assert [text.partition(",")[0] for text in differences(named, short)] == [
         f"devices[{i}] ({device.name})" for i, device in enumerate(plan.devices)
     ]
     assert "needs" in differences(named, short)[1]
     assert differences(named, short)[1].endswith("0 B are free")
-    other = [Found("A100", needed[0], "8.0"), Found("A100", 0, "8.0")]
+    other = [FoundDevice("A100", needed[0], "8.0"), FoundDevice("A100", 0, "8.0")]
     assert differences(named, other)[0].endswith("here A100: planned for capability 8.9, has 8.0")
     assert len(differences(named, other)) == 2
 
@@ -232,7 +232,7 @@ def test_weights_that_are_loaded_need_not_be_free(plan: SplitPlan, *, scratch: b
     """Then only the workspace has to be, without the scratch if that is not allocated."""
     rooms = areas(plan.splits, plan.model.dtype, plan.request)
     needed = [room.total_bytes - (0 if scratch else room.scratch_bytes) for room in rooms]
-    enough = [Found("GPU", size, "9.0", held_bytes=2**30) for size in needed]
+    enough = [FoundDevice("GPU", size, "9.0", held_bytes=2**30) for size in needed]
     assert differences(plan, enough, scratch=scratch, weights_loaded=True) == []
     short = [evolve(here, free_bytes=here.free_bytes - 1) for here in enough]
     for i, text in enumerate(differences(plan, short, scratch=scratch, weights_loaded=True)):
@@ -258,13 +258,13 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cards")
 def test_what_torch_keeps_for_tensors_to_come_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver counts it as taken; an allocator without such figures has none of it."""
-    assert look_at(torch.device("cuda", 1)) == Found("GPU", 8 * MIB, "9.0", held_bytes=4 * MIB)
+    assert look_at(torch.device("cuda", 1)) == FoundDevice("GPU", 8 * MIB, "9.0", held_bytes=4 * MIB)
 
     def unknown(_: object) -> int:
         raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
 
     monkeypatch.setattr(torch.cuda, "memory_allocated", unknown)
-    assert look_at(torch.device("cuda", 1)) == Found("GPU", 5 * MIB, "9.0")
+    assert look_at(torch.device("cuda", 1)) == FoundDevice("GPU", 5 * MIB, "9.0")
 
 
 @pytest.mark.usefixtures("cards")
@@ -284,7 +284,7 @@ def test_reserved_memory_need_not_be_free(plan: SplitPlan) -> None:
     kept = tpplan.plan(
         spec(), devices, cache=plan.request.cache, max_rows=plan.request.max_rows, reserve=(tpplan.Reserve(2**30),)
     )
-    needed = [Found("GPU", m.used_bytes - m.overhead_bytes, "9.0") for m in kept.memory]
+    needed = [FoundDevice("GPU", m.used_bytes - m.overhead_bytes, "9.0") for m in kept.memory]
     assert differences(kept, needed) == []
     with tpx.compile(kept, backend="cpu") as ctx:
         assert ctx.max_rows == plan.request.max_rows

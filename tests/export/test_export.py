@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
 
 from tests.export_cases import ALIKE, EVEN, NAMES, ROOT, data_of, made, plan_of
-from tpplan.core.plan import CACHE_KINDS, Cache, Reserve
+from tpplan.core.plan import CACHE_KINDS, Cache, Draft, Reserve
 from tpplan.errors import RequestError
 from tpplan.export.export import ENGINES, engine_of, export
+from tpplan.hardware.spec import parse_devices
+from tpplan.models.reader import read_model
+from tpplan.planner.draft import split_draft
+from tpplan.planner.options import Options
+from tpplan.planner.plan import plan_request
+
+if TYPE_CHECKING:
+    from tpplan.core.plan import SplitPlan
+
+MODELS = ROOT / "examples/models"
 
 #: Architectures of the examples that an engine refuses, whatever the plan.
 REFUSED = {
@@ -162,8 +172,18 @@ DRAFTS = {
     "vllm": ('{"model": "DRAFT", "num_speculative_tokens": N}', '{"method": "mtp", "num_speculative_tokens": N}'),
     "sglang": ("--speculative-draft-model-path DRAFT", "--speculative-algorithm NEXTN"),
 }
-#: What those that name the method of an EAGLE-3 head call it.
-HEADS = {"vllm": '"method": "eagle3"', "sglang": "EAGLE3"}
+#: What those that name the methods of heads call them.
+HEADS = {
+    "vllm": (
+        '"method": "eagle" for an EAGLE-1 or 2 head',
+        '"method": "eagle3" for an EAGLE-3 head',
+        '"method": "eagle3", "parallel_drafting": true for a P-EAGLE head',
+        '"method": "dflash" for a DFlash head',
+        '"method": "medusa" for a Medusa head',
+        '"method": "mlp_speculator" for an MLP speculator',
+    ),
+    "sglang": ("EAGLE for an EAGLE-1 or 2 head", "EAGLE3 for an EAGLE-3 head", "DFLASH for a DFlash head"),
+}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -171,12 +191,63 @@ HEADS = {"vllm": '"method": "eagle3"', "sglang": "EAGLE3"}
 def test_what_drafts_is_told(engine: str, mtp: bool) -> None:
     """A line says how an engine takes what the plan leaves room for, and how much room that is."""
     alone = made("Llama-3.1-8B", "2xRTX4090")
-    plan = made("Llama-3.1-8B", "2xRTX4090", reserve=Reserve(2**30))
-    plan = attrs.evolve(plan, request=attrs.evolve(plan.request, draft="" if mtp else "small", mtp=mtp))
-    told = [text for text in export(plan, engine).differences if "with room for" in text]
+    plan = beside_draft(2**30, 2**30, mtp=mtp)
+    told = [text for text in export(plan, engine).differences if "the plan leaves 1.00 GiB on each device to" in text]
     assert len(told) == 1
-    assert "1.00 GiB on each device" in told[0]
+    assert ("share of memory includes" in told[0]) == (engine in {"vllm", "sglang"})
     assert DRAFTS[engine][mtp] in told[0]
-    assert mtp or HEADS.get(engine, "") in told[0]
+    assert mtp or all(head in told[0] for head in HEADS.get(engine, ()))
     assert ("prediction layers" if mtp else "the draft model small") in told[0]
-    assert not [text for text in export(alone, engine).differences if "room for" in text]
+    assert not [text for text in export(alone, engine).differences if "the plan leaves 1.00 GiB" in text]
+
+
+def beside_draft(*room: int, split: bool = False, reserve: tuple[Reserve, ...] = (), mtp: bool = False) -> SplitPlan:
+    """Return a plan for two GPUs beside a draft model that takes so many bytes on each."""
+    asked = Options(context=32768, strategy="balanced", mtp=mtp).request(model := read_model(MODELS / "Llama-3.1-8B"))
+    asked = attrs.evolve(asked, draft=Draft("small", room, split=split), reserve=reserve)
+    return plan_request(model, parse_devices("2xRTX4090"), asked)
+
+
+@pytest.mark.parametrize(("split", "room"), [(False, (2**31, 2**31)), (True, (2**31, 2**30))])
+def test_shares_of_memory_have_a_draft_model_in_them_and_no_reserve(split: bool, room: tuple[int, int]) -> None:
+    """Both engines load it within their share; what is reserved is somebody else's.
+
+    An even part of what is split is taken for no less than the plan's larger one.
+    """
+    whole, overhead = 25249710080, 933232640
+    for engine, flag, of in (
+        ("vllm", "--gpu-memory-utilization", whole),
+        ("sglang", "--mem-fraction-static", whole - overhead),
+    ):
+        shares = []
+        for plan in (
+            made("Llama-3.1-8B", "2xRTX4090", cache=Cache(tokens=32768)),
+            beside_draft(*room, split=split, reserve=(Reserve(2**30),)),
+        ):
+            argv = export(plan, engine).argv
+            shares.append(float(argv[argv.index(flag) + 1]))
+        assert shares[1] - shares[0] == pytest.approx(2**31 / of, abs=0.0011)
+    (most,) = (text for text in export(plan, "vllm").differences if "the budgets allow" in text)
+    assert float(most.split()[-1]) == pytest.approx((whole - overhead - 2**30) / whole, abs=0.0011)
+
+
+def test_an_even_part_with_a_draft_model_has_to_fit() -> None:
+    """It is refused where the room of the draft model is what lacks, and told."""
+    plan = beside_draft(9 * 2**30, 7 * 2**30, split=True)
+    assert export(plan, "llama.cpp").possible
+    assert export(beside_draft(8 * 2**30, 8 * 2**30, split=True), "vllm").possible
+    plan = attrs.evolve(plan, devices=tuple(attrs.evolve(d, budget_bytes=19 * 2**30) for d in plan.devices))
+    (reason,) = export(plan, "vllm").reasons
+    assert reason.endswith("for the cache and 9.00 GiB for what drafts")
+
+
+def test_the_plan_of_a_draft_model_is_for_no_engine_alone() -> None:
+    """Engines load it beside its model, and cut it as that."""
+    model, draft = read_model(MODELS / "Llama-3.1-8B"), read_model(MODELS / "Qwen2.5-7B")
+    _, plan = split_draft(Options(context=4096).request(model), draft, model, parse_devices("2xH100"))
+    for engine in ENGINES:
+        found = export(plan, engine)
+        assert found.reasons == (
+            "the plan is that of a draft model of Llama-3.1-8B, which it loads and cuts with that",
+        )
+        assert not found.engines

@@ -10,7 +10,7 @@ import pytest
 
 from tests.codec_cases import FIXTURE, PLAN, TEXT, changed
 from tpplan.core.model import NotPlanned
-from tpplan.core.plan import least_version
+from tpplan.core.plan import Draft, least_version
 from tpplan.core.speed import DeviceTime, LinkSpeed
 from tpplan.errors import PlanError
 from tpplan.files.codec import dumps
@@ -67,10 +67,25 @@ def test_minor_4() -> None:
     text = FIXTURE.with_name("plan-1.4.json").read_text(encoding="utf-8")
     plan = codec.loads(text)
     assert dumps(plan) == text
-    assert (plan.request.draft, plan.request.mtp) == ("Fixture-Head", False)
-    alone = attrs.evolve(plan.request, draft="")
+    room = (534773760, 401080320, 133693440, 133693440)
+    assert (plan.request.draft, plan.request.mtp) == (Draft("Fixture-Head", room, split=True), False)
+    assert [entry.reserved_bytes for entry in plan.memory] == [268435456, 0, 0, 0]
+    assert [entry.draft_bytes for entry in plan.memory] == [*room[:3], room[3] + 536870912]  # where only the draft is
+    alone = attrs.evolve(plan.request, draft=None)
     assert least_version(attrs.evolve(plan, request=alone)) == "1.1"
     assert least_version(attrs.evolve(plan, request=attrs.evolve(alone, mtp=True))) == "1.4"
+
+
+def test_minor_4_of_a_draft_model() -> None:
+    """A frozen plan of a draft model leaves the overhead to the plan of its model, and is else as any."""
+    text = FIXTURE.with_name("plan-1.4-draft.json").read_text(encoding="utf-8")
+    plan = codec.loads(text)
+    assert dumps(plan) == text
+    assert plan.request.drafts_for == "Fixture-72B"
+    for entry, alone in zip(plan.memory, PLAN.memory, strict=True):
+        free = entry.free_bytes - alone.overhead_bytes
+        assert attrs.evolve(entry, overhead_bytes=alone.overhead_bytes, free_bytes=free) == alone
+    assert least_version(attrs.evolve(plan, request=PLAN.request)) == "1.0"
 
 
 def test_minor_3() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.strategies import plans
 from tpplan.core.axes import Axis
 from tpplan.core.model import NotPlanned
-from tpplan.core.plan import Reserve
+from tpplan.core.plan import Draft, Reserve
 from tpplan.core.speed import DeviceTime, LinkSpeed, Pass, Speed
 from tpplan.errors import PlanError
 from tpplan.planfile.codec import load
@@ -66,6 +66,23 @@ def reserved(*reserve: Reserve, bytes: int) -> dict[str, Any]:  # noqa: A002 (as
     return {"format_version": "1.1", "request.reserve": reserve, **moves}
 
 
+def drafted(*room: int, name: str = "head", split: bool = True, **moves: int) -> dict[str, Any]:
+    """Return edits that leave room for a draft model, and so many bytes on devices ``on_0``, ``on_1`` and so on."""
+    edits: dict[str, Any] = {"format_version": "1.4", "request.draft": Draft(name, room, split)}
+    for device, count in moves.items():
+        edits |= moved(int(device.removeprefix("on_")), "draft_bytes", count)
+    return edits
+
+
+def drafting(name: str = "big", more: int = 0) -> dict[str, Any]:
+    """Return edits that make the plan that of a draft model, whose device 0 holds so many bytes more."""
+    edits: dict[str, Any] = {"format_version": "1.4", "request.drafts_for": name}
+    for i, entry in enumerate(VALID.memory):
+        free = entry.free_bytes + entry.overhead_bytes - (0 if i else more)
+        edits |= {f"memory[{i}].overhead_bytes": 0, f"memory[{i}].free_bytes": free}
+    return edits | {"memory[0].weights_bytes": VALID.memory[0].weights_bytes + more}
+
+
 def timed(
     *devices: int, rows: tuple[int, ...] = (1, 2), prefills: int = 0, links: Any = (), total_ns: int = 0
 ) -> dict[str, Any]:
@@ -98,6 +115,22 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP031", reserved(Reserve(1, 9), bytes=0), "request.reserve[0].device: is 9, not one of the 4 devices"),
     ("TP031", reserved(Reserve(5, 0), Reserve(5, 0), bytes=5), "request.reserve[1].device: is 0, named before"),
     ("TP031", reserved(Reserve(5, 0), bytes=4), "memory[0].reserved_bytes: is 4, the request reserves 5"),
+    ("TP033", drafted(0, 7), "room_bytes: has 2 numbers for 4 devices, expected one for each, and not all 0"),
+    ("TP033", drafted(0, 0, 0, 0), "room_bytes: has 4 numbers for 4 devices, expected one for each, and not all 0"),
+    ("TP033", drafted(5, 0, 0, 0), "memory[0].draft_bytes: is 0, expected 5 for what drafts"),
+    ("TP033", drafted(0, 0, 0, 5, on_3=5), f"memory[3].draft_bytes: is 5, expected {5 + 2**29} for what drafts"),
+    ("TP033", drafted(5, 5, 6, 5, split=False), "request.draft.room_bytes: is 5, 5, 6, 5, of what is whole on each"),
+    ("TP033", {"format_version": "1.4", "request.mtp": True}, "request.draft: is missing, expected the room of"),
+    ("TP020", drafted(5, 0, 0, 0) | {"memory[0].draft_bytes": 5}, f"adds up to {VALID.devices[0].budget_bytes + 5}"),
+    ("TP008", drafted(-1, 5, 0, 0, on_0=-1, on_1=5), "request.draft.room_bytes[0]: is -1, expected 0 or more"),
+    ("TP026", drafted(5, 0, 0, 0, name=" ", on_0=5), "request.draft.name: is empty"),
+    ("TP026", drafting(" "), "request.drafts_for: is empty"),
+    ("TP022", {"format_version": "1.4", "request.drafts_for": "big"}, "is 650117120, the model's plan has it"),
+    (
+        "TP022",
+        drafting(more=VALID.memory[0].free_bytes + 1),
+        "memory[0].free_bytes: is 650117119, less than the overhead of 650117120",
+    ),
     ("TP032", timed(0, 1), "speed.decode[0].devices: is not of devices 0, 1, 2, which hold slices"),
     ("TP032", timed(0, 1, 2, rows=(2,)), "speed.decode: is for batches of 2, expected 1, 2"),
     ("TP032", timed(0, 1, 2, rows=()), "speed.decode: is for batches of none, expected 1, 2"),

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import shlex
+from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tpplan
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.cli_cases import LLAMA_8B, ROOT
 from tests.command import Done, command
-from tpplan.core.plan import Reserve, reserves_told
+from tests.examples import examples
+from tests.planning_cases import case
+from tpplan.core.plan import LAYOUTS, Draft, Reserve, reserves_told, rooms_told
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import ModelError
 from tpplan.export.export import ENGINES
 from tpplan.models.reader import read_prediction_layers
+from tpplan.planfile.verify import problems
 from tpplan.planner.draft import reserve_for_draft, split_draft
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.options import Options
-from tpplan.planner.plan import plan_request
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tpplan.planner.plan import plan_request, replan
+from tpplan.planner.recount import differences
 
 #: As of EAGLE3-LLaMA3.1-Instruct-8B on the hub.
 EAGLE3: dict[str, Any] = {
@@ -104,7 +111,7 @@ def test_a_head_of_speculators(head: Path) -> None:
     assert tpplan.read_model(head).parameter_count == PARAMETERS + 4096 * 3 * (5120 - 4096)
     layers["num_hidden_layers"] = 2
     head.write_text(json.dumps(config))
-    second = 3 * 4096 + 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336  # reads one hidden state, not two
+    second = 2 * 4096 + 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336  # reads one hidden state, not two
     assert tpplan.read_model(head).parameter_count == PARAMETERS + second
 
 
@@ -115,22 +122,29 @@ def test_room_on_every_device(head: Path) -> None:
     asked = Options(context=16384, batch=2, reserve=("1GiB@1",)).request(model)
     request = reserve_for_draft(asked, draft, model, devices)
     cache = 2 * 16384 * 2 * 8 * 128 * 2  # sequences, tokens, K and V, heads, elements, bytes
-    room = request.reserved(0)
+    assert request.draft
+    room, again = request.draft.room_bytes
     workspace = room - 2 * PARAMETERS - cache
     assert 0 < workspace < 256 * MIB
-    assert request.reserve == (Reserve(room, 0), Reserve(room + GIB, 1))
+    assert (room, request.draft.split, request.reserve) == (again, False, (Reserve(GIB, 1),))
     plan = plan_request(model, devices, request)
-    assert [entry.reserved_bytes for entry in plan.memory] == [room, room + GIB]
+    assert [entry.draft_bytes for entry in plan.memory] == [room, room]
+    assert [entry.reserved_bytes for entry in plan.memory] == [0, GIB]
 
 
 def test_a_draft_model_split_like_the_model(head: Path) -> None:
-    """What each device leaves is what the plan of the draft model takes there."""
+    """What each device leaves is what the plan of the draft model takes there, which has no overhead of its own."""
     model, draft = tpplan.read_model(LLAMA_8B), tpplan.read_model(head)
     devices = tpplan.parse_devices("2xRTX3060")
     asked = Options(context=4096, strategy="balanced", reserve=("64MiB",)).request(model)
     request, plan = split_draft(asked, draft, model, devices)
     parts = [entry.weights_bytes + entry.cache_bytes + entry.workspace_bytes for entry in plan.memory]
-    assert [request.reserved(i) - 64 * MIB for i in range(2)] == parts
+    assert request.draft == Draft("head", tuple(parts), split=True)
+    assert request.reserve == asked.reserve
+    assert [entry.overhead_bytes for entry in plan.memory] == [0, 0]
+    assert plan.request.drafts_for == "Llama-3.1-8B"
+    assert replan(draft, plan) == plan
+    assert differences(plan, draft) == []
     assert (plan.request.sequence_tokens, plan.request.beyond) == (4096, True)
     assert min(parts) > PARAMETERS // 2
 
@@ -164,7 +178,7 @@ def test_a_draft_model_too_large_for_a_device(head: Path) -> None:
     assert "a budget of 900.00 MiB, all of head takes 1020.15 MiB" in done.err.replace("\n", " ")
     found = json.loads(command(*asked, "--gpus", "48GiB,900MiB", "--json").out)["error"]
     assert found["kind"] == "infeasible"
-    assert "split it over the devices: --draft-output FILE" in found["hint"]
+    assert "split it over the devices: tpplan plan --draft-output FILE" in found["hint"]
     (advice,) = (each for each in found["suggestions"] if each["kind"] == "memory")
     assert command(*asked, *advice["option"].split()).code == 0
 
@@ -189,20 +203,173 @@ def test_the_command(head: Path, tmp_path: Path) -> None:
     asked = ("plan", LLAMA_8B, "--gpus", "RTX4090,RTX3060", "--context", "4096", "--draft", head, "-o", output)
     whole = command(*asked)
     assert whole.code == 0
-    left = tpplan.load(output).memory[0].reserved_bytes
-    assert f"note: room for head: {format_bytes(left)} of every device" in whole.err
+    left = tpplan.load(output).memory[0].draft_bytes
+    assert f"note: room for head: {format_bytes(left)} on every device" in whole.err
     split = command(*asked, "--draft-output", beside)
     assert split.code == 0
-    taken = [entry.used_bytes - entry.overhead_bytes for entry in tpplan.load(beside).memory]
-    assert [entry.reserved_bytes for entry in tpplan.load(output).memory] == taken
+    taken = [entry.used_bytes for entry in tpplan.load(beside).memory]
+    assert [entry.draft_bytes for entry in tpplan.load(output).memory] == taken
     assert command("check", output, "--model", LLAMA_8B).code == 0
 
 
 def test_devices_without_a_part_of_a_draft_model(head: Path, tmp_path: Path) -> None:
     """They are noted as those without a part of a model are."""
-    asked = ("plan", LLAMA_8B, "--gpus", "RTX4090,RTX3060", "--context", "4096", "--draft", head)
+    asked = ("plan", LLAMA_8B, "--gpus", "RTX4090,900MiB", "--context", "4096", "--draft", head)
     done = command(*asked, "--draft-output", tmp_path / "d.json")
-    assert "note: no part of the draft model head is on device 1 (RTX 3060)" in done.err.replace("\n", " ")
+    assert "note: no part of the draft model head is on device 1 (900MiB GPU)" in done.err.replace("\n", " ")
+    # A larger one would get another part of the draft model.
+    assert "hint: leave it out of --gpus, as in --gpus RTX4090\n" in done.err
+
+
+def test_a_device_with_the_draft_model_alone_pays_its_overhead_for_it() -> None:
+    """Once for each device, whichever of both models is there; budgets are kept to the byte."""
+    model, draft = tpplan.read_model(LLAMA_8B), tpplan.read_model(LLAMA_8B)
+    devices = tpplan.parse_devices("80GiB,17GiB")
+    request = Options(context=512, strategy="balanced", max_rows=8).request(model)
+    (room, _) = reserve_for_draft(request, draft, model, devices).draft.room_bytes  # type: ignore[union-attr]
+    overhead = devices[1].overhead_bytes
+    small = attrs.evolve(devices[1], budget_bytes=room + overhead)
+    plan = plan_request(model, (devices[0], small), reserve_for_draft(request, draft, model, (devices[0], small)))
+    alone, both = plan.memory[1], plan.memory[0]
+    assert (alone.used_bytes, alone.draft_bytes, alone.free_bytes) == (0, room + overhead, 0)
+    assert (both.overhead_bytes, both.draft_bytes) == (devices[0].overhead_bytes, room)
+    assert both.used_bytes + both.draft_bytes + both.free_bytes == devices[0].budget_bytes
+    less = attrs.evolve(small, budget_bytes=small.budget_bytes - 1)
+    with pytest.raises(InfeasibleError, match=r"beside an overhead of 890\.00 MiB"):
+        reserve_for_draft(request, draft, model, (devices[0], less))
+    with pytest.raises(InfeasibleError):  # nor with the room that a plan says
+        replan(model, attrs.evolve(plan, devices=(devices[0], less)))
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(LAYOUTS), st.data())
+def test_every_device_leaves_the_room_of_its_part(seed: int, layout: str, data: st.DataObject) -> None:
+    """Beside its reserve, whether or not the model is on it; planning again gives the same plan."""
+    task = case(seed, layout, "balanced")
+    count = len(task.devices)
+    room = data.draw(st.tuples(*[st.integers(0, 2**30)] * count).filter(any))
+    reserve = (Reserve(data.draw(st.integers(1, 2**30))),) * data.draw(st.booleans())
+    left = [size + sum(each.bytes for each in reserve) for size in room]
+    devices = tuple(
+        attrs.evolve(device, budget_bytes=device.budget_bytes + size)
+        for device, size in zip(task.devices, left, strict=True)
+    )
+    asked = attrs.evolve(task.request, reserve=reserve)
+    try:
+        plan = plan_request(task.model, devices, attrs.evolve(asked, draft=Draft("small", room, split=True)))
+    except InfeasibleError:
+        return
+    for i, (device, entry) in enumerate(zip(devices, plan.memory, strict=True)):
+        paid = room[i] + (0 if entry.used_bytes or not room[i] else device.overhead_bytes)
+        assert (entry.draft_bytes, entry.reserved_bytes) == (paid, left[i] - room[i])
+        assert entry.used_bytes + paid + entry.reserved_bytes + entry.free_bytes == device.budget_bytes
+    assert plan.format_version == "1.4"
+    assert not problems(plan)
+    assert tpplan.loads(tpplan.dumps(plan)) == plan
+    assert replan(task.model, plan) == plan
+    assert differences(plan, task.model) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ((GIB,) * 12, "1.00 GiB on every device"),
+        ((GIB,), "1.00 GiB on device 0"),
+        ((GIB, GIB, 0), "1.00 GiB on devices 0 and 1"),
+        ((GIB,) * 4 + (MIB,) + (GIB, 0, GIB), "1.00 GiB on devices 0-3, 5 and 7, 1.00 MiB on device 4"),
+        ((GIB, GIB + 1, GIB), "1.00 GiB on every device"),
+        ((0, 0), "nothing"),
+    ],
+)
+def test_devices_with_equal_room_are_told_together(sizes: tuple[int, ...], told: str) -> None:
+    """By ranges, and all of them as every device."""
+    assert rooms_told(sizes) == (told,)
+
+
+def test_devices_with_equal_reserves_are_told_together() -> None:
+    """Those that are named, and the rest."""
+    many = tuple(Reserve(GIB, i) for i in range(12))
+    assert reserves_told(many) == ("1.00 GiB on devices 0-11",)
+    assert reserves_told((*many[:2], Reserve(MIB))) == ("1.00 GiB on devices 0 and 1, 1.00 MiB on every other device",)
+    assert reserves_told((many[3], Reserve(GIB))) == ("1.00 GiB on device 3 and every other device",)
+
+
+def test_suggested_commands_keep_reserves_beside_a_draft_model(inside: Path, head: Path) -> None:
+    """They ask for what was reserved, once if that is equal, and for the draft model as it was, and work."""
+    assert head.exists()
+    asked = ("plan", LLAMA_8B, "--gpus", "2x24GiB", "--context", 4096, "--reserve", "1GiB@0", "--reserve", "1GiB@1")
+    for more, words in (((), ()), (("--draft-output", "d.json"), ("--draft-output", "p-draft.json"))):
+        assert command(*asked, "--draft", "head", *more, "-o", "p.json").code == 0
+        made = tpplan.load("p.json")
+        stale = attrs.evolve(made, request=attrs.evolve(made.request, max_rows=2049))
+        Path("p.json").write_text(tpplan.dumps(stale))
+        hint, again = command("check", "p.json", "--model", LLAMA_8B).err.splitlines()
+        assert hint.endswith("that changes (DRAFT stands for the path of the draft model)")
+        assert shlex.split(again)[3:-2] == [
+            *("--reserve", "1GiB", "--draft", "DRAFT", *words, "--gpus", "2x24GiB", "--context", "4096"),
+            *("--max-rows", "2049"),
+        ]
+        assert command(*shlex.split(again.replace("DRAFT", "head"))[1:]).code == 0
+        assert command("check", "p.json", "--model", LLAMA_8B).code == 0
+        again_made = tpplan.load("p.json")
+        assert again_made.request.reserve == (Reserve(GIB),)
+        assert [entry.reserved_bytes for entry in again_made.memory] == [GIB, GIB]
+        if words:
+            assert tpplan.load("p-draft.json").request.drafts_for == "Llama-3.1-8B"
+    assert inside == Path.cwd()
+
+
+def test_a_draft_model_whose_plan_is_stale_is_planned_with_its_model(inside: Path, head: Path) -> None:
+    """The command makes its plan with that of its model."""
+    asked = ("plan", LLAMA_8B, "--gpus", "2x24GiB", "--context", 4096, "--reserve", "64MiB", "--draft", head)
+    assert command(*asked, "--draft-output", "d.json", "-o", "p.json").code == 0
+    assert command("check", "d.json", "--model", head).code == 0
+    hint, again = command("check", "d.json", "--model", head, "--gpus", "24GiB,12GiB").err.splitlines()
+    assert "(MODEL stands for the path of Llama-3.1-8B, for which it drafts; -o writes the plan of that, too)" in hint
+    assert command(*shlex.split(again.replace("MODEL", str(LLAMA_8B)))[1:]).code == 0
+    assert command("check", "d.json", "--model", head, "--gpus", "24GiB,12GiB").code == 0
+    assert (inside / "p.json").exists()
+    done = command("check", "d.json", "--model", head, "--gpus", "2x1GiB")
+    assert "d.json: stale (devices, infeasible)" in said(done)
+    hint, again = done.err.splitlines()
+    assert "--reserve 64MiB --draft " in again
+    assert "--context 4096" in again  # and not what fits of this one alone
+
+
+@pytest.mark.parametrize("gpus", ["3x24GiB", "24GiB", "24GiB,20GiB"])
+def test_a_plan_beside_a_draft_model_is_held_against_other_devices(inside: Path, head: Path, gpus: str) -> None:
+    """What is whole has as much room on each of them; what is split has none on others, and is planned again."""
+    asked = ("plan", LLAMA_8B, "--context", 4096, "--reserve", "64MiB", "--draft", head, "--gpus")
+    assert command(*asked, "2x24GiB", "-o", "whole.json").code == 0
+    assert command(*asked, "2x24GiB", "--draft-output", "d.json", "-o", "split.json").code == 0
+    done = command("check", "whole.json", "split.json", "--model", LLAMA_8B, "--gpus", gpus)
+    assert ("whole.json: stale (devices) " in said(done), done.code) == (True, 1)
+    counts = "split.json: stale (devices, request) " in said(done)
+    assert counts == (gpus != "24GiB,20GiB")
+    assert ("the room of head is for 2 devices that it is split over" in said(done)) == counts
+    assert not [line for line in done.out.splitlines() if "request differs" in line]
+    for again in done.err.splitlines()[1:]:
+        assert command(*shlex.split(again.replace("DRAFT", str(head)))[1:]).code == 0
+    assert command("check", "whole.json", "split.json", "--model", LLAMA_8B, "--gpus", gpus).code == 0
+    assert (inside / "whole.json").exists()
+
+
+def test_what_fits_beside_the_room_that_a_plan_says(inside: Path, head: Path) -> None:
+    """Where devices are too small for a plan today, commands keep its reserve and its draft model, and work.
+
+    More devices, or larger ones, are not advised where it is split: that would be another split.
+    """
+    asked = ("plan", LLAMA_8B, "--context", 32768, "--reserve", "1GiB@1", "--draft", head, "--gpus")
+    assert command(*asked, "2x16GiB", "-o", "whole.json").code == 0
+    assert command(*asked, "2x16GiB", "--draft-output", "d.json", "-o", "split.json").code == 0
+    for name in ("whole.json", "split.json"):
+        done = command("check", name, "--model", LLAMA_8B, "--gpus", "2x11GiB")
+        hint, *commands = done.err.splitlines()
+        assert (": stale (devices, infeasible) " in said(done), "makes a plan (DRAFT" in hint) == (True, True)
+        assert any("--gpus 3x11GiB" in each for each in commands) == (name == "whole.json")
+        for again in commands:
+            assert "--reserve 1GiB@1 --draft DRAFT" in again
+            assert command(*shlex.split(again.replace("DRAFT", str(head)))[1:]).code == 0
 
 
 def test_another_vocabulary_is_noted(tmp_path: Path) -> None:
@@ -229,14 +396,13 @@ def test_a_manifest_names_a_draft_model(head: Path, tmp_path: Path, monkeypatch:
     assert command("check").code == 0
     (tmp_path / "tpplan.toml").write_text(entry + 'draft = "head/config.json"\n')
     stale = command("check")
-    told = "the manifest asks for draft head instead of none; reserve, with room for head, "
-    assert (stale.code, told in " ".join(stale.out.split())) == (1, True), stale.out
+    assert (stale.code, "(options) the manifest asks for draft head instead of none " in said(stale)) == (1, True)
     assert command("plan", "--all").code == 0
     assert command("check").code == 0
     model, draft = tpplan.read_model(LLAMA_8B), tpplan.read_model(head)
     asked = reserve_for_draft(Options(context=4096).request(model), draft, model, tpplan.parse_devices("48GiB"))
-    assert tpplan.load("plan.json").request.reserve == asked.reserve
-    assert (tpplan.load("plan.json").request.draft, tpplan.load("plan.json").format_version) == ("head", "1.4")
+    made = tpplan.load("plan.json")
+    assert (made.request.reserve, made.request.draft, made.format_version) == ((), asked.draft, "1.4")
 
 
 def test_a_manifest_splits_a_draft_model(head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,18 +444,26 @@ def test_room_is_told_in_one_way(head: Path, tmp_path: Path, monkeypatch: pytest
     assert command(*asked, "-o", "a.json").code == 0
     assert command(*asked, "--draft", head, "--draft-output", "d.json", "--reserve", "1GiB@1", "-o", "b.json").code == 0
     found = json.loads(command("diff", "a.json", "b.json", "--json").out)["fields"]
-    (reserve,) = (each for each in found if each["path"] == "request.reserve")
-    sizes = [format_bytes(entry.reserved_bytes) for entry in tpplan.load("b.json").memory]
-    told = f"{sizes[0]} on device 0, {sizes[1]} on device 1"
-    assert (reserve["before"], reserve["after"]) == ("nothing", told)
+    fields = {each["path"]: (each["before"], each["after"]) for each in found}
+    size, again = (format_bytes(entry.draft_bytes) for entry in tpplan.load("b.json").memory)
+    assert size == again
+    assert fields == {
+        "format_version": ("1.2", "1.4"),
+        "request.reserve": ("nothing", "1.00 GiB on device 1"),
+        "request.draft.name": ("", "head"),
+        "request.draft.room_bytes": ("nothing", f"{size} on every device"),
+        "request.draft.split": ("false", "true"),
+    }
+    screen = command("diff", "a.json", "b.json").out.splitlines()  # which cuts nothing out of these two
+    assert "~  request.reserve: nothing → 1.00 GiB on device 1" in screen
+    assert f"~  request.draft.room_bytes: nothing → {size} on every device" in screen
     entry = f'[[plan]]\nfile = "a.json"\nmodel = "{LLAMA_8B / "config.json"}"\ngpus = "2xRTX3060"\n'
     entry += 'cache = "q8"\nreserve = "1GiB@1"\n'
     (tmp_path / "tpplan.toml").write_text(
         f'{entry}context = 4096\ndraft = "head/config.json"\ndraft-output = "d.json"\n'
     )
-    stale = command("check", "a.json").out.replace("\n", " ")
-    assert "draft head instead of none" in stale
-    assert told in " ".join(stale.split())
+    stale = said(command("check", "a.json"))
+    assert "draft head instead of none; draft-output given instead of none; reserve 1.00 GiB on device 1 inst" in stale
     one, two = (Reserve(2**30 + more) for more in (0, 1))
     assert reserves_told((one,), (two,)) == ("1073741824 bytes on every device", "1073741825 bytes on every device")
 
@@ -489,7 +663,8 @@ def test_room_for_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     done = command("plan", path, "--gpus", "8xH200", "--context", "4096", "--mtp", "-o", "plan.json")
     assert (done.code, "room for prediction layers of DeepSeek-V3: " in done.err) == (0, True)
     plan = tpplan.load("plan.json")
-    together = sum(entry.reserved_bytes for entry in plan.memory)
+    together = sum(entry.draft_bytes for entry in plan.memory)
+    assert not plan.request.reserve
     assert (plan.request.mtp, plan.format_version, plan.model.not_planned) == (True, "1.4", ())
     shown = command("show", "plan.json", "--html", "plan.html", "--format", "text")
     page = (tmp_path / "plan.html").read_text()
@@ -512,6 +687,18 @@ def test_room_for_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "tpplan.toml").write_text(entry + 'draft = "x"\n')
     both = command("check")
     assert (both.code, "has draft and mtp" in both.err) == (2, True)
+
+
+def test_prediction_layers_are_split_by_memory_unless_latency_is_asked_for() -> None:
+    """Nobody asks how fast they are: plan and fit leave the same room, also where ``auto`` cuts by latency."""
+    model, layers = tpplan.read_model(QWEN), read_prediction_layers(QWEN)
+    devices = tpplan.parse_devices("2xH100,2xRTX4090")
+    asked = Options(context=4096, mtp=True).request(model)
+    rooms = {
+        strategy: split_draft(evolve(asked, strategy=strategy), layers, model, devices)[0].draft
+        for strategy in ("auto", "balanced", "latency")
+    }
+    assert rooms["auto"] == rooms["balanced"] != rooms["latency"]
 
 
 @pytest.mark.parametrize("beside", [(), ("--draft-output", "draft.json")])
@@ -592,7 +779,7 @@ gpus = "48GiB,40GiB"
 context = 4096
 draft = "head/config.json"
 """
-DRAFT_CHANGED, RESERVE, UNLESS = "the draft model head changed", "256MiB", ", unless the manifest's reserve did"
+DRAFT_CHANGED, RESERVE = "the draft model head changed: its room is ", "256MiB"
 
 
 def test_a_reserve_that_changed_is_told_beside_a_draft_model(inside: Path, head: Path) -> None:
@@ -612,19 +799,24 @@ def test_a_reserve_that_changed_is_told_beside_a_draft_model(inside: Path, head:
 @pytest.mark.parametrize(
     ("intermediate", "change", "told"),
     [
-        (30000, ("", ""), f"(draft) {DRAFT_CHANGED}: its room is "),
-        (12288, ("", ""), f"(draft) {DRAFT_CHANGED}{UNLESS}: its room is "),
-        (14336, (RESERVE, "128MiB"), f"(draft) {DRAFT_CHANGED}{UNLESS}: its room is "),
-        (14336, (RESERVE, "32GiB"), "(options) the manifest asks for reserve "),
+        (30000, ("", ""), f"(draft) {DRAFT_CHANGED}"),
+        (12288, ("", ""), f"(draft) {DRAFT_CHANGED}"),
+        (
+            14336,
+            (RESERVE, "128MiB"),
+            "(options) the manifest asks for reserve 128.00 MiB on every device instead of",
+        ),
+        (14336, (RESERVE, "39GiB"), "(options, infeasible) the manifest asks for reserve 39.00 GiB on every device"),
+        (30000, (RESERVE, "128MiB"), f"instead of 256.00 MiB on every device; {DRAFT_CHANGED}"),
         (14336, ("4096", "8192"), "(options) the manifest asks for context 8192 instead of 4096 "),
         (14336, ("4096", "8192\nbatch = 2"), "(options) the manifest asks for context 8192 instead of 4096; batch 2 "),
-        (30000, ("4096", "8192"), f"instead of 4096; {DRAFT_CHANGED}: its room is "),
+        (30000, ("4096", "8192"), f"instead of 4096; {DRAFT_CHANGED}"),
     ],
 )
 def test_room_that_changed_is_told_from_a_reserve(
     inside: Path, head: Path, intermediate: int, change: tuple[str, str], told: str
 ) -> None:
-    """A plan has the sum of both: what cannot be the manifest's is the draft model's, and where both can be is said."""
+    """A plan has each by itself."""
     path, config = inside / "tpplan.toml", head.read_text()
     for split in ("", 'draft-output = "d.json"\n'):
         manifest = f'{DRAFTING}reserve = "{RESERVE}"\n{split}'

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from attrs import evolve
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from tests.command import command
 from tests.examples import examples
 from tests.planner.integer_program import Program
 from tests.planning_cases import MIB, Case, case, shape, spec
 from tpplan.core.axes import Axis
 from tpplan.core.device import Device
 from tpplan.core.plan import LAYOUTS, STRATEGIES, Cache, Request, Reserve, SplitPlan
+from tpplan.core.sizes import parse_bytes
 from tpplan.planner.attempt import attempt
 from tpplan.planner.infeasible import InfeasibleError, Suggestion
 from tpplan.planner.ledger import demands
@@ -362,6 +366,57 @@ def test_no_device_is_suggested_to_have_more_memory_than_there_is() -> None:
     suggested = by_kind(refused(model, (Device(name="x", budget_bytes=16 * GIB),) * 8, cache=Cache("q4", 256)))
     assert "memory" not in suggested
     assert "devices" in suggested
+
+
+CARDS = (
+    *("RTX5090:31.67GiB", "RTX4090:23.52GiB", "RTX4090:20GiB", "RTX4090:48GiB", "RTX3060:12GiB", "RTX 4080"),
+    *("H100:72GiB", "H100", "A100 80GB:78GiB", "L40S", "7900XTX:24GiB", "MI210", "12GiB", "24083MiB", "1GiB"),
+)
+MODELS = Path(__file__).parents[2] / "examples/models"
+SMALL = ("Llama-3.1-8B", "Qwen2.5-7B", "gpt-oss-20b")
+
+
+@settings(max_examples=examples(10), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(
+    st.sampled_from(SMALL),
+    st.lists(st.tuples(st.integers(1, 3), st.sampled_from(CARDS)), min_size=1, max_size=3),
+    st.sampled_from((4096, 32768, 131072)),
+    st.sampled_from((1, 8, 64)),
+    st.sampled_from(((), ("--strategy", "latency"), ("--reserve", "3GiB@0"), ("--kv", "replicate"))),
+)
+@example("Qwen2.5-7B", [(1, "RTX5090:31.67GiB")], 131072, 3, ())  # more than the card hands out, less than a tenth more
+@example("Llama-3.1-8B", [(1, "RTX4090:23.52GiB")], 65536, 1, ())
+@example("Llama-3.1-8B", [(1, "RTX5090")], 131072, 1, ("--strategy", "latency"))
+@example("Llama-3.1-8B", [(1, "RTX4090:25GiB")], 65536, 1, ())
+@example("gpt-oss-20b", [(1, "RTX3060:12GiB"), (2, "RTX4090:48GiB")], 131072, 64, ())
+def test_every_command_that_is_suggested_plans(
+    name: str, cards: list[tuple[int, str]], context: int, batch: int, more: tuple[str, ...]
+) -> None:
+    """With cards of the catalogue and less, as much, or more memory than they have, each one gives a plan at once."""
+    gpus = ",".join(f"{count}x{card}" for count, card in cards)
+    asked = {"--gpus": gpus, "--context": str(context), "--batch": str(batch)} | dict(
+        zip(more[::2], more[1::2], strict=True)
+    )
+
+    def planned(options: dict[str, str]) -> tuple[int, str]:
+        done = command("plan", MODELS / name, "--beyond", "--json", *(w for pair in options.items() for w in pair))
+        return done.code, done.out
+
+    code, out = planned(asked)
+    if code != 1:
+        return
+    for advice in json.loads(out)["error"]["suggestions"]:
+        words = advice.get("option", "").split()
+        changed = asked | dict(zip(words[::2], words[1::2], strict=True))
+        if advice["kind"] == "reserve":
+            changed.pop("--reserve")
+        elif advice["kind"] == "memory" and "a known bandwidth instead of" in advice["message"]:
+            assert not words
+            continue  # only a devices file names one
+        assert changed != asked, advice
+        assert planned(changed)[0] == 0, advice
+        if advice["kind"] == "memory" and (said := re.search(r"with ([0-9.]+ GiB) instead", advice["message"])):
+            assert parse_bytes(said[1]) >= int(advice["value"])
 
 
 def test_nothing_is_suggested_where_nothing_helps() -> None:

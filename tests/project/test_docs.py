@@ -17,6 +17,8 @@ from tpplan.exec import TPContext
 from tpplan.exec import compile as compile_plan
 from tpplan.hardware import file as devices_file
 from tpplan.models.families import supported
+from tpplan.models.families.drafts import DRAFTS, KINDS
+from tpplan.models.families.predictions import PREDICTIONS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -70,6 +72,34 @@ def test_the_readme_names_the_models() -> None:
         assert start in text
         text = text.replace(start, "")
     assert set(re.findall("[A-Za-z0-9_-]+", text)) - {"and"} == set(supported())
+
+
+def rows(page: str, title: str) -> list[list[str]]:
+    """Return the rows of the first table below a title of a page, or the table that starts so."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(title)[2]
+    table = re.findall(r"^\| .*\|$", text.partition("\n|---")[2].partition("\n\n")[0], re.MULTILINE)
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table]
+
+
+def test_the_page_of_plans_names_prediction_layers() -> None:
+    """The list of families is that of the tables."""
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    named = text.partition("### Prediction layers")[2].partition("Others are refused")[0].replace("`model_type`", "")
+    assert re.findall("`([a-z0-9_]+)`", named) == sorted(PREDICTIONS)
+
+
+def test_the_pages_name_heads() -> None:
+    """The lists of heads, of their classes and of engines' methods are those of the tables."""
+    names = [re.sub("^an? | head$", "", kind.name) for kind in KINDS.values()]
+    heads = rows("planning.md", "### Heads")
+    assert [name for name, *_ in heads] == names
+    for (_, known, _), kind in zip(heads, KINDS, strict=True):
+        others = {name for other in KINDS if other != kind for name in DRAFTS[other].architectures}
+        assert set(DRAFTS[kind].architectures) - others <= set(re.findall("`(.+?)`", known))
+    assert rows("engines.md", "| head | vLLM") == [
+        [name, f"`{kind.vllm}`", f"`{kind.sglang}`" if kind.sglang else ""]
+        for name, kind in zip(names, KINDS.values(), strict=True)
+    ]
 
 
 def test_the_python_of_the_executor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

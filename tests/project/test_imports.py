@@ -86,6 +86,12 @@ def test_public_names_are_no_modules() -> None:
         assert not modules & set(package.__all__), package
 
 
+def test_public_names_are_there() -> None:
+    """Every public name is imported from the module that has it."""
+    for package in (tpplan, tpplan.exec, tpplan.decoder, tpplan.exllamav2, tpplan.weights):
+        assert all(hasattr(package, name) for name in package.__all__), package
+
+
 def test_public_names_are_listed(tmp_path: Path) -> None:
     """``dir()``, and so ``help()`` and completion, have every public name before it is used."""
     code = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tpplan
-from benchmarks.common import random_checkpoint
+from benchmarks.common import children, random_checkpoint
 from tests.bench_decode_cases import CONFIG
 
 if TYPE_CHECKING:
@@ -31,6 +32,17 @@ sys.exit([words for words in json.loads(sys.argv[1]) if main(words)] or 0)
 
 #: Packages that are for GPUs.
 FOR_GPUS = ("cuda", "llvmlite", "numba", "numba_cuda")
+
+#: Runs a plan in a process that says which of its devices are its own, where these packages cannot be found.
+OWNING = (
+    PROBE.partition("from tpplan")[0]
+    + """
+import tpplan, tpplan.exec
+with tpplan.exec.process_group() as group:
+    with tpplan.exec.compile(tpplan.load(sys.argv[1]), backend="cpu", group=group, own=[0, 1]) as context:
+        print(context.processes, context.tell("told"))
+"""
+)
 
 COMMANDS = (
     ["selftest", "plan.json", "--transport", "events"],
@@ -61,13 +73,22 @@ def test_virtual_devices_need_no_cuda(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_processes_on_virtual_devices_need_no_cuda(folder: Path) -> None:
+    """Nor do processes that share out the devices of a plan, of which one may own all."""
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(children._free_port())}
+    words = [sys.executable, "-c", OWNING, "plan.json", *FOR_GPUS]
+    done = subprocess.run(
+        words, cwd=folder, env=os.environ | launcher, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "1 ['told']\n"), done.stderr
+
+
 def test_torch_is_named_where_it_is_missing(folder: Path) -> None:
     """Commands that run plans say that torch is not installed, and what installs it, whichever engine is asked for."""
     engines = [[*COMMANDS[1], "--engine", engine] for engine in ("auto", "tpplan", "transformers")]
     asked = [*map(list, COMMANDS), *engines]
     done = run(folder, asked, "torch", *FOR_GPUS)
     assert done.stdout == ""
-    missing = (
-        "error: running a plan( by transformers)? needs torch, which is not installed\nhint: python -m pip install "
-    )
+    # Python is called as the search path has it, where it leads to this one at all.
+    missing = r"error: running a plan( by transformers)? needs torch, which is not installed\nhint: .+ -m pip install "
     assert len(re.findall(missing, done.stderr)) == len(asked), done.stderr

@@ -17,10 +17,13 @@ from tests.planning_cases import spec
 from tests.render_cases import plain
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, Request, Reserve
+from tpplan.core.sizes import format_bytes
 from tpplan.files.codec import unstructure
+from tpplan.planner.draft import reserve_for_draft
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.kinds import KINDS
-from tpplan.planner.plan import plan
+from tpplan.planner.options import Options
+from tpplan.planner.plan import plan, plan_request
 from tpplan.render.fit import fit as view
 from tpplan.reports.fit import QUANTISATIONS, FitReport, _whole_bits, fit
 
@@ -140,7 +143,7 @@ def test_another_quantisation_is_advised_before_other_cards() -> None:
     assert [one.kind for one in found.suggestions] == ["quantisation", "devices", "memory"]
     assert found.suggestions[0].value == next(row.quantisation for row in found.rows if row.context == 8192)
     text = plain(view(unstructure(found)))
-    assert text.index("other weights") < text.index("6xRTX4090") < text.index("112.64 GiB in all")
+    assert text.index("other weights") < text.index("6xRTX4090") < text.index("take a GPU with 112.65 GiB instead of")
     assert "tokens/s with a full cache, estimated" in text
     unknown = fit(model, [*devices, Device(name="mine", budget_bytes=GIB)], context=8192)
     assert unknown.without_bandwidth == (2,)
@@ -172,8 +175,43 @@ def test_nothing_fits() -> None:
     assert all(cell.fits and not cell.tokens_per_second for row in roomy.rows for cell in row.cells)
 
 
+def test_bytes_and_cause_are_told(tmp_path: Path) -> None:
+    """What is left to a draft model, or why it has no room, and what the wish lacks, as plan says it."""
+    config = json.loads((LLAMA_8B / "config.json").read_text()) | {"num_hidden_layers": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for gpus in ("3x16GiB", "24GiB,1GiB"):
+        more = ("--gpus", gpus, "--batch", "8", "--context", "16384", "--draft", tmp_path)
+        planned = json.loads(command("plan", LLAMA_8B, *more, "--json").out)["error"]
+        report = json.loads(command("fit", LLAMA_8B, *more, "--json").out)
+        screen = command("fit", LLAMA_8B, *more)
+        assert report["reason"] == planned["message"]
+        assert (screen.code, report["reason"] in " ".join(screen.out.split())) == (1, True)
+        assert report["draft"] == tmp_path.name
+        assert ("draft_bytes" in report) == (gpus == "3x16GiB")
+    report = json.loads(command("fit", LLAMA_8B, "--gpus", "3x16GiB", *more[2:], "--json").out)
+    room = reserve_for_draft(
+        Options(batch=8, context=16384).request(tpplan.read_model(LLAMA_8B)),
+        tpplan.read_model(tmp_path),
+        tpplan.read_model(LLAMA_8B),
+        tpplan.parse_devices("3x48GiB"),
+    )
+    assert room.draft
+    assert report["draft_bytes"] == [*room.draft.room_bytes]
+    told = f"with 16,384 tokens: {format_bytes(room.draft.room_bytes[0])} on every device"
+    assert told in " ".join(command("fit", LLAMA_8B, "--gpus", "3x16GiB", *more[2:]).out.split())
+
+
+def test_fit_splits_no_draft_model() -> None:
+    """The option of plan is pointed to, as fit writes no plan."""
+    done = command("fit", LLAMA_8B, "--gpus", "24GiB", "--draft", LLAMA_8B, "--draft-output", "d.json")
+    assert (done.code, "tpplan plan --draft-output FILE splits it" in done.err) == (2, True)
+
+
 def test_room_is_computed_once_for_each_request_and_devices() -> None:
-    """Room for a split draft model takes a plan of its own, and bits per weight are searched with the same room."""
+    """Room for a split draft model takes a plan of its own: only what fits alone is worth it, whatever the strategy.
+
+    Bits per weight are searched with the same room.
+    """
     asked: list[tuple[Request, tuple[Device, ...]]] = []
 
     def room(request: Request, devices: tuple[Device, ...]) -> Request:
@@ -185,7 +223,25 @@ def test_room_is_computed_once_for_each_request_and_devices() -> None:
     model = tpplan.read_model(MODELS / "Llama-3.1-8B")
     report = fit(model, tpplan.parse_devices("RTX3090"), context=4096, room=room)
     assert [any(cell.fits for cell in row.cells) for row in report.rows] == [True, True, False, False, False, False]
-    assert len(asked) == len(set(asked))
+    assert len(asked) == len({(evolve(request, strategy=""), devices) for request, devices in asked})
+    asked.clear()
+    request = Request("", "balanced", Cache(tokens=8 * 4096), 8, 2048, "idle")
+    with pytest.raises(InfeasibleError) as caught:
+        plan_request(model, tpplan.parse_devices("RTX4060,RTX3060"), request, room=room)
+    assert caught.value.suggestions
+    _, *others = asked  # the first is what was asked for
+    for request, devices in others:
+        plan_request(model, devices, request)
+
+
+def test_what_fits_beside_prediction_layers() -> None:
+    """The longest context is the one that plan makes, whichever strategy that takes, and not one step more."""
+    more = (MODELS / "Qwen3-Next-80B-A3B", "--gpus", "2xH100", "--mtp")
+    report = json.loads(command("fit", *more, "--json").out)
+    longest = {one["cache"]: one["context"] for one in report["longest"]}["fp16"]
+    assert 0 < longest < 262144
+    assert command("plan", *more, "--context", longest).code == 0
+    assert command("plan", *more, "--context", longest + 256).code == 1
 
 
 def test_what_fits_beside_a_draft_model(tmp_path: Path) -> None:
@@ -196,7 +252,11 @@ def test_what_fits_beside_a_draft_model(tmp_path: Path) -> None:
     report = json.loads(command("fit", LLAMA_8B, *more, "--json").out)
     assert report["reserve"] == "256.00 MiB on every device"
     longest = {one["cache"]: one["context"] for one in report["longest"]}["fp16"]
-    assert command("plan", LLAMA_8B, *more, "--context", longest).code == 0
+    planned = command("plan", LLAMA_8B, *more, "--context", longest, "-o", tmp_path / "plan.json")
+    assert planned.code == 0
+    (room,) = json.loads(command("fit", LLAMA_8B, *more, "--context", longest, "--json").out)["draft_bytes"]
+    assert room == tpplan.load(tmp_path / "plan.json").memory[0].draft_bytes
+    assert "reason" in report
     assert command("plan", LLAMA_8B, *more, "--context", longest + 256).code == 1
     alone = json.loads(command("fit", LLAMA_8B, *more[:2], "--json").out)
     assert {one["cache"]: one["context"] for one in alone["longest"]}["fp16"] > longest > 0

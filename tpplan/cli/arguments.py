@@ -44,6 +44,14 @@ _NEAR = 0.5
 #: What people say for a choice that is spelled otherwise.
 _SAID = {"gpu": "cuda"}
 
+#: What to do instead of giving a command an option that another one has.
+_ELSEWHERE = {
+    ("tpplan fit", "--draft-output"): (
+        "leave it out, and all of the draft model has room on every device;"
+        " tpplan plan --draft-output FILE splits it, and says what fits then"
+    )
+}
+
 #: What the options that a command cannot do without may be.
 _EXAMPLES = {
     "--gpus": "write it as in --gpus RTX4090,RTX3060",
@@ -194,6 +202,7 @@ def _problem(error: CycloptsError, name: str, tokens: Sequence[str]) -> tuple[st
             meant = f"write {position} without {unknown[:40]}"
         elif f"-{unknown}" in names:
             meant = f"did you mean -{unknown}?"
+        meant = _ELSEWHERE.get((name, unknown.partition("=")[0]), meant)
     elif isinstance(error, UnusedCliTokensError):
         text = f"{name} takes no further argument {' '.join(error.unused_tokens or ())[:60]!r}"
         meant = commas if name == "tpplan plan" else ""

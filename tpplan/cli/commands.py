@@ -190,7 +190,7 @@ def plan(
     with console.busy("planning"):
         found = inputs.plan(options)
         beside = inputs.with_room(options.request(spec), gpu_list)[1] if draft_output else None
-    on_plans.note_draft(inputs, options, found)
+    on_plans.note_draft(inputs, found)
     if beside:
         on_plans.note_idle_draft(beside)
     on_plans.note_all(found, spec, options, links)
@@ -253,8 +253,6 @@ def fit(
     spec, gpu_list = on_plans.read_model(model), parse_devices(gpus, on_plans.note)
     drafting = on_plans.read_draft(model, draft, "", mtp=mtp)
     room = Inputs(spec, gpu_list, draft=drafting, is_split=mtp).room("balanced")
-    if drafting:
-        on_plans.note(f"with room for {drafting.name}")
     with console.busy("planning"):
         report = look(
             spec,
@@ -268,6 +266,7 @@ def fit(
             gpus=gpus,
             reserve=reserves,
             room=room,
+            draft=drafting.name if drafting else "",
             mtp=mtp,
         )
     console.present(report, view, chosen)

@@ -61,7 +61,7 @@ def plan(path: str, given: Mapping[str, object], *, json: bool) -> ManifestRepor
         if known.drafted_for:  # of whose plan all else is told
             on_plans.note_idle_draft(found, file)
             continue
-        on_plans.note_draft(known, entries[file].options, found, file)
+        on_plans.note_draft(known, found, file)
         on_plans.note_all(found, known.model, entries[file].options, known.links, file)
         on_plans.note_uncounted(found, on_screen=False, of=file)
     for each in report.plans:

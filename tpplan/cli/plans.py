@@ -14,13 +14,13 @@ from tpplan.cli import console
 from tpplan.errors import TpplanError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tpplan.core.model import ModelSpec
-    from tpplan.core.plan import SplitPlan
+    from tpplan.core.plan import Reserve, SplitPlan
     from tpplan.core.speed import LinkSpeed
     from tpplan.planner.options import Options
-    from tpplan.reports.check import PlanCheck
+    from tpplan.reports.check import PlanCheck, StaleReason
     from tpplan.reports.export import ExportReport
     from tpplan.reports.manifest import Inputs
 
@@ -79,25 +79,21 @@ def read_draft(model: str, draft: str, output: str, *, mtp: bool) -> ModelSpec |
     return read_model(draft) if draft else None
 
 
-def note_draft(inputs: Inputs, options: Options, plan: SplitPlan, of: str = "") -> None:
-    """Say how much more a plan reserves for a draft model on each device, and where that has other tokens.
+def note_draft(inputs: Inputs, plan: SplitPlan, of: str = "") -> None:
+    """Say how much room a plan leaves to a draft model on each device, and where that has other tokens.
 
     Args:
         inputs: what the plan is made of.
-        options: that it was made with.
         plan: the plan.
         of: which plan it is, where there are several.
     """
-    from tpplan.core.sizes import format_bytes  # noqa: PLC0415
+    from tpplan.core.plan import rooms_told  # noqa: PLC0415
     from tpplan.models.families.drafts import DRAFTS, states_of  # noqa: PLC0415
 
-    draft, model, asked = inputs.draft, inputs.model, options.request(inputs.model)
-    if draft is None:
+    draft, model, room = inputs.draft, inputs.model, plan.request.draft
+    if draft is None or room is None:
         return
-    more = [entry.reserved_bytes - asked.reserved(entry.device) for entry in plan.memory]
-    each = [f"{format_bytes(size)} of device {device}" for device, size in enumerate(more) if size]
-    where = f"{format_bytes(more[0])} of every device" if len({*more}) == 1 else ", ".join(each)
-    note(f"room for {draft.name}: {where}", of)
+    note(f"room for {room.name}: {rooms_told(room.room_bytes)[0]}", of)
     width = states_of(draft)
     if width not in {None, model.hidden_size}:
         text = f"{draft.name} reads hidden states of {width} elements, {model.name} has {model.hidden_size}"
@@ -176,8 +172,8 @@ def hand_over(plan: SplitPlan, report: ExportReport, output: str, *, json: bool)
         command = remake(plan, "even.json", "MODEL", report.works_with)
         sentence = f"it can run a plan for {report.works_with}, which this command makes{without_room(plan)}"
         console.say("hint", sentence, "hint", [command])
-    if is_head(plan.model.architecture):
-        hint("export the plan of the model that it drafts for, which says how the engine is told of its head")
+    if plan.request.drafts_for or is_head(plan.model.architecture):
+        hint("export the plan of the model that it drafts for, which says how the engine is told of what drafts")
     if report.engines:
         *others, last = report.engines
         names = f"{', '.join(others)} or {last}" if others else last
@@ -260,7 +256,8 @@ def note_uncounted(plan: SplitPlan, *, on_screen: bool, of: str = "") -> None:
     beside = [part for part in plan.model.not_planned if part.what != BUFFERS]  # which nobody loads
     if beside and not plan.request.reserve:
         if [part.what for part in beside] == [PREDICTION]:
-            hint("--mtp keeps room for prediction layers, if the engine is to draft by them", of)
+            if not plan.request.draft:
+                hint("--mtp keeps room for prediction layers, if the engine is to draft by them", of)
             return
         known = all(part.bytes for part in beside)
         size = f"{-(-sum(part.bytes for part in beside) // 2**20)}MiB" if known else "SIZE"
@@ -284,7 +281,8 @@ def note_fewer(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
         devices, rates = found
         used = sum(1 for entry in plan.memory if entry.used_bytes)
         note(f"{len(devices)} of {used} devices are faster: {rates[1]} instead of {rates[0]} tokens/s", of)
-        hint(f"name only devices {', '.join(map(str, devices))} in --gpus", of)
+        named = f"device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}"
+        hint(f"name only {named} in --gpus{_as_list(plan, devices)}", of)
 
 
 def note_idle(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], of: str = "") -> None:
@@ -294,7 +292,8 @@ def note_idle(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], o
         them = "it" if len(idle) == 1 else "them"
         budget = _enough_budget(plan, model, links, idle)
         larger = f", or give {them} a budget of {budget}" if budget else ""
-        hint(f"leave {them} out of --gpus{larger}", of)
+        others = [i for i in range(len(plan.devices)) if i not in idle]
+        hint(f"leave {them} out of --gpus{_as_list(plan, others)}{larger}", of)
 
 
 def note_idle_draft(plan: SplitPlan, of: str = "") -> None:
@@ -307,6 +306,14 @@ def _idle(plan: SplitPlan) -> list[int]:
     return [i for i, entry in enumerate(plan.memory) if not entry.used_bytes]
 
 
+def _as_list(plan: SplitPlan, places: Sequence[int]) -> str:
+    """Return, to go on with, how --gpus names some of a plan's devices; nothing where only a file does."""
+    from tpplan.hardware.spec import spec_of  # noqa: PLC0415
+
+    spec = spec_of([plan.devices[i] for i in places])
+    return f", as in --gpus {spec}" if spec else ""
+
+
 def _named(plan: SplitPlan, places: list[int]) -> str:
     names = ", ".join(f"{i} ({plan.devices[i].name})" for i in places[:_NAMED])
     more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
@@ -314,30 +321,30 @@ def _named(plan: SplitPlan, places: list[int]) -> str:
 
 
 def _enough_budget(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], idle: list[int]) -> str:
-    """Return the budget of the largest device in use, if idle devices would all get a part with it; else nothing.
+    """Return the budget of the largest device in use, if all devices would get a part where idle ones had it.
 
     GPUs of the catalogue cannot have more memory than they do.
     """
     from attrs import evolve  # noqa: PLC0415
 
     from tpplan.core.sizes import exact_bytes  # noqa: PLC0415
-    from tpplan.hardware.spec import is_modified  # noqa: PLC0415
+    from tpplan.hardware.spec import with_budget  # noqa: PLC0415
     from tpplan.planner.plan import asked_strategy, plan_request  # noqa: PLC0415
 
     most = max(device.budget_bytes for i, device in enumerate(plan.devices) if i not in idle)
-    devices = [
-        evolve(device, budget_bytes=max(device.budget_bytes, most)) if i in idle else device
-        for i, device in enumerate(plan.devices)
-    ]
-    changed = [(old, new) for old, new in zip(plan.devices, devices, strict=True) if old != new]
-    if not changed or any(is_modified(new) and not is_modified(old) for old, new in changed):
+    if plan.request.draft and plan.request.draft.split:  # which would be split otherwise
+        return ""
+    budgets = [max(device.budget_bytes, most) if i in idle else 0 for i, device in enumerate(plan.devices)]
+    found = [with_budget(d, b) if b else d for d, b in zip(plan.devices, budgets, strict=True)]
+    devices = [device for device in found if device]
+    if len(devices) < len(found) or devices == [*plan.devices]:
         return ""
     asked = evolve(plan.request, strategy=asked_strategy(plan))
     try:
         again = plan_request(model, devices, asked, links, is_advised=False)
     except TpplanError:
         return ""
-    return exact_bytes(most) if all(again.memory[i].used_bytes for i in idle) else ""
+    return "" if _idle(again) else exact_bytes(most)
 
 
 def some(plans: tuple[str, ...]) -> tuple[str, ...]:
@@ -392,7 +399,7 @@ def advise_stale(
         # With neither, it may be the wrong model that was named, and nothing to write over a plan.
         if StaleReason.MODEL in one.reasons and plan.model.name != spec.name:
             others.append(plan.model.name)
-        elif one.refused and not (plan.request.drafts and {StaleReason.DEVICES, StaleReason.REQUEST} <= {*one.reasons}):
+        elif one.refused and not _needs_both(plan, one.reasons):
             options = [advice.option for advice in one.refused.suggestions if advice.option]
             commands = [*filter(None, (remake(plan, one.path, model, gpus, option) for option in options))]
             these = "each of these commands" if len(commands) > 1 else "this command"
@@ -409,19 +416,27 @@ def advise_stale(
         console.say("hint", hint, "hint", filter(None, again))
 
 
+def _needs_both(plan: SplitPlan, reasons: tuple[StaleReason, ...]) -> bool:
+    """Return whether what fits instead of a stale plan is only known once a model and its draft model are planned."""
+    from tpplan.reports.check import StaleReason  # noqa: PLC0415
+
+    is_for_others = {StaleReason.DEVICES, StaleReason.REQUEST} <= {*reasons}
+    return bool(plan.request.drafts_for or (plan.request.draft and is_for_others))
+
+
 def without_room(plan: SplitPlan) -> str:
-    """Return, to go on with, what :func:`remake` leaves to the reader where something drafts beside a plan's model."""
-    if not plan.request.drafts:
-        return ""
-    given = "" if plan.request.mtp else "; DRAFT stands for the path of the draft model, --draft-output splits that"
-    return f" (a plan does not tell reserves from the room for what drafts: add --reserve if you gave any{given})"
+    """Return, to go on with, what :func:`remake` leaves to the reader where a draft model is beside a plan's model."""
+    if model := plan.request.drafts_for:
+        return f" (MODEL stands for the path of {model}, for which it drafts; -o writes the plan of that, too)"
+    named = plan.request.draft and not plan.request.mtp
+    return " (DRAFT stands for the path of the draft model)" if named else ""
 
 
 def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") -> str:
     """Return the command that makes a plan again.
 
-    Where something drafts beside the model, the command makes room for that anew, and reserves nothing: what a plan
-    reserves is for its own devices, and has that room in it.
+    Where something drafts beside the model, the command makes room for that anew; the plan of a draft model is made
+    with that of its model.
 
     Args:
         plan: whose request it repeats.
@@ -459,9 +474,25 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
         options.pop("--tokens", None)  # equal parts that leave a rest
     options.update(zip(words[::2], words[1::2], strict=True))
     flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", asked.beyond)) if given]
+    if asked.drafts_for:
+        del options["--layout"], options["-o"]
     usual = {f"--{key}": value for key, value in USUAL.items()} | {"--layout": "reduce", "-o": console.STREAM}
     said = [str(word) for option, value in options.items() if value != usual.get(option) for word in (option, value)]
-    beside = [word for reserve in asked.reserve for word in ("--reserve", reserve.text)]
-    if asked.drafts:
-        beside = ["--mtp"] if asked.mtp else ["--draft", "DRAFT"]
+    beside = [word for reserve in (asked.reserve if gpus else _reserves(plan)) for word in ("--reserve", reserve.text)]
+    if asked.mtp:
+        beside.append("--mtp")
+    elif asked.draft:
+        beside += ["--draft", "DRAFT"]
+        output = "draft.json" if path == console.STREAM else str(Path(path).with_name(f"{Path(path).stem}-draft.json"))
+        beside += ["--draft-output", output] if asked.draft.split else []
+    if asked.drafts_for:
+        model, beside = "MODEL", [*beside, "--draft", model, "--draft-output", path]
     return shlex.join(["tpplan", "plan", model, *flags, *beside, *said])
+
+
+def _reserves(plan: SplitPlan) -> tuple[Reserve, ...]:
+    """Return what a plan reserves, once if that is the same on every device."""
+    from tpplan.core.plan import Reserve  # noqa: PLC0415
+
+    sizes = {plan.request.reserved(device) for device in range(len(plan.devices))}
+    return (Reserve(*sizes),) if len(sizes) == 1 and sizes != {0} else plan.request.reserve

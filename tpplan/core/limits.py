@@ -29,7 +29,7 @@ LEAST: dict[type, dict[str, int]] = {
     DeviceMemory: dict.fromkeys(
         (
             *("weights_bytes", "cache_bytes", "workspace_bytes", "overhead_bytes", "free_bytes", "reads_bytes"),
-            "reserved_bytes",
+            *("reserved_bytes", "draft_bytes"),
         ),
         0,
     ),

@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from tpplan.errors import ExecutionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 
 class MissingError(ExecutionError, ImportError):
@@ -90,3 +91,24 @@ def needing(what: str, extra: str = "exec") -> Iterator[None]:
             raise  # a part of tpplan itself: nothing to install mends that
         message = f"{what} needs {error.name}, which is not installed"
         raise MissingError(message, install_command(extra)) from error
+
+
+def on_first_use(package: str, modules: Mapping[str, str], extra: str = "exec") -> Callable[[str], object]:
+    """Return the ``__getattr__`` of a package that imports each of its public names when it is first used.
+
+    That raises a MissingError if a library is not installed.
+
+    Args:
+        package: name of the package.
+        modules: the module of each public name, relative to the package.
+        extra: of tpplan, with which the libraries come.
+    """
+
+    def find(name: str) -> object:
+        if name not in modules:
+            message = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(message)
+        with needing(f"{package}.{name}", extra):
+            return getattr(import_module(f"{package}.{modules[name]}"), name)
+
+    return find

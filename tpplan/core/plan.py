@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from tpplan.core.axes import Axis, Slice, parse_layers, slices_of
+from tpplan.core.axes import Axis, Slice, format_layers, parse_layers, slices_of
 from tpplan.core.device import MEASURED, Device
 from tpplan.core.model import NotPlanned
-from tpplan.core.sizes import exact_bytes, format_bytes
+from tpplan.core.sizes import exact_bytes, format_bytes, listed
 from tpplan.core.speed import Speed
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from os import PathLike
 
 #: The latest version of the format; a plan is written in the oldest one that has all of its keys.
@@ -63,19 +63,68 @@ class Reserve:
         return exact_bytes(self.bytes) + (f"@{self.device}" if self.device >= 0 else "")
 
 
+@frozen
+class Draft:
+    """What drafts beside a plan's model, a draft model or the model's own prediction layers, and the room left to it.
+
+    Attributes:
+        name: display name.
+        room_bytes: its weights, cache and workspace on each device, without the overhead, which both models share.
+        split: whether each device has a part of it, as a plan of its own says; else each has all of it.
+    """
+
+    name: str
+    room_bytes: tuple[int, ...]
+    split: bool = False
+
+    def on(self, count: int) -> Draft:
+        """Return what is left to it on so many devices, if that is the same on each; else it is for its own devices."""
+        return self if self.split else evolve(self, room_bytes=self.room_bytes[:1] * count)
+
+
 def reserves_told(*sides: tuple[Reserve, ...]) -> tuple[str, ...]:
     """Return in words what each of several plans reserves, to the byte only where they would look alike."""
-    texts = tuple(_told(side, format_bytes) for side in sides)
-    alike = len(set(texts)) < len(set(sides))
-    return tuple(_told(side, lambda size: f"{size} bytes") for side in sides) if alike else texts
+    return _apart([({each.device: each.bytes for each in side}, 0) for side in sides])
 
 
-def _told(reserves: tuple[Reserve, ...], told: Callable[[int], str]) -> str:
-    rest = "every other device" if len(reserves) > 1 else "every device"
-    places = (f"device {each.device}" if each.device >= 0 else rest for each in reserves)
-    return (
-        ", ".join(f"{told(each.bytes)} on {place}" for each, place in zip(reserves, places, strict=True)) or "nothing"
-    )
+def rooms_told(*sides: tuple[int, ...]) -> tuple[str, ...]:
+    """Return in words the room on each device in several plans, to the byte only where they would look alike."""
+    return _apart([({i: size for i, size in enumerate(side) if size}, len(side)) for side in sides])
+
+
+def _apart(sides: list[tuple[dict[int, int], int]]) -> tuple[str, ...]:
+    texts = tuple(_told(*side, format_bytes) for side in sides)
+    alike = len(set(texts)) < len({tuple(sizes.items()) for sizes, _ in sides})
+    return tuple(_told(*side, lambda size: f"{size} bytes") for side in sides) if alike else texts
+
+
+def _told(sizes: dict[int, int], count: int, told: Callable[[int], str]) -> str:
+    """Return bytes by device in words, devices with the same together.
+
+    Args:
+        sizes: by device; -1 stands for every device that is not named.
+        count: how many devices there are, if that is known, else 0.
+        told: how to write bytes.
+    """
+    rest = "every other device" if len(sizes) > 1 else "every device"
+    places: dict[str, list[int]] = {}
+    for device, size in sizes.items():
+        places.setdefault(told(size), []).append(device)
+    words = []
+    for text, devices in places.items():
+        named = [device for device in devices if device >= 0]
+        where = "every device" if len(named) == count > 1 else devices_told(named) if named else ""
+        words.append(f"{text} on {listed([*filter(None, [where]), *[rest] * (-1 in devices)])}")
+    return ", ".join(words) or "nothing"
+
+
+def devices_told(devices: Sequence[int]) -> str:
+    """Return indices of devices in words: ``device 3``, ``devices 0 and 1``, ``devices 0-3 and 7``."""
+    words: list[str] = []
+    for run in format_layers(devices).split(","):
+        first, _, last = run.partition("-")
+        words += [first, last] if last and int(last) == int(first) + 1 else [run]
+    return f"device{'s' * (len(devices) > 1)} {listed(words)}"
 
 
 @frozen
@@ -94,8 +143,10 @@ class Request:
         full_window: whether layers with a sliding window keep all tokens, as some servers do.
         beyond: whether a context longer than the model's is accepted.
         reserve: memory left to something else on the devices.
-        draft: name of the draft model that a part of ``reserve`` is for; empty for none.
-        mtp: whether a part of ``reserve`` is for the model's own prediction layers.
+        draft: what drafts beside the model, and its room; left out for nothing.
+        mtp: whether that is the model's own prediction layers.
+        drafts_for: name of the model that this one drafts for, whose plan pays the overhead of the devices that both
+            are on; empty if it drafts for none.
     """
 
     layout: str
@@ -108,18 +159,25 @@ class Request:
     full_window: bool = False
     beyond: bool = False
     reserve: tuple[Reserve, ...] = ()
-    draft: str = ""
+    draft: Draft | None = None
     mtp: bool = False
+    drafts_for: str = ""
 
     def reserved(self, device: int) -> int:
         """Return the bytes that the request leaves to something else on a device."""
         own = {reserve.device: reserve.bytes for reserve in self.reserve}
         return own.get(device, own.get(-1, 0))
 
-    @property
-    def drafts(self) -> bool:
-        """Whether a part of ``reserve`` is room for what drafts beside the model."""
-        return bool(self.draft or self.mtp)
+    def room(self, device: int) -> int:
+        """Return the bytes that the request leaves on a device to what drafts beside the model."""
+        if self.draft is None:
+            return 0
+        room = self.draft.on(device + 1).room_bytes
+        return room[device] if device < len(room) else 0
+
+    def left(self, device: int) -> int:
+        """Return the bytes that the request leaves on a device to all that is beside the model."""
+        return self.reserved(device) + self.room(device)
 
     @property
     def sequence_tokens(self) -> int:
@@ -178,18 +236,20 @@ class Split:
 
 @frozen
 class DeviceMemory:
-    """The memory ledger of one device, in bytes: buckets, ``reserved_bytes`` and ``free_bytes`` are its whole budget.
+    """The memory ledger of one device, in bytes: buckets, what is left to others and what is free are its budget.
 
     Attributes:
         device: index of the device in the plan.
         weights_bytes: tensors and slices of tensors, exact.
         cache_bytes: key/value cache and the state of linear attention, exact.
         workspace_bytes: memory that the executor allocates, exact.
-        overhead_bytes: CUDA context and libraries, a calibrated constant of the device; 0 on an idle device.
+        overhead_bytes: CUDA context and libraries, a calibrated constant of the device; 0 on an idle device, and where
+            the plan is that of a draft model, for the model's plan has it.
         free_bytes: remainder of the budget.
         reads_bytes: bytes of weights and cache that one token reads (of experts, only those it is routed to); given for
             the strategy ``latency``, which distributes these reads by bandwidth, 0 for others.
         reserved_bytes: bytes left to something else, as the request asks.
+        draft_bytes: bytes left to what drafts beside the model, with the device's overhead where only that is on it.
     """
 
     device: int
@@ -200,11 +260,17 @@ class DeviceMemory:
     free_bytes: int
     reads_bytes: int = 0
     reserved_bytes: int = 0
+    draft_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
         """Sum of the four buckets."""
         return self.weights_bytes + self.cache_bytes + self.workspace_bytes + self.overhead_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """Sum of what is left to something else and to what drafts."""
+        return self.reserved_bytes + self.draft_bytes
 
 
 @frozen(kw_only=True)
@@ -269,7 +335,7 @@ class SplitPlan:
 def least_version(plan: SplitPlan) -> str:
     """Return the oldest version of the format that has all keys of a plan."""
     model, request = plan.model, plan.request
-    if request.drafts:
+    if request.draft or request.mtp or request.drafts_for:
         return "1.4"
     if model.weight_format:
         return "1.3"

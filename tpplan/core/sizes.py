@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tpplan.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -82,6 +82,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {more}"
 
 
+def listed(items: Sequence[object]) -> str:
+    """Write items as a list in words: ``5, 3 and 0``."""
+    words = [str(item) for item in items]
+    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])
+
+
 def exact_bytes(size: int) -> str:
     """Write bytes so that :func:`parse_bytes` reads the same number: ``24GiB``, ``25757220865B``."""
     return next(f"{size // scale}{unit}" for unit, scale in (*reversed(_BINARY.items()), ("B", 1)) if size % scale == 0)
@@ -95,6 +101,13 @@ def format_bytes(size: int) -> str:
     # Just below a unit, two decimals would show 1024.00 of the smaller one.
     unit, scale = next((u, s) for u, s in reversed(_BINARY.items()) if size >= s * 0.999995 or u == "KiB")
     return f"{sign}{size / scale:.2f} {unit}"
+
+
+def format_enough(size: int) -> str:
+    """Write bytes for people as :func:`format_bytes`, rounded up: whoever writes that again asks for enough."""
+    text = format_bytes(size)
+    unit = text.rpartition(" ")[2]
+    return text if parse_bytes(text) >= size else format_bytes(size + _BINARY[unit] // 200)
 
 
 def format_apart(*sizes: int) -> tuple[str, ...]:

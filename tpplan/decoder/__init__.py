@@ -11,10 +11,9 @@ Names are imported when they are first used, as in ``tpplan`` itself: what check
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tpplan.core.missing import needing
+from tpplan.core.missing import on_first_use
 
 if TYPE_CHECKING:
     from tpplan.decoder.decoder import Decoder
@@ -33,15 +32,4 @@ _MODULE_OF = {
 
 __all__ = ["Decoder", "Prompt", "Sampling", "generate", "prepare"]
 
-
-def __getattr__(name: str) -> object:
-    """Import a public name from its module.
-
-    Raises:
-        MissingError: torch is not installed.
-    """
-    if name not in _MODULE_OF:
-        message = f"module 'tpplan.decoder' has no attribute {name!r}"
-        raise AttributeError(message)
-    with needing(f"tpplan.decoder.{name}"):
-        return getattr(import_module(f"tpplan.decoder.{_MODULE_OF[name]}"), name)
+__getattr__ = on_first_use(__name__, _MODULE_OF)

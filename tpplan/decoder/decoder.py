@@ -6,6 +6,7 @@ Shapes: B batch, R rows, D hidden, V vocabulary. A plural such as ``xs`` is one 
 from __future__ import annotations
 
 import logging
+from itertools import groupby
 from typing import TYPE_CHECKING
 from weakref import proxy
 
@@ -16,11 +17,12 @@ from tpplan.decoder.cache.heads import heads_of
 from tpplan.decoder.cache.state import Progress, states_of
 from tpplan.decoder.decoding.prefill_graphs import PrefillGraphs, graphs_of
 from tpplan.decoder.decoding.steps import Steps
-from tpplan.decoder.fast.fused import codes_of, steps_on
+from tpplan.decoder.fast import fused
 from tpplan.decoder.forward import Forward
 from tpplan.decoder.layer.agree import agreed
 from tpplan.decoder.layer.delta import GatedDelta
 from tpplan.decoder.layer.stack import Stack
+from tpplan.decoder.layer.steps import Plain
 from tpplan.decoder.model.settings import facts_of as settings_facts
 from tpplan.decoder.model.settings import settings_of
 from tpplan.decoder.prompts import Prompt, check, check_step, cut, facts_of, length_of, numbers_of
@@ -129,9 +131,9 @@ class Decoder:
         self.graph: Graph | None = None
         self.generations = 0
         self.cached: list[list[int]] = []
-        # By sequence, how much is cached of texts whose logits nobody here checked for NaN: by prompts, and by steps.
+        # By sequence, how much is cached of texts whose logits nobody here checked for NaN, and what graphs may cache.
         self._unchecked: dict[int, int] = {}
-        self._decoded: dict[int, int] = {}
+        self._captured: dict[int, int] = {}
         agree(context, "preparing the decoder", lambda: self._prepare(context, model, weights, cache, kernels=kernels))
         if turns is None:
             is_joint = len(context.all_devices) > 1 and context.processes == 1
@@ -169,25 +171,26 @@ class Decoder:
         heads = [heads_of(context, layer, block.attention, rank, kind) for layer, block in enumerate(layers)]
         own = (each.cache for layer in heads for each in layer.values())
         head_dims = {cache.head_dim for cache in own if not cache.value_dim}
-        joint = len(context.all_devices) > 1
-        experts = any(block.experts for block in layers)
         room = areas(context.plan.splits, context.plan.model.dtype, request)
-        steps = {
-            device: steps_on(
-                context.devices[device].device,
+
+        def steps_on(device: int) -> Plain:
+            place, elements = context.devices[device].device, room[device].scratch_bytes // context.dtype.itemsize
+            if not kernels or not fused.has_kernels(place, context.dtype):
+                return Plain.of(self._settings, elements)
+            return fused.Fused(
+                place,
                 context.dtype,
                 self._settings,
                 head_dims,
                 kind,
-                kernels=kernels,
-                joint=joint,
-                experts=experts,
+                joint=len(context.all_devices) > 1,
+                experts=any(block.experts for block in layers),
                 linear=[block.linear for block in layers if block.linear],
-                codes=codes_of(self.weights[device]),
-                room=room[device].scratch_bytes // context.dtype.itemsize,
+                codes=fused.codes_of(self.weights[device]),
+                room=elements,
             )
-            for device in context.devices
-        }
+
+        steps = {device: steps_on(device) for device in context.devices}
         linear = [
             {
                 device: GatedDelta(
@@ -267,9 +270,9 @@ class Decoder:
         decoder: Decoder = proxy(self)  # a strong reference would be a cycle, which delays freeing the memory
 
         def read(prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
+            before = {each.sequence: decoder._unchecked.get(each.sequence, 0) if each.start else 0 for each in prompts}
             logits = decoder.read(prompts)
-            for prompt in prompts:  # the steps check them
-                decoder._unchecked.pop(prompt.sequence, None)
+            decoder._unchecked |= before  # the steps check these logits
             return logits
 
         return Steps(self.forward, sequences, read, self._capture(), graphs=graphs)
@@ -369,13 +372,19 @@ class Decoder:
         return self.forward.logits([torch.cat(rows) for rows in ends])
 
     def _begin(self, prompts: Sequence[Prompt]) -> None:
-        """Clear what earlier texts, which may have overflowed, left in the caches of sequences that begin anew."""
+        """Clear what earlier texts, which may have overflowed, left in the caches of sequences that begin anew.
+
+        Sequences that follow each other are cleared together: clearing launches a kernel for each layer.
+        """
+        left: dict[int, int] = {}
         for prompt in prompts:
-            end = prompt.start + len(prompt.tokens)
-            before = self._unchecked.get(prompt.sequence, 0)
-            if not prompt.start and (left := max(before, self._decoded.get(prompt.sequence, 0))):
-                self.stack.clear_caches(slice(prompt.sequence, prompt.sequence + 1), left)
+            end, before = prompt.start + len(prompt.tokens), self._unchecked.get(prompt.sequence, 0)
+            if not prompt.start and (most := max(before, self._captured.get(prompt.sequence, 0))):
+                left[prompt.sequence] = most
             self._unchecked[prompt.sequence] = max(before, end) if prompt.start else end
+        for _, run in groupby(enumerate(sorted(left)), lambda each: each[1] - each[0]):
+            numbers = [number for _, number in run]
+            self.stack.clear_caches(slice(numbers[0], numbers[-1] + 1), max(left[number] for number in numbers))
 
     def run(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> tuple[Tensor, ...]:
         """Return the residual stream after a prefill pass; see :meth:`tpplan.decoder.forward.Forward.prefill`."""
@@ -402,7 +411,16 @@ class Decoder:
         check_step(tokens, positions, len(self.context.devices), self.context.plan)
         self.cached = []
         end = span or self.length
-        self._decoded |= {i: max(end, self._decoded.get(i, 0)) for i in range(len(tokens[0]))}  # also if it is captured
+        cached = self._captured if any(map(_is_captured, tokens)) else self._unchecked
+        cached |= {i: max(end, cached.get(i, 0)) for i in range(len(tokens[0]))}
         if self.stack.progress:
             self.stack.progress.set([None] * len(tokens[0]))
         return self.forward.decode(tokens, positions, end)
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Return whether the current stream of a tensor's device is being captured in a graph, which may run any time."""
+    if not tensor.is_cuda:
+        return False
+    with torch.cuda.device(tensor.device):
+        return torch.cuda.is_current_stream_capturing()

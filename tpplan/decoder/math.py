@@ -238,9 +238,9 @@ def concat(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-def split_rows(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
-    """Split a tensor into pieces; a single one, the usual case, takes no torch call."""
-    return (x,) if len(sizes) == 1 else torch.split_with_sizes(x, sizes, dim)
+def split_rows(x: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """Split the rows of a tensor into pieces; a single one, the usual case, takes no torch call."""
+    return (x,) if len(sizes) == 1 else torch.split_with_sizes(x, sizes)
 
 
 def slice_of(x: Tensor, some: slice, dim: int) -> Tensor:

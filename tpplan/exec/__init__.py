@@ -10,11 +10,10 @@ Names are imported when they are first used, as in ``tpplan`` itself.
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from tpplan.core.missing import needing
+from tpplan.core.missing import on_first_use
 
 if TYPE_CHECKING:
     from tpplan.exec.compiler import compile  # noqa: A004
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "HOST": "programs.program",
-    "Aside": "aside",
+    "Aside": "handles",
     "DeviceContext": "memory.device",
     "Gathered": "handles",
     "Rope": "rope.tables",
@@ -40,18 +39,7 @@ _MODULE_OF = {
 
 __all__ = ["HOST", "Aside", "DeviceContext", "Gathered", "Rope", "TPContext", "Tuning", "compile", "process_group"]
 
-
-def __getattr__(name: str) -> object:
-    """Import a public name from its module.
-
-    Raises:
-        MissingError: torch is not installed.
-    """
-    if name not in _MODULE_OF:
-        message = f"module 'tpplan.exec' has no attribute {name!r}"
-        raise AttributeError(message)
-    with needing(f"tpplan.exec.{name}"):
-        return getattr(import_module(f"tpplan.exec.{_MODULE_OF[name]}"), name)
+__getattr__ = on_first_use(__name__, _MODULE_OF)
 
 
 def __dir__() -> list[str]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tpplan.exec.context import TPContext
-    from tpplan.exec.machine.look import Found
+    from tpplan.exec.machine.look import FoundDevice
 
 
 #: The default transport of virtual devices: it makes the fewest copies.
@@ -137,7 +137,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
     problems += mismatches(plan, model, max_rows, dtype)
     used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes and places]
     choice = Choice(transport)
-    found: list[Found | None] = []
+    found: list[FoundDevice | None] = []
     if backend != "cpu":
         found = [look_at(place) if i in used else None for i, place in enumerate(places)]
         problems += differences(plan, found, scratch=scratch, weights_loaded=weights_loaded)

@@ -126,9 +126,9 @@ class Scratch:
         """Return uninitialised scratch ``[rows, columns]``, on all devices or none.
 
         Args:
-            columns: of each device that gets a slice.
-            rows: of all slices.
-            dtype: of all slices.
+            columns: number of columns of each device that gets a slice.
+            rows: number of rows of every slice.
+            dtype: dtype of all slices.
             places: torch device of each device of the plan.
 
         Raises:

@@ -142,8 +142,8 @@ def read_spec(model: Any, numbers: Numbers, context: int) -> ModelSpec:
     embedding has none: ExLlamaV2 keeps it in host memory.
 
     Args:
-        model: with ``config``, and perhaps ``modules``.
-        numbers: of its config.
+        model: ExLlamaV2's model, with ``config`` and perhaps ``modules``.
+        numbers: numbers of its config.
         context: tokens per sequence to plan for.
 
     Raises:
@@ -215,9 +215,9 @@ def _parameters(name: str, size: int, *cuts: tuple[Axis, int, int]) -> Iterator[
     """Yield ``size`` bytes of weights.
 
     Args:
-        name: of the part.
-        size: in bytes.
-        cuts: axis, share of the bytes that it cuts, and elements of the axis, which divide those bytes.
+        name: name of the part.
+        size: bytes of the part.
+        cuts: the axes that cut it, each with its share of the bytes and its elements, which divide these bytes.
     """
     rest, shares, home = size, sum(share for _, share, _ in cuts), cuts[0][0]
     for axis, share, elements in cuts:

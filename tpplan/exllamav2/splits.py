@@ -70,10 +70,10 @@ def rows_with_scratch(plan: SplitPlan, numbers: Numbers, reserved: int | None) -
     The ledger counts the scratch of tpplan's own executor, by rows; more rows make room for more.
 
     Args:
-        plan: with the splits that count, whatever its ``max_rows``.
-        numbers: of the model's config.
-        reserved: bytes beside the slices on each device in use; None for what the widest matrix of a layer takes that
-            is dequantised there.
+        plan: a plan with the same splits; its ``max_rows`` does not matter.
+        numbers: numbers of the model's config.
+        reserved: bytes kept free beside the slices on each device in use; None for as many as the widest matrix of a
+            layer takes when it is dequantised there.
     """
     needs = [_need(plan, numbers, device, reserved) for device in range(len(plan.devices))]
 

@@ -44,15 +44,15 @@ class TPContext(Splits):
     these go on after its results. No call changes the current device or stream.
 
     Attributes:
-        model: as given.
+        model: the model that was given.
         plan: the splits and the ledger, to be saved, shown and compared.
         context: the compiled plan, without scratch, which is this context's; None before :meth:`finalize` and after
             :meth:`unload`.
-        kv_split: of the KV heads: (device, start, end) for each device that holds a part.
-        id_split: of the intermediate size, likewise.
-        vc_split: of the vocabulary, padded to a multiple of 32.
-        rs_split: of the residual stream.
-        q_split: of the query heads.
+        kv_split: the split of the KV heads: (device, start, end) for each device that holds a part.
+        id_split: that of the intermediate size.
+        vc_split: that of the vocabulary, padded to a multiple of 32.
+        rs_split: that of the residual stream.
+        q_split: that of the query heads.
         kv_split_devs: the devices of ``kv_split``; likewise ``id_split_devs``, ``vc_split_devs``, ``rs_split_devs`` and
             ``q_split_devs``.
         pinned_temp: two flat float16 tensors in host memory, pinned where there are GPUs, and each allocated when it is
@@ -92,7 +92,7 @@ class TPContext(Splits):
         Args:
             buffer: 0 or 1.
             input_tensor: ``[..., columns]`` of any dtype, on a device of the plan or in host memory.
-            broadcast_type: whose devices get it.
+            broadcast_type: number of the split whose devices get it.
             dim: without effect, as in the original.
             out: preallocated tensors for the results.
 
@@ -112,7 +112,7 @@ class TPContext(Splits):
         Args:
             buffer: gets a copy of the result at its start, if it has room; see :meth:`get_pinned`.
             inputs: ``[rows, elements × dim]`` on each device of the split.
-            broadcast_type: of the split.
+            broadcast_type: number of the split.
             dim: columns per element.
 
         Returns:
@@ -135,7 +135,7 @@ class TPContext(Splits):
         Args:
             buffer: 0 or 1; see :meth:`get_pinned`.
             inputs: ``[rows, elements × dim]`` on each device of the split.
-            broadcast_type: of the split.
+            broadcast_type: number of the split.
             dim: columns per element.
 
         Raises:
@@ -162,8 +162,8 @@ class TPContext(Splits):
         Args:
             buffer: 0 or 1.
             inputs: ``[rows, elements × dim]`` on each device of the split ``broadcast_type_g``.
-            broadcast_type_g: of the parts.
-            broadcast_type_b: whose devices get the whole.
+            broadcast_type_g: number of the split of the parts.
+            broadcast_type_b: number of the split whose devices get the whole.
             dim: columns per element of the parts' axis.
             out: preallocated tensors for the results.
 
@@ -200,7 +200,7 @@ class TPContext(Splits):
         Args:
             target: ``[rows, elements × dim]`` on each device of the split.
             source: ``[rows, size × dim]``, likewise.
-            broadcast_type: of the split.
+            broadcast_type: number of the split.
             dim: columns per element.
 
         Raises:

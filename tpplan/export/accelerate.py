@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.core.plan import CACHE_KINDS
-from tpplan.core.sizes import counted
+from tpplan.core.sizes import counted, listed
 from tpplan.export.engine import MODEL, CacheKind, Engine
-from tpplan.export.facts import MIB, bytes_each, listed
+from tpplan.export.facts import MIB, bytes_each
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
 from tpplan.models.families import FAMILIES

@@ -66,6 +66,7 @@ class Engine:
         differs: what only this engine does differently.
         draft: how it is told of a draft model, for which :data:`DRAFT` stands.
         mtp: how it is told to use the model's own prediction layers; empty if it does not use them.
+        counts_draft: whether its share of memory, a flag, is that of what drafts, too.
         cuts_evenly: whether every device has to get the same.
         repeats_heads: whether it gives a KV head to several devices where there are more devices than heads.
         aliases: other names.
@@ -83,6 +84,7 @@ class Engine:
     differs: Sentences = _nothing
     draft: str
     mtp: str = ""
+    counts_draft: bool = False
     cuts_evenly: bool = False
     repeats_heads: bool = False
     aliases: tuple[str, ...] = ()
@@ -99,6 +101,8 @@ class Engine:
         """Yield why the engine cannot run a plan, however that cuts, a clause each."""
         if is_head(facts.model.architecture):
             yield "the plan is that of a head, which has no embedding and reads the states of the model it drafts for"
+        elif facts.request.drafts_for:
+            yield f"the plan is that of a draft model of {facts.request.drafts_for}, which it loads and cuts with that"
         elif self.no_gguf and facts.is_gguf:
             yield f"the plan's weights are in {facts.model.weight_format}, {self.no_gguf}"
         else:
@@ -130,12 +134,16 @@ class Engine:
     def _of_drafts(self, facts: Facts) -> Iterator[str]:
         """Yield how it is told of what a plan leaves room for, which it loads itself, and cuts as it does."""
         request = facts.request
-        room = f"the plan reserves {bytes_each([entry.reserved_bytes for entry in facts.memory])}, with room for"
-        if request.draft:
-            yield f"{room} the draft model {request.draft}: add {self.draft}, and what the draft takes to its memory"
-        if request.mtp and self.mtp:
-            yield f"{room} {PREDICTION}: add {self.mtp}, and what they take to its memory"
-        elif request.mtp:
+        if request.draft is None:
+            return
+        room = f"the plan leaves {bytes_each([request.room(i) for i in facts.used])} to"
+        included = ", which its share of memory includes" * self.counts_draft
+        more = "" if self.counts_draft else ", and these bytes to its memory"
+        if not request.mtp:
+            yield f"{room} the draft model {request.draft.name}{included}: add {self.draft}{more}"
+        elif self.mtp:
+            yield f"{room} {PREDICTION}{included}: add {self.mtp}{more}"
+        else:
             yield f"{room} {PREDICTION}, which it does not use"
 
     def _of_the_cache(self, facts: Facts) -> Iterator[str]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.axes import Axis
 from tpplan.core.plan import CACHE_KINDS
-from tpplan.core.sizes import format_bytes
-from tpplan.export.facts import AXIS_WORDS, listed
+from tpplan.core.sizes import format_bytes, listed
+from tpplan.export.facts import AXIS_WORDS
 from tpplan.hardware.spec import spec_of
 
 if TYPE_CHECKING:
@@ -48,12 +48,14 @@ def obstacles(facts: Facts, kind: int, *, repeats_heads: bool) -> Iterator[str]:
         )
         return
     need, cache = even_bytes(facts, facts.count, kind)
+    drafting = even_draft_bytes(facts, facts.count)
     for i, device in enumerate(facts.devices):
         have = device.budget_bytes - facts.request.reserved(facts.used[i])
-        if need + device.overhead_bytes > have:
+        if (needs := need + device.overhead_bytes + drafting) > have:
+            draft = f" and {format_bytes(drafting)} for what drafts" if drafting else ""
             yield (
-                f"{facts.name(i)} would need {format_bytes(need + device.overhead_bytes)} of {format_bytes(have)} "
-                f"with an equal part, {format_bytes(cache)} of them for the cache"
+                f"{facts.name(i)} would need {format_bytes(needs)} of {format_bytes(have)} "
+                f"with an equal part, {format_bytes(cache)} of them for the cache{draft}"
             )
             return
 
@@ -70,6 +72,14 @@ def even_bytes(facts: Facts, count: int, kind: int) -> tuple[int, int]:
     caches = facts.cache_bytes(kind)
     cache = max(-(-sum(caches) // count), *caches)  # which may as well be a latent one, whole on every device
     return -(-(sum(weights) + more) // count) + cache + max(-(-sum(spaces) // count), *spaces), cache
+
+
+def even_draft_bytes(facts: Facts, count: int) -> int:
+    """Return no less than what drafts beside the model needs on each of ``count`` equal devices."""
+    draft = facts.request.draft
+    if draft is None:
+        return 0
+    return max(-(-sum(draft.room_bytes) // count), *draft.room_bytes) if draft.split else draft.room_bytes[0]
 
 
 def works_with(facts: Facts, kind: int, *, repeats_heads: bool) -> str:
@@ -91,13 +101,12 @@ def works_with(facts: Facts, kind: int, *, repeats_heads: bool) -> str:
     # First what is there, most memory first; then what has to be bought, least memory first.
     choices.sort(key=lambda c: (c[1] > owned[c[0]], (-1 if c[1] <= owned[c[0]] else 1) * c[1] * c[0].budget_bytes))
     reserves = {reserve.device: reserve.bytes for reserve in facts.request.reserve}
-    room = sum(entry.reserved_bytes for entry in facts.plan.memory) if facts.request.drafts else 0  # goes to any device
     for device, count in choices:
-        is_there = room or max(reserves, default=-1) < count
+        is_there = max(reserves, default=-1) < count
         if not is_there or not _divides(facts, count, repeats_heads=repeats_heads):
             continue
-        reserved = max(-(-room // count), *reserves.values(), 0)
-        need = even_bytes(facts, count, kind)[0] + device.overhead_bytes + reserved
+        left = max(reserves.values(), default=0) + even_draft_bytes(facts, count)
+        need = even_bytes(facts, count, kind)[0] + device.overhead_bytes + left
         if need <= device.budget_bytes and (spec := spec_of((device,) * count)):
             return spec
     return ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpplan.core.axes import Axis
-from tpplan.core.sizes import counted
+from tpplan.core.sizes import counted, listed
 from tpplan.export.engine import DRAFT, MODEL, CacheKind, Engine
-from tpplan.export.facts import GIB, gibibytes, listed, round_up
+from tpplan.export.facts import GIB, gibibytes, round_up
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
 from tpplan.planner.exllamav2 import integer_split

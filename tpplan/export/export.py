@@ -5,11 +5,12 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from tpplan.core.sizes import listed
 from tpplan.errors import RequestError
 from tpplan.export import accelerate, exllama, llamacpp, sglang, transformers, vllm
 from tpplan.export.even import obstacles as uneven
 from tpplan.export.even import works_with
-from tpplan.export.facts import Facts, listed
+from tpplan.export.facts import Facts
 from tpplan.reports.export import ExportReport
 
 if TYPE_CHECKING:

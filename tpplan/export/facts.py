@@ -11,7 +11,7 @@ from attrs import frozen
 from tpplan.core.axes import Axis
 from tpplan.core.model import GGUF
 from tpplan.core.plan import CACHE_KINDS, SplitPlan
-from tpplan.core.sizes import format_apart, format_bytes
+from tpplan.core.sizes import format_apart, format_bytes, listed
 from tpplan.hardware import catalogue
 
 if TYPE_CHECKING:
@@ -162,12 +162,6 @@ def whole_bytes(device: Device) -> int:
     """Return all memory that programs are handed out of a device: what the catalogue says, else its budget."""
     known = [gpu.memory_bytes for gpu in catalogue.lookup(device.name) if gpu.memory_bytes >= device.budget_bytes]
     return min(known, default=device.budget_bytes)
-
-
-def listed(numbers: Sequence[object]) -> str:
-    """Return items as a list in words: ``5, 3 and 0``."""
-    words = [str(number) for number in numbers]
-    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])
 
 
 def round_up(multiple: int, number: int) -> int:

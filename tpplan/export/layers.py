@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from tpplan.core.sizes import format_bytes
-from tpplan.export.facts import Facts, listed
+from tpplan.core.sizes import format_bytes, listed
+from tpplan.export.facts import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

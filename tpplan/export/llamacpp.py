@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from tpplan.core.sizes import counted, format_bytes
+from tpplan.core.sizes import counted, format_bytes, listed
 from tpplan.export.engine import DRAFT, MODEL, CacheKind, Engine
-from tpplan.export.facts import MIB, listed, round_up
+from tpplan.export.facts import MIB, round_up
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.sizes import format_bytes
 from tpplan.export.engine import DRAFT, MODEL, Engine, with_fp8
-from tpplan.export.even import even_bytes, uneven_parts
+from tpplan.export.even import even_bytes, even_draft_bytes, uneven_parts
 from tpplan.export.facts import share
 from tpplan.export.names import EngineName
+from tpplan.models.families.drafts import methods
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,9 +20,9 @@ _CACHES = with_fp8("fp8_e4m3")
 
 
 def _static_share(plan: Facts) -> str:
-    """Return the largest part that weights and cache take of the memory that is free once a process runs."""
+    """Return the largest part that weights and cache, also of what drafts, take of what is free once a process runs."""
     need, _ = even_bytes(plan, plan.count, _CACHES[plan.request.cache.kind].sixteenths)
-    need -= min(entry.workspace_bytes for entry in plan.memory)
+    need += even_draft_bytes(plan, plan.count) - min(entry.workspace_bytes for entry in plan.memory)
     pairs = zip(plan.devices, plan.whole_bytes, strict=True)
     return max(share(need, whole - device.overhead_bytes) for device, whole in pairs)
 
@@ -51,9 +52,10 @@ ENGINE = Engine(
     caches=_CACHES,
     allows_beyond="SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
     differs=_differs,
-    draft=f"--speculative-draft-model-path {DRAFT} --speculative-algorithm STANDALONE (EAGLE3 for an EAGLE-3 head)",
+    draft=f"--speculative-draft-model-path {DRAFT} --speculative-algorithm STANDALONE ({methods('sglang')})",
     mtp="--speculative-algorithm NEXTN",
     no_gguf="and tpplan does not know which GGUF files it reads, and by which cuts",
+    counts_draft=True,
     cuts_evenly=True,
     repeats_heads=True,
 )

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.sizes import format_bytes
 from tpplan.export.engine import DRAFT, MODEL, Engine, with_fp8
-from tpplan.export.even import even_bytes, uneven_parts
+from tpplan.export.even import even_bytes, even_draft_bytes, uneven_parts
 from tpplan.export.facts import share
 from tpplan.export.names import EngineName
+from tpplan.models.families.drafts import methods
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,8 +20,12 @@ _CACHES = with_fp8("fp8")
 
 
 def _used_share(plan: Facts) -> str:
-    """Return the largest part of a device's whole memory that the plan uses."""
+    """Return the largest part of a device's whole memory that the plan uses or leaves to what drafts.
+
+    The engine loads a draft model, and caches its keys and values, within its share.
+    """
     need, _ = even_bytes(plan, plan.count, _CACHES[plan.request.cache.kind].sixteenths)
+    need += even_draft_bytes(plan, plan.count)
     pairs = zip(plan.devices, plan.whole_bytes, strict=True)
     return max(share(need + device.overhead_bytes, whole) for device, whole in pairs)
 
@@ -28,7 +33,10 @@ def _used_share(plan: Facts) -> str:
 def _budget_share(plan: Facts) -> str:
     """Return the least part of a device's whole memory that is free once a process runs and in its budget."""
     rows = zip(plan.memory, plan.whole_bytes, strict=True)
-    ppt = min((entry.used_bytes - entry.overhead_bytes + entry.free_bytes) * 1000 // whole for entry, whole in rows)
+    ppt = min(
+        (entry.used_bytes - entry.overhead_bytes + entry.draft_bytes + entry.free_bytes) * 1000 // whole
+        for entry, whole in rows
+    )
     return f"{ppt // 1000}.{ppt % 1000:03}"
 
 
@@ -58,10 +66,10 @@ ENGINE = Engine(
     caches=_CACHES,
     allows_beyond="VLLM_ALLOW_LONG_MAX_MODEL_LEN",
     differs=_differs,
-    draft=f'--speculative-config \'{{"model": "{DRAFT}", "num_speculative_tokens": N}}\' '
-    '(for an EAGLE-3 head with "method": "eagle3" in it)',
+    draft=f'--speculative-config \'{{"model": "{DRAFT}", "num_speculative_tokens": N}}\' (in it {methods("vllm")})',
     mtp='--speculative-config \'{"method": "mtp", "num_speculative_tokens": N}\'',
     no_gguf="which it reads by a plugin only (vllm-gguf-plugin), of whose cuts and bytes tpplan knows nothing",
+    counts_draft=True,
     cuts_evenly=True,
     repeats_heads=True,
 )

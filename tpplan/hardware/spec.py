@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from tpplan.core.device import MAX_DEVICES, UNMEASURED_OVERHEAD_BYTES, Device
-from tpplan.core.sizes import format_bytes, parse_bytes, read_size
+from tpplan.core.sizes import exact_bytes, format_bytes, parse_bytes, read_size
 from tpplan.errors import DeviceError
 from tpplan.files.text import nearest
 
@@ -105,11 +105,25 @@ def spec_of(devices: Sequence[Device]) -> str:
     return spec if [evolve(d, name="") for d in found] == [evolve(d, name="") for d in devices] else ""
 
 
-def is_modified(device: Device) -> bool:
-    """Tell whether a device has more memory than the GPU of the catalogue whose name it bears."""
+def with_budget(device: Device, budget_bytes: int) -> Device | None:
+    """Return a device with another budget; None if it is a GPU of the catalogue that never has so much memory.
+
+    Only a card that is a modified one already may be another modified one.
+    """
     from tpplan.hardware import catalogue  # noqa: PLC0415
 
-    return bool(device.bandwidth_bytes_per_second and catalogue.modified(device.name, device.budget_bytes))
+    name, other = device.name, evolve(device, budget_bytes=budget_bytes)
+    known = catalogue.lookup(name) if device.bandwidth_bytes_per_second else ()
+    if not known or any(budget_bytes <= (g.nominal_bytes if g.unified else g.memory_bytes) for g in known):
+        return other
+    is_modified = catalogue.modified(name, device.budget_bytes) and catalogue.modified(name, budget_bytes)
+    return other if is_modified else None
+
+
+def of_size(budget_bytes: int) -> Device:
+    """Return the GPU that a size alone stands for in a list."""
+    (device,) = parse_devices(exact_bytes(budget_bytes))
+    return device
 
 
 def _devices_of(spec: str) -> tuple[Device, ...]:

@@ -16,14 +16,15 @@ from tpplan.models.checkpoint import Headers, read_headers
 from tpplan.models.config import Config, read_config
 from tpplan.models.families import LANGUAGE_MODELS, Tolerated, spec_from_config, tolerated
 from tpplan.models.families.aside import parts_aside
-from tpplan.models.families.drafts import as_draft
-from tpplan.models.families.predictions import PREDICTIONS
-from tpplan.models.families.wrappers import text_part
+from tpplan.models.families.drafts import BY_NAME, as_draft
+from tpplan.models.families.predictions import PREDICTIONS, UNKNOWN_HINT, UNPUBLISHED
+from tpplan.models.families.shape import layer_count
+from tpplan.models.families.wrappers import WRAPPERS, text_part
 from tpplan.models.formats import read_scheme, stored_by_formula, stored_by_headers
 from tpplan.models.formats.scheme import Rule
 from tpplan.models.formats.storage import split_name
 from tpplan.models.formats.tools import DESCRIPTIONS
-from tpplan.models.gguf.reader import gguf_at, read_gguf_model
+from tpplan.models.gguf.reader import gguf_at, gguf_predictions, read_gguf_model
 from tpplan.models.hub import local
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tpplan.core.model import ModelSpec
+    from tpplan.models.families.wrappers import Wrapper
     from tpplan.models.gguf.reader import GgufModel
 
 
@@ -159,8 +161,6 @@ def _some(files: list[str]) -> list[str]:
 _TIED: Final = "tie_word_embeddings"
 _LAYERS: Final = "model.layers."
 _STACKED: Final = ".experts.gate_up_proj"
-#: Keys with an entry for each of a model's layers, of which prediction layers are none.
-_PER_LAYER: Final = ("layer_types", "mlp_layer_types", "indexer_types", "mlp_only_layers", "per_layer_config")
 
 
 def read_model(path: str | Path) -> ModelSpec:
@@ -192,15 +192,17 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     refuse_adapter(path)
     if model := gguf_model_at(path):
         return model.spec, model.headers
-    config = as_draft(read_config(path))
     headers = read_headers(path) if path.is_dir() else None
     name = _name(path)
+    config = as_draft(read_config(path), headers.tensors if headers else {}, name)
     scheme = read_scheme(config, path if path.is_dir() else None)
     if headers is None:
         spec = stored_by_formula(spec_from_config(config, name), scheme)
         beside_config = path.parent if path.is_file() and not scheme.method else None
         unread = next((name for name in DESCRIPTIONS if beside_config and (beside_config / name).exists()), "")
         what = f"weights in {spec.weight_format}: {unread} is read if you name the directory" if unread else ""
+        if config.flag(BY_NAME):
+            spec = evolve(spec, notes=(*spec.notes, "taken for an EAGLE head by its name"))
         return evolve(spec, assumed=what or instead_of_headers(path, spec.weight_format) or spec.assumed), None
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
     parts, notes = beside(path, {tensor.file for tensor in headers.tensors.values()})
@@ -227,39 +229,52 @@ def read_prediction_layers(path: str | Path) -> ModelSpec:
     """
     path = local(path)
     name = f"prediction layers of {_name(path)}"
-    hint = "keep room for them by their size, if it is known: --reserve SIZE, or reserve in a manifest"
-    if gguf_model_at(path):
-        raise ModelError(f"{_name(path)} is in GGUF, whose prediction layers are not known", hint)
+    if model := gguf_model_at(path):
+        return gguf_predictions(model, name)
     config = read_config(path)
     model_type, text = text_part(config)
     known = PREDICTIONS.get(model_type)
+    if model_type in UNPUBLISHED:
+        told = f"no published files of {model_type} have the prediction layers that its config.json tells of"
+        raise config.error(told, "leave out --mtp, or mtp in a manifest")
     if known is None and any(part.what == PREDICTION for part in parts_aside(config, text)):
-        raise config.error(f"prediction layers of {model_type[:60]!r} are not known", hint)
-    count = known.count(text) if known else 0
+        raise config.error(f"prediction layers of {model_type[:60]!r} are not known", UNKNOWN_HINT)
+    count, key = known.count(text, config) if known else (0, "")
     if known is None or not count:
         raise config.error("the model has no prediction layers", "leave out --mtp, or mtp in a manifest")
-    family = known.of(LANGUAGE_MODELS[model_type])
-    starts = known.starts(count, text.count("num_hidden_layers", default=0, minimum=0))
-    alone = Config({**text.data, "model_type": model_type, "num_hidden_layers": count}, config.source)
-    for key in _PER_LAYER:
-        alone = alone.having(key, None)
+    wrapper = WRAPPERS.get(config.text("model_type"))
+    whole = LANGUAGE_MODELS[model_type]
+    family = known.of(wrapper.around(whole) if wrapper else whole)
+    layers = layer_count(text, whole)
     headers = read_headers(path) if path.is_dir() else None
+    if headers is not None:
+        headers = _alone(headers, wrapper) if wrapper else headers
+        count = count if key else known.numbered(headers.tensors) or count
+    starts = known.starts(count, layers)
+    named = {"model_type": model_type, "architectures": config.raw("architectures")}
+    alone = text.overlaid({**known.told(text, layers, count, known.kind), **named})
     scheme = read_scheme(config, path if path.is_dir() else None)
     if headers is None:
-        joins = Rule(form=None, names=known.joins)  # which tools leave as they are
+        joins = Rule(form=None, names=known.joins)
         rules = (joins, *scheme.rules) if scheme.rules else ()
-        return stored_by_formula(spec_from_config(alone, name, stored=family), evolve(scheme, rules=rules))
+        spec = spec_from_config(alone, name, stored=family)
+        return stored_by_formula(spec, evolve(scheme, rules=rules), {new: old for old, new in starts.items()})
     own = {each: tensor for each, tensor in headers.tensors.items() if each.startswith(tuple(starts))}
     if not own:
-        raise config.error(
-            f"the files have no prediction layers, {count} of which {known.keys[0]} tells", "leave out --mtp"
-        )
-    found = Headers(own, headers.file_bytes).renamed(starts)
+        told_by = f", {count} of which {key} tells" if key else ""
+        raise config.error(f"the files have no prediction layers{told_by}", "leave out --mtp")
+    found = Headers(own, headers.file_bytes).renamed({**starts, **known.renamed})
     stacked = are_stacked(found, known.layers.partition("{layer}")[0])
     spec = spec_from_config(alone, name, stored=family, stacked=stacked)
     return evolve(
         stored_by_headers(spec, scheme, found, Tolerated(family.ignored, "", {}, extra_layers=False)), assumed=""
     )
+
+
+def _alone(headers: Headers, wrapper: Wrapper) -> Headers:
+    """Return a checkpoint's tensors under the names that they have where there is nothing around the language model."""
+    renamed = headers.renamed(wrapper.renamed)
+    return renamed.renamed({wrapper.root: ""}) if wrapper.root else renamed
 
 
 def gguf_model_at(path: Path) -> GgufModel | None:

@@ -68,9 +68,9 @@ def memory_per_device(plan: SplitPlan) -> Iterator[Finding]:
 
 
 def budget_adds_up(plan: SplitPlan) -> Iterator[Finding]:
-    """The four buckets, what is reserved and what is free add up to the device's budget."""
+    """The four buckets, what is reserved, what is left to a draft model and what is free add up to the budget."""
     for i, (device, entry) in enumerate(zip(plan.devices, plan.memory, strict=False)):
-        total = entry.used_bytes + entry.reserved_bytes + entry.free_bytes
+        total = entry.used_bytes + entry.left_bytes + entry.free_bytes
         if total != device.budget_bytes:
             off = f"{abs(total - device.budget_bytes)} too {'many' if total > device.budget_bytes else 'few'}"
             budget = f"the {device.budget_bytes} of the budget of {device.name[:40]!r}"
@@ -86,12 +86,14 @@ def idle_is_empty(plan: SplitPlan) -> Iterator[Finding]:
 
 
 def overhead_is_the_device_s(plan: SplitPlan) -> Iterator[Finding]:
-    """A device that holds a slice pays its overhead."""
-    used = _used_devices(plan)
+    """A device that holds a slice pays its overhead, or leaves it to the plan of the model that this one drafts for."""
+    used, is_shared = _used_devices(plan), bool(plan.request.drafts_for)
     for i, (device, entry) in enumerate(zip(plan.devices, plan.memory, strict=False)):
-        if i in used and entry.overhead_bytes != device.overhead_bytes:
-            declared = f"devices[{i}] declares {device.overhead_bytes}"
-            yield f"memory[{i}].overhead_bytes", f"is {entry.overhead_bytes}, {declared}"
+        if i in used and entry.overhead_bytes != (0 if is_shared else device.overhead_bytes):
+            of = "the model's plan has it" if is_shared else f"devices[{i}] declares {device.overhead_bytes}"
+            yield f"memory[{i}].overhead_bytes", f"is {entry.overhead_bytes}, {of}"
+        if i in used and is_shared and entry.free_bytes < device.overhead_bytes:
+            yield f"memory[{i}].free_bytes", f"is {entry.free_bytes}, less than the overhead of {device.overhead_bytes}"
 
 
 def known_choices(plan: SplitPlan) -> Iterator[Finding]:
@@ -139,6 +141,25 @@ def reserved_as_asked(plan: SplitPlan) -> Iterator[Finding]:
             yield f"memory[{i}].reserved_bytes", f"is {entry.reserved_bytes}, the request reserves {asked}"
 
 
+def room_as_asked(plan: SplitPlan) -> Iterator[Finding]:
+    """Every device leaves the room that what drafts has there, with its overhead where it holds no slice."""
+    used, request = _used_devices(plan), plan.request
+    if request.draft is None:
+        if request.mtp:
+            yield "request.draft", "is missing, expected the room of prediction layers"
+    elif len(request.draft.room_bytes) != len(plan.devices) or not any(request.draft.room_bytes):
+        rooms, devices = counted(len(request.draft.room_bytes), "number"), counted(len(plan.devices), "device")
+        yield "request.draft.room_bytes", f"has {rooms} for {devices}, expected one for each, and not all 0"
+        return
+    elif not request.draft.split and len({*request.draft.room_bytes}) > 1:
+        yield "request.draft.room_bytes", f"is {_listed([*request.draft.room_bytes])}, of what is whole on each device"
+    for i, (device, entry) in enumerate(zip(plan.devices, plan.memory, strict=False)):
+        room = request.room(i)
+        wanted = room + (device.overhead_bytes if room and i not in used else 0)
+        if entry.draft_bytes != wanted:
+            yield f"memory[{i}].draft_bytes", f"is {entry.draft_bytes}, expected {wanted} for what drafts"
+
+
 def fingerprint_form(plan: SplitPlan) -> Iterator[Finding]:
     """The fingerprint is a SHA-256."""
     if not re.fullmatch(FINGERPRINT, plan.model.fingerprint):
@@ -160,9 +181,10 @@ def names_readable(plan: SplitPlan) -> Iterator[Finding]:
     told = (
         ("model.assumed", model.assumed),
         ("model.weight_format", model.weight_format),
-        ("request.draft", plan.request.draft),
+        ("request.drafts_for", plan.request.drafts_for),
     )
     names += [(path, text) for path, text in told if text]
+    names += [("request.draft.name", plan.request.draft.name)] if plan.request.draft else []
     for path, name in chain(names, ((f"devices[{i}].name", d.name) for i, d in enumerate(plan.devices))):
         if not name.strip():
             yield path, "is empty"
@@ -243,6 +265,8 @@ def _numbers(plan: SplitPlan) -> Iterator[tuple[str, int, int]]:
     for path, part in parts:
         for name, least in LEAST[type(part)].items():
             yield f"{path}.{name}", getattr(part, name), least
+    for i, room in enumerate(plan.request.draft.room_bytes if plan.request.draft else ()):
+        yield f"request.draft.room_bytes[{i}]", room, 0
 
 
 def _used_devices(plan: SplitPlan) -> frozenset[int]:
@@ -284,4 +308,5 @@ RULES: dict[str, Callable[[SplitPlan], Iterator[Finding]]] = {
     "TP030": pool_is_shared,
     "TP031": reserved_as_asked,
     "TP032": times_of_devices_in_use,
+    "TP033": room_as_asked,
 }

@@ -15,7 +15,7 @@ from tpplan.planner.apportion import apportion
 from tpplan.planner.costs import Demands
 from tpplan.planner.exllamav2 import exllamav2_counts
 from tpplan.planner.items import Bin, Item, Placement
-from tpplan.planner.ledger import demands, ledger
+from tpplan.planner.ledger import demands, ledger, stated
 from tpplan.planner.place import Effort, nearest, solve
 from tpplan.planner.replicated import are_replicated, place_replicated
 from tpplan.planner.speed import bandwidth_of
@@ -65,7 +65,7 @@ class Attempt:
             request=self.request,
             devices=self.devices,
             splits=splits_of(self.wanted.axes, self.bounds),
-            memory=self.memory,
+            memory=stated(self.memory, self.request),
         )
         return evolve(made, format_version=least_version(made))
 
@@ -87,12 +87,12 @@ def attempt(
     if request.strategy == "exllamav2":
         # The original knows no sliding windows: it counts all tokens in all layers.
         whole = demands(model, evolve(request, full_window=True), len(devices))
-        left = [evolve(d, budget_bytes=d.budget_bytes - request.reserved(i)) for i, d in enumerate(devices)]
+        left = [evolve(d, budget_bytes=d.budget_bytes - request.left(i)) for i, d in enumerate(devices)]
         counts = exllamav2_counts(model, whole, left)
         return None if counts is None else finish(model, devices, request, wanted, counts)
     speeds = map(bandwidth_of, devices) if request.strategy == "latency" else (0,) * len(devices)
     hosts = enumerate(zip(devices, speeds, strict=True))
-    bins = [bin_of(device, wanted, request.reserved(i), speed) for i, (device, speed) in hosts]
+    bins = [bin_of(device, wanted, request, i, speed) for i, (device, speed) in hosts]
     solver = solve_stages if request.strategy == "latency" else solve
 
     def placed(some: Demands, hosts: Sequence[Bin], effort: Effort) -> Counts | None:
@@ -115,7 +115,7 @@ def nearest_attempt(
 ) -> Attempt:
     """Return the cuts that lack the fewest bytes, or, if they lack hardly more, cuts in proportion to the budgets."""
     wanted = wanted or demands(model, request, len(devices))
-    bins = [bin_of(device, wanted, request.reserved(i)) for i, device in enumerate(devices)]
+    bins = [bin_of(device, wanted, request, i) for i, device in enumerate(devices)]
     plenty = [evolve(host, room=host.speed * _PLENTY) for host in bins]
     placed = (
         place(wanted, plenty, "balanced", lambda items, hosts: solve(items, hosts, Effort.ANY)),
@@ -184,12 +184,14 @@ def _item(demand: Demand, strategy: str) -> Item:
     return Item(demand.units, minimum, unit.bytes, kept.bytes, unit.bytes, load.bytes, attention)
 
 
-def bin_of(device: Device, wanted: Demands, reserved: int = 0, bandwidth: int = 0) -> Bin:
+def bin_of(device: Device, wanted: Demands, request: Request, index: int, bandwidth: int = 0) -> Bin:
     """Return a device as a bin, with its room, and its bandwidth as speed, or its budget if that is 0."""
-    room = device.budget_bytes - device.overhead_bytes - wanted.common.bytes - reserved
+    left = request.left(index)
+    room = device.budget_bytes - device.overhead_bytes - wanted.common.bytes - left
     if bandwidth:
         return Bin(room, bandwidth, wanted.common.time)
-    return Bin(room, device.budget_bytes, wanted.common.bytes + device.overhead_bytes + reserved)
+    overhead = 0 if request.drafts_for else device.overhead_bytes  # the model's, wherever this one goes
+    return Bin(room, device.budget_bytes, wanted.common.bytes + overhead + left)
 
 
 def described(model: ModelSpec, request: Request) -> PlanModel:

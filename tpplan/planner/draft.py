@@ -8,8 +8,8 @@ from attrs import evolve
 
 from tpplan.core.device import Device
 from tpplan.core.limits import MOST
-from tpplan.core.plan import Reserve
-from tpplan.core.sizes import format_bytes
+from tpplan.core.plan import AUTO, Draft
+from tpplan.core.sizes import format_bytes, listed
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.plan import plan_request
 from tpplan.planner.request import check_devices
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tpplan.core.model import ModelSpec
-    from tpplan.core.plan import DeviceMemory, Request, SplitPlan
+    from tpplan.core.plan import Request, SplitPlan
     from tpplan.core.speed import LinkSpeed
 
 
 def reserve_for_draft(request: Request, draft: ModelSpec, model: ModelSpec, devices: Sequence[Device]) -> Request:
-    """Reserve, beside what a request reserves, room for all of a draft model on every device.
+    """Leave room for all of a draft model on every device, beside what a request reserves.
 
     Counted are its weights, its cache for as many tokens as the model's, and its workspace for as many rows.
 
@@ -41,14 +41,17 @@ def reserve_for_draft(request: Request, draft: ModelSpec, model: ModelSpec, devi
     alone = Device(name="alone", budget_bytes=MOST, overhead_bytes=0)
     asked = evolve(for_draft(request, model), strategy="balanced", reserve=())
     (entry,) = plan_request(draft, (alone,), asked).memory
-    needed = _bytes_of(entry)
+    needed = entry.used_bytes
     for i, device in enumerate(devices):
-        if request.reserved(i) + needed >= device.budget_bytes:
+        reserved = request.reserved(i)
+        if reserved + device.overhead_bytes + needed > device.budget_bytes:
             budget = f"device {i} ({device.name}) has a budget of {format_bytes(device.budget_bytes)}"
-            kept = f" beside {format_bytes(request.reserved(i))} reserved" if request.reserved(i) else ""
-            hint = "take a smaller draft model, or split it over the devices: --draft-output FILE"
+            beside = [f"an overhead of {format_bytes(device.overhead_bytes)}"] * (device.overhead_bytes > 0)
+            beside += [f"{format_bytes(reserved)} reserved"] * (reserved > 0)
+            kept = f" beside {listed(beside)}" if beside else ""
+            hint = "take a smaller draft model, or split it over the devices: tpplan plan --draft-output FILE"
             raise InfeasibleError(f"{budget}, all of {draft.name} takes {format_bytes(needed)}{kept}", hint, (), ())
-    return _with_room(request, draft, [needed] * len(devices))
+    return evolve(request, draft=Draft(draft.name, (needed,) * len(devices)))
 
 
 def split_draft(
@@ -58,7 +61,7 @@ def split_draft(
     devices: Sequence[Device],
     links: Iterable[LinkSpeed] = (),
 ) -> tuple[Request, SplitPlan]:
-    """Split a draft model over the devices of a model by the same strategy, and reserve room for each device's part.
+    """Split a draft model over the devices of a model by the same strategy, and leave room for each device's part.
 
     Args:
         request: for the model, before the planner fills in what depends on it.
@@ -68,35 +71,32 @@ def split_draft(
         links: measured links between them.
 
     Returns:
-        The request with room for the draft model beside what it reserves, and the plan of the draft model.
+        The request with room for the draft model, and the plan of the draft model.
 
     Raises:
         InfeasibleError: not even the draft model fits; what would help is for who plans both to say.
         RequestError: the request is not valid for the draft model or the devices.
     """
     check_devices(devices, request)
-    plan = plan_request(draft, devices, for_draft(request, model), links, is_advised=False)
-    return _with_room(request, draft, [_bytes_of(entry) for entry in plan.memory]), plan
+    asked = for_draft(request, model)
+    if request.mtp and request.strategy == AUTO:  # nobody asks how fast a layer or two are
+        asked = evolve(asked, strategy="balanced")
+    plan = plan_request(draft, devices, asked, links, is_advised=False)
+    return evolve(request, draft=Draft(draft.name, tuple(entry.used_bytes for entry in plan.memory), split=True)), plan
 
 
 def for_draft(request: Request, model: ModelSpec) -> Request:
-    """Return the request for a draft model that follows every token of the model, however short its own context is."""
+    """Return the request for a draft model that follows every token of the model, however short its own context is.
+
+    Both are in one process: the overhead of a device is that of the model's plan.
+    """
     tokens = request.cache.tokens or (request.context or model.max_context) * request.batch
-    return evolve(request, cache=evolve(request.cache, tokens=tokens), layout="", beyond=True, mtp=False)
-
-
-def _bytes_of(entry: DeviceMemory) -> int:
-    return entry.used_bytes - entry.overhead_bytes
-
-
-def _with_room(request: Request, draft: ModelSpec, room: Sequence[int]) -> Request:
-    """Return a request that reserves so many bytes more for a draft model on each device."""
-    request = request if request.mtp else evolve(request, draft=draft.name)
-    return evolve(request, reserve=reserves_of([request.reserved(i) + more for i, more in enumerate(room)]))
-
-
-def reserves_of(sizes: Sequence[int]) -> tuple[Reserve, ...]:
-    """Return what reserves so many bytes on each device."""
-    if len(set(sizes)) == 1 and sizes[0]:
-        return (Reserve(sizes[0]),)
-    return tuple(Reserve(size, device) for device, size in enumerate(sizes) if size)
+    return evolve(
+        request,
+        cache=evolve(request.cache, tokens=tokens),
+        layout="",
+        beyond=True,
+        draft=None,
+        mtp=False,
+        drafts_for=model.name,
+    )

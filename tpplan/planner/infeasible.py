@@ -9,9 +9,10 @@ from attrs import evolve, field, frozen
 
 from tpplan.core.device import Device
 from tpplan.core.model import ModelSpec
-from tpplan.core.plan import CACHE_KINDS, Cache, Request, Reserve
-from tpplan.core.sizes import format_bytes
+from tpplan.core.plan import CACHE_KINDS, Cache, Request
+from tpplan.core.sizes import format_bytes, format_enough, listed
 from tpplan.errors import TpplanError
+from tpplan.hardware.spec import with_budget
 from tpplan.planner.attempt import Attempt, attempt
 from tpplan.planner.costs import Demands
 from tpplan.planner.ledger import demands
@@ -20,7 +21,7 @@ from tpplan.planner.place import Effort
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Adds to a request what it reserves on devices for something whose size depends on both.
+#: Adds to a request the room on devices for a draft model, whose size depends on both, but not on the strategy.
 Room = Callable[[Request, tuple[Device, ...]], Request]
 
 #: Contexts to suggest are multiples of so many tokens.
@@ -57,6 +58,7 @@ class Shortfall:
         missing_workspace_bytes: part of the missing bytes attributed to the workspace.
         missing_overhead_bytes: part of the missing bytes attributed to the overhead.
         reserved_bytes: bytes of the budget that the request reserves.
+        draft_bytes: bytes of the budget that are left to what drafts.
     """
 
     device: int
@@ -72,6 +74,7 @@ class Shortfall:
     missing_workspace_bytes: int
     missing_overhead_bytes: int
     reserved_bytes: int = 0
+    draft_bytes: int = 0
 
 
 @frozen
@@ -86,6 +89,7 @@ class Suggestion:
         device: index of the device to add more of, or to give the budget to; -1 for the other kinds.
         message: description of the change.
         context: of ``tokens``, the context to lower to, so that a sequence fits into the pool; 0 to leave it.
+        in_file: of ``memory``, whether another GPU has to have a known bandwidth, which only a devices file tells.
     """
 
     kind: str
@@ -93,6 +97,7 @@ class Suggestion:
     device: int
     message: str
     context: int = 0
+    in_file: bool = False
 
 
 class InfeasibleError(TpplanError):
@@ -119,8 +124,8 @@ class Trials:
         model: the model.
         devices: the devices.
         request: what was asked.
-        room: reserves in a request for devices what depends on both, such as room for a draft model; None if nothing
-            does. A TpplanError says that there is no room.
+        room: leaves room in a request for a draft model; None if there is none, or the request says its room. A
+            TpplanError says that there is no room.
         costs: the model's costs, by request and number of devices, as far as it matters.
         rooms: requests with their room, by request and devices: that of a draft model which is split takes a plan.
     """
@@ -136,96 +141,118 @@ class Trials:
         """Return a request with the room that it needs beside the model, computed once; None if there is none."""
         if self.room is None:
             return request
-        key = request, devices
+        key = _any_strategy(request), devices
         if key not in self.rooms:
             try:
                 self.rooms[key] = self.room(request, devices)
             except TpplanError:
                 self.rooms[key] = None
-        return self.rooms[key]
+        found = self.rooms[key]
+        return evolve(found, strategy=request.strategy) if found else None
 
     def wanted(self, request: Request, count: int) -> Demands:
         """Return the model's costs, computed once."""
-        key = evolve(request, reserve=()), count if request.kv == "replicate" else 0
+        key = evolve(request, reserve=(), draft=None), count if request.kv == "replicate" else 0
         if key not in self.costs:
             self.costs[key] = demands(self.model, request, count)
         return self.costs[key]
 
     def fits(self, request: Request | None = None, devices: tuple[Device, ...] = ()) -> bool:
         """Return whether another request or other devices give a plan."""
-        devices = devices or self.devices
-        request = self.whole(request or self.request, devices)
-        if request is None:
-            return False
-        wanted = self.wanted(request, len(devices))
-        found = attempt(self.model, devices, request, effort=Effort.ANY, wanted=wanted)
-        return found is not None and not found.lacking
+        return self.attempt(request or self.request, devices=devices, efforts=(Effort.ANY,)) is not None
 
     def fits_bits(self, request: Request, tenths: int) -> bool:
         """Return whether weights of so many tenths of a bit give a plan, if all tensors are smaller in proportion."""
-        return self.attempt(request, tenths, (Effort.ANY,)) is not None
+        return self.attempt(request, tenths, efforts=(Effort.ANY,)) is not None
 
     def attempt(
-        self, request: Request, tenths: int = 0, efforts: tuple[Effort, ...] = (Effort.QUICK, Effort.ANY)
+        self,
+        request: Request,
+        tenths: int = 0,
+        devices: tuple[Device, ...] = (),
+        efforts: tuple[Effort, ...] = (Effort.QUICK, Effort.ANY),
     ) -> Attempt | None:
         """Return what is found for another request, by the first effort that finds some; None if none does.
 
         Args:
             request: the request.
             tenths: tenths of a bit per weight, if all tensors change in proportion; 0 for weights as they are.
+            devices: other devices than those that were asked for.
             efforts: how long to look.
         """
-        whole = self.whole(request, self.devices)
-        if whole is None:
+        devices = devices or self.devices
+        # What does not fit alone does not fit beside a draft model, whose room takes longer to find than that.
+        is_known = not self.room or (_any_strategy(request), devices) in self.rooms
+        if not is_known and not self._found(request, tenths, devices, efforts[-1:]):
             return None
-        wanted = self.wanted(whole, len(self.devices))
+        whole = self.whole(request, devices)
+        return self._found(whole, tenths, devices, efforts) if whole else None
+
+    def _found(
+        self, request: Request, tenths: int, devices: tuple[Device, ...], efforts: tuple[Effort, ...]
+    ) -> Attempt | None:
+        wanted = self.wanted(request, len(devices))
         if tenths:
             wanted = wanted.with_weights(tenths * self.model.parameter_count, 80 * self.model.weight_bytes)
-        tries = (attempt(self.model, self.devices, whole, effort=each, wanted=wanted) for each in efforts)
+        tries = (attempt(self.model, devices, request, effort=each, wanted=wanted) for each in efforts)
         return next((each for each in tries if each and not each.lacking), None)
 
 
-def explain(
-    best: Attempt, reserve: tuple[Reserve, ...], room: Room | None = None, *, is_advised: bool = True
-) -> InfeasibleError:
+def _any_strategy(request: Request) -> Request:
+    """Return a request without its strategy, which a room does not depend on."""
+    return evolve(request, strategy="")
+
+
+def explain(best: Attempt, room: Room | None = None, *, is_advised: bool = True) -> InfeasibleError:
     """Return the error for a request that does not fit, with shortfalls and suggestions.
 
     Args:
         best: the attempt that lacks least, or ExLlamaV2's.
-        reserve: what the request reserves, without the room.
         room: see :class:`Trials`.
         is_advised: whether to look for what would help.
     """
     model, devices = best.model, best.devices
-    trials = Trials(model, devices, evolve(best.request, reserve=reserve), room)
+    trials = Trials(model, devices, evolve(best.request, draft=None) if room else best.request, room)
     shortfalls = tuple(_shortfall(best, i) for i in range(len(devices)))
     suggestions = tuple(_suggestions(trials)) if is_advised else ()
     needed = sum(entry.used_bytes for entry in best.memory)
     budget = sum(device.budget_bytes for device in devices)
-    reserved = sum(entry.reserved_bytes for entry in best.memory)
+    left = sum(entry.left_bytes for entry in best.memory)
     usable = sum(
-        max(0, device.budget_bytes - device.overhead_bytes - entry.reserved_bytes)
+        max(0, device.budget_bytes - device.overhead_bytes - best.request.left(entry.device))
         for device, entry in zip(devices, best.memory, strict=True)
     )
-    kept = f", {format_bytes(reserved)} of these reserved," if reserved else ""
+    kept = f", {listed(_left(best))}," if left else ","
     worst = max(shortfalls, key=lambda s: s.missing_bytes)
     message = (
         f"{model.name} does not fit: it needs {format_bytes(needed)} on {len(devices)} "
-        f"device{'s' if len(devices) > 1 else ''} with budgets of {format_bytes(budget)} together{kept or ','} "
+        f"device{'s' if len(devices) > 1 else ''} with budgets of {format_bytes(budget)} together{kept} "
         f"and device {worst.device} ({worst.name}) would lack {format_bytes(worst.missing_bytes)}"
     )
-    if needed <= budget - reserved:
+    if needed <= budget - left:
         coarse = sorted({f"{each.axis} ({each.units})" for each in best.wanted.axes if each.units < len(devices)})
         why = f"some axes have too few units for {len(devices)} devices: " if coarse else "whole units do not divide so"
         message += f"; there is enough in all, but {why}{', '.join(coarse)}"
     elif 0 < usable < model.weight_bytes:  # in any plan; this one may hold some weights twice
-        what = "an overhead and a reserve" if reserved else "an overhead"
+        parts = {"a reserve": "reserved_bytes", "room for what drafts": "draft_bytes"}
+        what = listed(
+            ["an overhead", *(part for part, key in parts.items() if any(getattr(entry, key) for entry in best.memory))]
+        )
         beside = "" if model.weight_bytes > budget else f", beside {what} of {format_bytes(budget - usable)}"
         message += f"; its weights alone are {format_bytes(model.weight_bytes)}{beside}"
         bits = _fewer_bits(trials) if is_advised else ""
         message += f": with these budgets it needs a checkpoint with fewer bits per weight{bits}"
     hint = "; or ".join(s.message for s in suggestions) or "use more or larger devices, or a smaller model"
     return InfeasibleError(message, hint, shortfalls, suggestions)
+
+
+def _left(best: Attempt) -> list[str]:
+    """Return in words what of the budgets is left to others."""
+    reserved, draft = (sum(getattr(entry, f"{key}_bytes") for entry in best.memory) for key in ("reserved", "draft"))
+    told = [f"{format_bytes(reserved)} of these reserved"] * (reserved > 0)
+    if draft and best.request.draft:
+        told.append(f"{format_bytes(draft)}{' of these' * (not reserved)} for {best.request.draft.name}")
+    return told
 
 
 def explain_draft(
@@ -290,6 +317,7 @@ def _shortfall(best: Attempt, index: int) -> Shortfall:
         missing_workspace_bytes=workspace,
         missing_overhead_bytes=overhead,
         reserved_bytes=entry.reserved_bytes,
+        draft_bytes=entry.draft_bytes,
     )
 
 
@@ -313,14 +341,16 @@ def _suggestions(trials: Trials) -> Iterator[Suggestion]:
         yield Suggestion("layout", layout, -1, f"use the layout {layout}")
     once = request.kv == "replicate"
     kv, words = ("idle", "store each KV head once") if once else ("replicate", "replicate the KV heads")
-    if fits(evolve(request, kv=kv)):
+    is_fixed = bool(request.draft and request.draft.split)  # though with these changes it would be split otherwise
+    if not is_fixed and fits(evolve(request, kv=kv)):
         yield Suggestion("kv", kv, -1, words)
-    if request.strategy == "exllamav2" and fits(evolve(request, strategy="balanced")):
+    if request.strategy == "exllamav2" and not is_fixed and fits(evolve(request, strategy="balanced")):
         yield Suggestion("strategy", "balanced", -1, "use the strategy balanced, which keeps budgets")
     if request.reserve and fits(evolve(request, reserve=())):
         yield Suggestion("reserve", "0", -1, "reserve nothing")
-    yield from _more_devices(trials)
-    yield from _more_memory(trials)
+    if not is_fixed:
+        yield from _more_devices(trials)
+        yield from _more_memory(trials)
 
 
 def _largest_context(request: Request, fits: Callable[[Request], bool]) -> int:
@@ -413,9 +443,14 @@ def _more_memory(trials: Trials) -> Iterator[Suggestion]:
             best = (steps, index)
     if best:
         more, index = best[0] * _MEMORY_STEP, best[1]
-        budget = devices[index].budget_bytes + more
-        words = f"give device {index} ({devices[index].name}) {format_bytes(more)} more, {format_bytes(budget)} in all"
-        yield Suggestion("memory", str(budget), index, words)
+        device, budget = devices[index], devices[index].budget_bytes + more
+        words = f"give device {index} ({device.name}) {format_bytes(more)} more, {format_enough(budget)} in all"
+        in_file = False
+        if not with_budget(device, budget):
+            in_file = trials.request.strategy == "latency"
+            known = " and a known bandwidth" if in_file else ""
+            words = f"take a GPU with {format_enough(budget)}{known} instead of device {index} ({device.name})"
+        yield Suggestion("memory", str(budget), index, words, in_file=in_file)
 
 
 def _least(fits: Callable[[int], bool], most: int) -> int:

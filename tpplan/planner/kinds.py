@@ -83,6 +83,37 @@ KINDS = {
 }
 
 
+@frozen
+class Attending:
+    """How much longer a layer takes by its attention than one of queries, keys and values.
+
+    These constants are fitted to one run of one model each, with 1, 8 and 64 rows, and in between in proportion. No run
+    was held out, see docs/decisions/0003-time-of-a-step.md.
+
+    Attributes:
+        layer_ns: for each of :data:`ROWS`, nanoseconds of a decode step.
+        prompt_ns: nanoseconds of a prompt of 4,096 tokens.
+    """
+
+    layer_ns: tuple[int, ...]
+    prompt_ns: int
+
+
+#: Linear attention with gates (gated DeltaNet), and latent attention (MLA).
+GATED = Attending(layer_ns=(46_000, 43_700, 39_100, 30_000, 38_000, 54_000, 86_000), prompt_ns=2_010_000)
+LATENT = Attending(layer_ns=(53_000, 45_400, 30_300, 0, 0, 0, 0), prompt_ns=2_360_000)
+USUAL = Attending(layer_ns=(0,) * len(ROWS), prompt_ns=0)
+
+
+def attending(block: Block) -> Attending:
+    """Return how much longer each layer of a block takes by its attention."""
+    linear, attention = block.linear, block.attention
+    if linear and linear.key_head_dim and not (linear.shared_keys or linear.plain_keys):
+        return GATED
+    is_latent = attention and attention.latent_dim and not (attention.shared or attention.window)
+    return LATENT if is_latent else USUAL
+
+
 def kind_of(parameter: Parameter, model: ModelSpec, block: Block | None = None) -> str:
     """Return the kind of a parameter, of a layer of a block or outside the layers: a key of :data:`KINDS`."""
     if parameter.dtype.startswith(("F16", "BF16", "F32", "F64")):

@@ -316,7 +316,7 @@ def ledger(
         bounds: the cut points of each axis, in the order of ``wanted.axes``.
         wanted: the axes and their costs.
         devices: one for each slice of the bounds.
-        request: says what is reserved; ``reads_bytes`` are filled in for the strategy ``latency``.
+        request: says what is left to others; ``reads_bytes`` are filled in for the strategy ``latency``.
     """
     entries = []
     reads = request.strategy == "latency"
@@ -326,9 +326,19 @@ def ledger(
         used = bool(costs)
         total = sum(costs, wanted.common) if used else Cost()
         overhead = device.overhead_bytes if used else 0
-        reserved = request.reserved(index)
-        free = device.budget_bytes - total.bytes - overhead - reserved
+        reserved, draft = request.reserved(index), request.room(index)
+        if draft and not used:
+            draft += device.overhead_bytes
+        free = device.budget_bytes - total.bytes - overhead - reserved - draft
         # Rounded up, reads must not exceed the bytes held; a device with only lookup tables reads little, but not 0.
         read = min(max(total.reads, 1), total.weights + total.cache) if reads and used else 0
-        entries.append(DeviceMemory(index, total.weights, total.cache, total.workspace, overhead, free, read, reserved))
+        parts = total.weights, total.cache, total.workspace, overhead, free, read, reserved, draft
+        entries.append(DeviceMemory(index, *parts))
     return tuple(entries)
+
+
+def stated(memory: Sequence[DeviceMemory], request: Request) -> tuple[DeviceMemory, ...]:
+    """Return a ledger as a plan has it: where that is a draft model's, the overhead is in the plan of its model."""
+    if not request.drafts_for:
+        return tuple(memory)
+    return tuple(evolve(each, overhead_bytes=0, free_bytes=each.free_bytes + each.overhead_bytes) for each in memory)

@@ -94,7 +94,7 @@ def plan_request(
         devices: the devices.
         request: the request, before the planner fills in what depends on the model.
         links: measured links between the devices.
-        room: reserves more for something whose size depends on request and devices, see
+        room: leaves room for a draft model, whose size depends on request and devices, see
             :class:`tpplan.planner.infeasible.Trials`.
         is_advised: whether an error says what would help, which takes many attempts.
     """
@@ -103,7 +103,7 @@ def plan_request(
     if request.strategy != AUTO:
         return _plan(model, devices, request, room, is_advised=is_advised)
     balanced = _plan(model, devices, evolve(request, strategy="balanced"), room, is_advised=is_advised)
-    return faster(balanced, model, tuple(links))
+    return faster(balanced, model, tuple(links), effort=_effort(request))
 
 
 def faster(
@@ -148,16 +148,24 @@ def _plan(
 ) -> SplitPlan:
     """Return the plan by one strategy, which predicts nothing."""
     request = resolve(model, _with_room(model, devices, asked, room) if room else asked)
+    if request.draft:
+        request = evolve(request, draft=request.draft.on(len(devices)))
     check_devices(devices, request)
-    found = attempt(model, devices, request)
+    tries = (attempt(model, devices, request, effort=each) for each in dict.fromkeys((_effort(request), Effort.BEST)))
+    found = next(filter(None, tries), None)
     if found is None or found.lacking:
         from tpplan.planner.infeasible import explain  # noqa: PLC0415 (explaining plans again)
 
         best = found or nearest_attempt(model, devices, request)
-        raise explain(best, asked.reserve, room, is_advised=is_advised)
+        raise explain(best, room, is_advised=is_advised)
     result = found.plan()
     verify(result, "the new plan")
     return result
+
+
+def _effort(request: Request) -> Effort:
+    """Return how long to look for better cuts: little for what drafts, which advice plans again for every attempt."""
+    return Effort.QUICK if request.drafts_for else Effort.BEST
 
 
 def _with_room(model: ModelSpec, devices: tuple[Device, ...], asked: Request, room: Room) -> Request:

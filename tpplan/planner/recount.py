@@ -13,7 +13,7 @@ from attrs import evolve, fields
 from tpplan.core.axes import parse_layers
 from tpplan.errors import PlanError, RequestError
 from tpplan.planner.attempt import described, splits_of
-from tpplan.planner.ledger import demands, ledger
+from tpplan.planner.ledger import demands, ledger, stated
 from tpplan.planner.request import resolve
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def differences(plan: SplitPlan, model: ModelSpec) -> list[str]:
     found += [f"splits has no {axis} of layers {layers}" for axis, layers in right.keys() - planned.keys()]
     if found:
         return found
-    counted = ledger(bounds, wanted, plan.devices, plan.request)
+    counted = stated(ledger(bounds, wanted, plan.devices, plan.request), plan.request)
     rows = enumerate(zip(plan.memory, counted, strict=True))
     return [text for i, (entry, other) in rows for text in _unequal(f"memory[{i}]", entry, other)]
 

@@ -135,8 +135,10 @@ def check_devices(devices: Sequence[Device], request: Request) -> None:
 def _check_reserve(devices: Sequence[Device], request: Request) -> None:
     """Check that reserves are for devices that are there, once for each, and leave something of their budgets.
 
+    What drafts has room on each device.
+
     Raises:
-        RequestError: one is not.
+        RequestError: one is not, or it has not.
     """
     named: set[int] = set()
     for each in request.reserve:
@@ -157,6 +159,10 @@ def _check_reserve(devices: Sequence[Device], request: Request) -> None:
             of = f"device {i} ({device.name}) has a budget of {format_bytes(device.budget_bytes)}"
             hint = f"reserve less of it, as in --reserve 1GiB@{i}, or leave it out"
             raise RequestError(f"{of}, of which {format_bytes(reserved)} are to be reserved", hint)
+    if request.draft and len(request.draft.room_bytes) != len(devices):
+        parts = counted(len(request.draft.room_bytes), "device")
+        message = f"the room of {request.draft.name} is for {parts} that it is split over, and there are {len(devices)}"
+        raise RequestError(message, f"plan again with it: {'--mtp' if request.mtp else '--draft and --draft-output'}")
 
 
 def _known(what: str, value: str, choices: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from tpplan.core.speed import MIDDLE_BYTES, DeviceTime, LinkSpeed, Pass, Speed
 from tpplan.core.workspace import ITEM_BYTES
 from tpplan.errors import RequestError
 from tpplan.planner.costs import THOUSANDTHS, Cost, Stage
-from tpplan.planner.kinds import KINDS, ROWS, Kind, at_rows, is_expert, kind_of
+from tpplan.planner.kinds import KINDS, ROWS, Kind, at_rows, attending, is_expert, kind_of
 from tpplan.planner.ledger import demands
 
 if TYPE_CHECKING:
@@ -163,7 +163,9 @@ class _Predictor:
         tokens = min(rows * request.sequence_tokens, request.cache.tokens)
         between = _STEP_NS
         between += sum(
-            len(block.layers) * at_rows(KINDS[self._layer_kind(i)].layer_ns, rows) for i, block in enumerate(blocks)
+            len(block.layers) * at_rows(each.layer_ns, rows)
+            for i, block in enumerate(blocks)
+            for each in (KINDS[self._layer_kind(i)], attending(block))
         )
 
         def reading(i: int, stage: Stage) -> tuple[int, int, int]:
@@ -211,7 +213,8 @@ class _Predictor:
             for i in self.used
             for rate in (plan.devices[i].matrix_flops_per_second,)
         }
-        rest = _PREFILL_LAYER_NS * model.layer_count * rows // PROMPT
+        between = sum(len(block.layers) * (_PREFILL_LAYER_NS + attending(block).prompt_ns) for block in model.blocks)
+        rest = between * rows // PROMPT
         return self._pass(rows, stages, dict.fromkeys(self.used, rest), hidden=_are_slow(self._between()))
 
     def _pass(

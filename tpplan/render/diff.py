@@ -18,6 +18,8 @@ _MOST_ROWS = 32
 _LONGEST_NAME = 16
 _LONGEST_CELL = 20
 _LONGEST_VALUE = 18
+#: Values that are no words but sentences.
+_SENTENCES = frozenset({"request.reserve", "request.draft.room_bytes"})
 _MARKS = {"added": "+", "removed": "-", "moved": "~", "changed": "~"}
 _DEVICE = [("device", ""), ("name", "")]
 _VALUES = [("what", ""), ("before", ""), ("", ""), ("after", "")]
@@ -43,8 +45,11 @@ def _inputs(changes: dict[str, Any]) -> list[Block]:
     """Say which values of the model and the request differ, and what was chosen by them."""
     blocks: list[Block] = []
     for title, fields in (("Inputs", changes["fields"]), ("Chosen by auto", changes.get("chosen", ()))):
-        rows = [[("~", "dim"), *_values(field)] for field in fields]
-        blocks += [Heading(title), _named([("", ""), *_VALUES], "<<<<<", rows)] if rows else []
+        rows = [[("~", "dim"), *_values(field)] for field in fields if field["path"] not in _SENTENCES]
+        told = [field for field in fields if field["path"] in _SENTENCES]
+        blocks += [Heading(title)] if fields else []
+        blocks += [_named([("", ""), *_VALUES], "<<<<<", rows)] if rows else []
+        blocks += [Text(f"{one['path']}: {one['before']} → {one['after']}", lead=("~  ", "dim")) for one in told]
     return blocks
 
 

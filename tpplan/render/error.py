@@ -51,6 +51,8 @@ def _options(found: list[dict[str, Any]], columns: int) -> list[Line]:
     if max(map(line_width, lines)) <= columns:
         return lines
     short = [row for row in rows if width(row[0][0]) <= columns // 3]
+    first = max((width(option) for (option, _), _ in short), default=0) + 2
+    short = [row for row in short if first + width(row[1][0]) <= columns]
     lines = table(short, "<<") if short else []
     for option, (message, style) in (row for row in rows if row not in short):
         lines += [(option,), ((f"      {message}", style),)]
@@ -73,12 +75,12 @@ def _shortfalls(found: list[dict[str, Any]], columns: int) -> list[Line]:
 
 
 def _needs(shown: list[dict[str, Any]], scale: int, *, by_bucket: bool) -> list[Line]:
-    reserves = any("reserved_bytes" in s for s in shown)
-    titles = (*_NEEDS, *(["reserved"] if reserves else []), "budget", "missing")
+    left = [bucket for bucket in ("reserved", "draft") if any(f"{bucket}_bytes" in s for s in shown)]
+    titles = (*_NEEDS, *left, "budget", "missing")
     rows: list[list[Span]] = [[("", ""), ("", ""), *((title, "dim") for title in titles)]]
     for s in shown:
         cells = [_cell(s, bucket, scale, by_bucket=by_bucket) for bucket in _NEEDS]
-        cells += [(amount(s.get("reserved_bytes", 0), scale), "")] if reserves else []
+        cells += [(amount(s.get(f"{bucket}_bytes", 0), scale), "") for bucket in left]
         missing = (amount(s["missing_bytes"], scale), "bad" if s["missing_bytes"] else "dim")
         name = (shorten_name(s["name"], _LONGEST_NAME), "")
         rows.append([(f"  {s['device']}", "dim"), name, *cells, (amount(s["budget_bytes"], scale), ""), missing])

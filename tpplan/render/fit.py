@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from tpplan.core.plan import rooms_told
 from tpplan.core.sizes import format_bytes
 from tpplan.render.blocks import INDENT, Heading, Table, Text
 from tpplan.render.text import BLANK, shorten
@@ -31,6 +32,10 @@ def fit(report: dict[str, Any]) -> list[Block]:
     ]
     if report.get("assumed"):
         blocks.append(Text(f"assumed: {report['assumed']}", "warn", INDENT))
+    if "draft_bytes" in report:
+        (left,) = rooms_told(tuple(report["draft_bytes"]))
+        said = f"room for {report['draft']}, with {report['context']:,} tokens: {left}"
+        blocks.append(Text(said, "dim", INDENT))
     return [*blocks, BLANK, *_table(report), BLANK, *_unknown(report), *_verdict(report)]
 
 
@@ -91,14 +96,17 @@ def _verdict(report: dict[str, Any]) -> list[Block]:
     if report["fits"]:
         return [Text(f"{asked} fit", "good")]
     found = report.get("suggestions", ())
-    said = f"{asked} do not fit{'; each of these alone makes them fit' if found else ''}"
+    ways = "each of these alone makes" if len(found) > 1 else "this makes"
     found = [one | {"option": "other weights"} if one["kind"] == "quantisation" else one for one in found]
     rows: list[list[Span]] = [
         [("  " + one["option"], "head"), (one["message"], "dim")] for one in found if "option" in one
     ]
     heads = [("option", ""), ("what it does", "")]
     return [
-        Text(said, "warn"),
+        Text(f"{asked} do not fit", "warn"),
+        Text(report["reason"], lead=INDENT),
+        *([Text(report["hint"], lead=INDENT)] if "hint" in report else []),
+        *([Text(f"{ways} {'it' if report['context'] == 1 else 'them'} fit", "warn")] if found else []),
         *([Table(heads=heads, sides="<<", rows=rows)] if rows else []),
         *(Text(one["message"], lead=INDENT) for one in found if "option" not in one),
     ]

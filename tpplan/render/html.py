@@ -7,11 +7,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tpplan.core.model import NotPlanned
-from tpplan.core.plan import Reserve, reserves_told
+from tpplan.core.plan import Reserve, reserves_told, rooms_told
 from tpplan.render.show import (
     CAUSES,
     basis_of,
     count,
+    draft_told,
     exactness,
     shares_of,
     speed_lines,
@@ -112,10 +113,13 @@ def _request(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     model, request = plan["model"], plan["request"]
     rows = [(f"model {key}", value) for key, value in model.items() if key != "not_planned"]
     rows += [("not planned", NotPlanned(**part).text) for part in model.get("not_planned", ())]
-    rows += [(key, value) for key, value in request.items() if key not in {"cache", "reserve"}]
+    rows += [(key, value) for key, value in request.items() if key not in {"cache", "reserve", "draft"}]
     rows += [(f"cache {key}", value) for key, value in request["cache"].items()]
     reserves = tuple(Reserve(**each) for each in request.get("reserve", ()))
     rows += [("reserve", text) for text in reserves_told(reserves) if reserves]
+    if "draft" in request:
+        (room,) = rooms_told(tuple(request["draft"]["room_bytes"]))
+        rows += [("room for", draft_told(request)), ("room", room)]
     return [(key.replace("_", " "), str(value)) for key, value in rows]
 
 

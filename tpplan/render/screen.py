@@ -27,11 +27,12 @@ _STYLES = {
     "workspace": "green",
     "overhead": "magenta",
     "reserved": "cyan",
+    "draft": "bright_magenta",
     "free": "dim",
 }
 
 _ASCII = str.maketrans({
-    "█": "#", "▓": "=", "▒": "+", "░": "-", "·": ".", "…": "...", "→": "->", "–": "-", "×": "x",
+    "█": "#", "▓": "=", "▒": "+", "░": "-", "▚": "%", "·": ".", "…": "...", "→": "->", "–": "-", "×": "x",
 })  # fmt: skip
 
 _NARROWEST, _WIDEST = 60, 140

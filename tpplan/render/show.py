@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tpplan.core.model import PREDICTION, NotPlanned
-from tpplan.core.sizes import counted
+from tpplan.core.sizes import counted, listed
 from tpplan.render.blocks import INDENT, Bar, Heading, Table, Text
 from tpplan.render.text import (
     BLANK,
@@ -92,14 +92,20 @@ def request_lines(plan: dict[str, Any]) -> tuple[str, str]:
     sequences += ", sliding windows kept whole" * ("full_window" in request)
     sequences += ", beyond the model's context" * ("beyond" in request)
     kv = ", KV heads replicated" if request["kv"] == "replicate" else ""
-    draft = PREDICTION if "mtp" in request else f"the draft model {request['draft']}" if "draft" in request else ""
-    room = f", room for {draft}" if draft else ""
+    room = f", room for {draft_told(request)}" if "draft" in request else ""
+    room += f", drafts for {request['drafts_for']}, whose plan has the overhead" if "drafts_for" in request else ""
     stored, whole = [model[key] for key in ("weight_format",) if key in model], abridged(model["fingerprint"])
     caching = f"cache {cache['kind']} for {counted(cache['tokens'], 'token')}{sequences}"
     return (
         ", ".join((model["architecture"], counted(model["layers"], "layer"), model["dtype"], *stored, whole)),
         f"layout {request['layout']}, strategy {request['strategy']}, {caching}, up to {rows}{kv}{room}",
     )
+
+
+def draft_told(request: dict[str, Any]) -> str:
+    """Say what has room beside the model."""
+    name = PREDICTION if "mtp" in request else f"the draft model {request['draft']['name']}"
+    return f"{name}, {'split' if 'split' in request['draft'] else 'whole on every device'}"
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -179,7 +185,9 @@ def shares_of(report: dict[str, Any]) -> str:
 
 
 def _or_reserved(report: dict[str, Any]) -> str:
-    return " or reserved" if "reserve" in report["plan"]["request"] else ""
+    request = report["plan"]["request"]
+    words = ["reserved"] * ("reserve" in request) + ["left to what drafts"] * ("draft" in request)
+    return ", ".join(["", *words[:-1]]) + f" or {words[-1]}" if words else ""
 
 
 def exactness(report: dict[str, Any]) -> str:
@@ -187,11 +195,7 @@ def exactness(report: dict[str, Any]) -> str:
     exact, estimated = report["exact"], report["estimated"]
     counted = " of what is planned" if "not_planned" in report["plan"]["model"] else ""
     told = "are estimates" if len(estimated) > 1 else "is an estimate"
-    return f"{_and(exact)}{counted} are exact; {_and(estimated)} {told}"
-
-
-def _and(words: Sequence[str]) -> str:
-    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])
+    return f"{listed(exact)}{counted} are exact; {listed(estimated)} {told}"
 
 
 def _memory(report: dict[str, Any]) -> list[Block]:

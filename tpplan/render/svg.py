@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 #: Where the columns of a wide picture end: how full a device is, its buckets and its budget; and the width of the bars
 #: in front of them; by the number of buckets.
-_COLUMNS = {5: (244, (500, 564, 616, 690, 762, 818, 876)), 6: (180, (440, 502, 554, 628, 694, 758, 814, 876))}
+_COLUMNS = {
+    5: (244, (500, 564, 616, 690, 762, 818, 876)),
+    6: (180, (440, 502, 554, 628, 694, 758, 814, 876)),
+    7: (124, (384, 446, 498, 572, 638, 702, 758, 814, 876)),
+}
 _MOST_DEVICES = 48
 _DIGIT = 6.7
 _TICK_GAP = 5
@@ -92,9 +96,12 @@ _BUCKETS = {
     "workspace": ("#e4def5", '<circle cx="3" cy="3" r="1.2" fill="#3c2d73"/>'),
     "overhead": ("#a7adb5", '<path d="M0 3H6M3 0V6" stroke="#4b5159" stroke-width="1"/>'),
     "reserved": ("#f4f4f4", '<path d="M-1 -1 7 7M-1 3 3 7M3 -1 7 3" stroke="#4b5159" stroke-width="1"/>'),
+    "draft": ("#ffffff", '<path d="M0 1.5H6M0 4.5H6" stroke="#3c2d73" stroke-width="1"/>'),
 }
 
+#: On a page, the root is the page's, which has this anyway.
 _STYLE = """
+:root{max-width:100%;height:auto}
 text{font-family:system-ui,-apple-system,"Segoe UI","DejaVu Sans",Arial,sans-serif;font-size:12px;fill:#1f2328}
 .title{font-size:20px;font-weight:600}.head{font-size:13px;font-weight:600}.dim{fill:#59636e}.small{font-size:10.5px}
 .end{text-anchor:end}.mid{text-anchor:middle}.num{font-variant-numeric:tabular-nums}.strong{font-weight:600}

@@ -21,9 +21,9 @@ Line = tuple[Span, ...]
 PLAIN_COLUMNS = 100
 BLANK: Line = ()
 
-#: Of the buckets, the one that only plans with a reserve have.
-_RESERVED = "reserved"
-_GLYPHS = dict(zip(("weights", "cache", "workspace", "overhead", _RESERVED, "free"), "█▓▒░:·", strict=True))
+#: Of the buckets, those that are left to others, which few plans have.
+_LEFT = ("reserved", "draft")
+_GLYPHS = dict(zip(("weights", "cache", "workspace", "overhead", *_LEFT, "free"), "█▓▒░:▚·", strict=True))
 _SCALES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _GAP = 2
 _MOST_WORDS = 12
@@ -151,9 +151,9 @@ def fitting(found: Sequence[list[Span]], room: int) -> list[list[list[Span]]]:
 
 
 def buckets_of(memory: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
-    """Return for each bucket of a ledger the bytes on every device; what is reserved only where something is."""
+    """Return for each bucket of a ledger the bytes on every device; what is left to others only where something is."""
     found = {bucket: [entry.get(f"{bucket}_bytes", 0) for entry in memory] for bucket in _GLYPHS}
-    return {bucket: sizes for bucket, sizes in found.items() if bucket != _RESERVED or any(sizes)}
+    return {bucket: sizes for bucket, sizes in found.items() if bucket not in _LEFT or any(sizes)}
 
 
 def bar(amounts: Mapping[str, int], whole: int, columns: int) -> list[Span]:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs import frozen
 
-from tpplan.core.plan import AUTO, reserves_told
+from tpplan.core.plan import AUTO, reserves_told, rooms_told
 from tpplan.errors import RequestError, TpplanError
 from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
 from tpplan.planfile.codec import fingerprint
-from tpplan.planner.draft import reserves_of
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.plan import asked_strategy, replan
 from tpplan.planner.request import resolve
@@ -205,8 +204,7 @@ def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> tuple[li
         InfeasibleError: the draft model does not fit.
         RequestError: it asks for what is not valid for the model.
     """
-    own = inputs.asked(options)
-    asked, _ = inputs.with_room(own, inputs.devices)
+    asked = inputs.asked(options)
     is_auto = asked.strategy == AUTO
     resolved = resolve(inputs.model, attrs.evolve(asked, strategy=old.request.strategy if is_auto else asked.strategy))
     before, now = _words(old.request), _words(resolved)
@@ -214,53 +212,39 @@ def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> tuple[li
         now["strategy"] = AUTO
     elif old.speed and not is_auto:
         before["strategy"] = AUTO
-    draft, named = "", {}
-    if inputs.draft and (old.request.draft, old.request.mtp) == (resolved.draft, resolved.mtp):
-        before["reserve"], now["reserve"], draft = _reserves_beside(inputs.draft.name, old, inputs, own)
-    else:
-        before["reserve"], now["reserve"] = reserves_told(old.request.reserve, resolved.reserve)
-        named = {"reserve": f"reserve, with room for {inputs.draft.name},"} if inputs.draft else {}
-    others = [f"{named.get(key, key)} {now[key]} instead of {before[key]}" for key in now if now[key] != before[key]]
-    return others, draft
+    before["reserve"], now["reserve"] = reserves_told(old.request.reserve, resolved.reserve)
+    is_drafting = inputs.draft and not resolved.mtp
+    now["draft"] = inputs.draft.name if inputs.draft and is_drafting else "none"
+    now["draft-output"] = "given" if is_drafting and inputs.is_split else "none"
+    others = [f"{key} {now[key]} instead of {before[key]}" for key in now if now[key] != before[key]]
+    is_same = all(now[key] == before[key] for key in ("draft", "draft-output", "mtp"))
+    return others, _other_room(old, inputs) if is_same else ""
 
 
-def _reserves_beside(draft: str, old: SplitPlan, inputs: Inputs, own: Request) -> tuple[str, str, str]:
-    """Return what a plan reserved beside its draft model, what a manifest does, and how the former changed, in words.
+def _other_room(old: SplitPlan, inputs: Inputs) -> str:
+    """Return in words how a plan's draft model changed: its room for what the plan was asked for is another today.
 
-    A plan has the sum of both. Where it is not that of the manifest's reserve and of today's room for what the plan was
-    asked for, one of both is another, which is told from bytes that cannot be. Other devices have other room.
+    Other devices have other room, which says nothing of the draft model.
 
-    Args:
-        draft: name of the draft model.
-        old: the plan.
-        inputs: what it is made of today.
-        own: what the manifest asks for, without the room.
+    Raises:
+        InfeasibleError: it does not fit.
     """
-    (told,) = reserves_told(own.reserve)
-    if inputs.devices != old.devices:
-        return told, told, ""
-    empty = attrs.evolve(old.request, reserve=own.reserve, strategy=asked_strategy(old))
-    both, _ = inputs.with_room(empty, old.devices)
-    sums = [(old.request.reserved(i), both.reserved(i), own.reserved(i)) for i in range(len(old.devices))]
-    if all(before == now for before, now, _ in sums):
-        return told, told, ""
-    reserves = [before - now + asked for before, now, asked in sums]  # if the room did not change
-    rooms = [before - asked for before, _, asked in sums]  # if the manifest's reserve did not
-    can_reserve = min(reserves) >= 0
-    can_draft = min(rooms) >= 0 and any(reserves) and any(rooms) and (inputs.is_split or len({*rooms}) == 1)
-    if not can_draft:  # or both are others
-        sides = (own.reserve, reserves_of(reserves)) if can_reserve else (both.reserve, old.request.reserve)
-        now, before = reserves_told(*sides)
-        return before, now if can_reserve else f"(with room for {draft}) {now}", ""
-    now, before = reserves_told(reserves_of([now - asked for _, now, asked in sums]), reserves_of(rooms))
-    unless = ", unless the manifest's reserve did" if can_reserve else ""
-    what, whose = (draft, "their") if old.request.mtp else (f"the draft model {draft}", "its")
-    return told, told, f"{what} changed{unless}: {whose} room is {now} instead of {before}"
+    draft = old.request.draft
+    if draft is None or inputs.devices != old.devices:
+        return ""
+    asked = attrs.evolve(old.request, draft=None, strategy=asked_strategy(old))
+    today = inputs.with_room(asked, old.devices)[0].draft
+    if today is None or today.room_bytes == draft.room_bytes:
+        return ""
+    before, now = rooms_told(draft.room_bytes, today.room_bytes)
+    what, whose = (draft.name, "their") if old.request.mtp else (f"the draft model {draft.name}", "its")
+    return f"{what} changed: {whose} room is {now} instead of {before}"
 
 
 def _words(request: Request) -> dict[str, str]:
     """Return the parts of a request by the options that ask for them."""
     tokens, context = request.cache.tokens, request.sequence_tokens
+    draft = None if request.mtp else request.draft
     return {
         "cache": request.cache.kind,
         "context": f"{context}",
@@ -269,6 +253,8 @@ def _words(request: Request) -> dict[str, str]:
         "max-rows": f"{request.max_rows}",
         "full-window": str(request.full_window).lower(),
         "beyond": str(request.beyond).lower(),
-        "draft": request.draft or "none",
+        "draft": draft.name if draft else "none",
+        "draft-output": "given" if draft and draft.split else "none",
         "mtp": str(request.mtp).lower(),
+        "drafts for": request.drafts_for or "none",
     }

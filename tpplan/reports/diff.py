@@ -10,7 +10,7 @@ import attrs
 from attrs import frozen
 
 from tpplan.core.axes import Axis, format_layers, parse_layers
-from tpplan.core.plan import SplitPlan, reserves_told
+from tpplan.core.plan import Draft, SplitPlan, reserves_told, rooms_told
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import RequestError
 from tpplan.files.codec import document
@@ -51,7 +51,12 @@ class Bucket(StrEnum):
     WORKSPACE = "workspace"
     OVERHEAD = "overhead"
     RESERVED = "reserved"  # only in plans with a reserve
+    DRAFT = "draft"  # only in plans with room for what drafts
     FREE = "free"
+
+
+#: Buckets of what is left to others.
+_LEFT = (Bucket.RESERVED, Bucket.DRAFT)
 
 
 @frozen
@@ -169,7 +174,7 @@ class MemoryChange:
 
     Attributes:
         device: the device.
-        buckets: all buckets of the device; what is reserved only where one of the plans reserves something.
+        buckets: all buckets of the device; what is left to others only where one of the plans leaves something.
         before_reads_bytes: weights and cache that one token reads in the first plan; 0 if the plan does not say.
         after_reads_bytes: the same in the second plan.
         delta_reads_bytes: bytes more that one token reads, or fewer if negative; 0 if one of the plans does not say.
@@ -336,10 +341,19 @@ def _field_changes(a: attrs.AttrsInstance, b: attrs.AttrsInstance, path: str) ->
         before, after = getattr(a, name), getattr(b, name)
         if name == _SPEED:
             continue
+        if name == _DRAFT:
+            before, after = _comparable(before, after)
         if attrs.has(type(before)):
             yield from _field_changes(before, after, f"{path}{name}.")
         elif before != after and (name in _TEXTS or not isinstance(before, tuple)):
             yield FieldChange(path + name, *_TEXTS.get(name, _plain)(before, after))
+
+
+def _comparable(before: Draft | None, after: Draft | None) -> tuple[Draft, Draft]:
+    """Return what drafts in two plans, on as many devices where each has all of it; without a name for nothing."""
+    if before and after and not before.split | after.split:
+        before = before.on(len(after.room_bytes))
+    return before or _NO_DRAFT, after or _NO_DRAFT
 
 
 def _plain(*values: int | str) -> Iterator[int | str]:
@@ -359,8 +373,15 @@ _STRATEGY = "request.strategy"
 #: A prediction is compared by itself.
 _SPEED = "speed"
 
+#: What drafts, which a plan may not have.
+_DRAFT, _NO_DRAFT = "draft", Draft("", ())
+
 #: How tuples are told that are values of the model or the request.
-_TEXTS: dict[str, Callable[..., Iterable[Any]]] = {"not_planned": _parts, "reserve": reserves_told}
+_TEXTS: dict[str, Callable[..., Iterable[Any]]] = {
+    "not_planned": _parts,
+    "reserve": reserves_told,
+    "room_bytes": rooms_told,
+}
 
 
 def _device_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -> Iterator[DeviceChange]:
@@ -433,8 +454,9 @@ def _memory_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -
 
 def _buckets(a: SplitPlan, b: SplitPlan) -> tuple[Bucket, ...]:
     """Return the buckets of both plans."""
-    reserved = any(entry.reserved_bytes for entry in (*a.memory, *b.memory))
-    return tuple(bucket for bucket in Bucket if bucket != Bucket.RESERVED or reserved)
+    entries = (*a.memory, *b.memory)
+    empty = {bucket for bucket in _LEFT if not any(getattr(entry, f"{bucket}_bytes") for entry in entries)}
+    return tuple(bucket for bucket in Bucket if bucket not in empty)
 
 
 def _bucket_changes(
@@ -487,7 +509,7 @@ def _devices(count: int, what: str) -> str:
 
 def _largest(change: MemoryChange) -> BucketChange:
     """Return a device's bucket that changes most, of those that the model takes."""
-    used = [bucket for bucket in change.buckets if bucket.bucket not in {Bucket.RESERVED, Bucket.FREE}]
+    used = [bucket for bucket in change.buckets if bucket.bucket not in {*_LEFT, Bucket.FREE}]
     return max(used, key=lambda bucket: abs(bucket.delta_bytes))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from tpplan.errors import (
     MOST_PROBLEMS,
@@ -19,7 +19,7 @@ from tpplan.errors import (
     UsageError,
 )
 from tpplan.files.codec import document
-from tpplan.hardware.spec import is_modified, parse_devices, spec_of
+from tpplan.hardware.spec import of_size, parse_devices, spec_of, with_budget
 from tpplan.planner.infeasible import InfeasibleError, Shortfall
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def error_report(error: TpplanError, gpus: str = "") -> ErrorReport:
 def _advice(suggestion: Suggestion, gpus: str) -> Advice:
     s = suggestion
     option = f"--{s.kind} {s.value}" + (f" --context {s.context}" if s.context else "")
-    if s.kind == "reserve":
+    if s.kind == "reserve" or s.in_file:
         option = ""
     elif s.kind == "memory":
         option = other_gpus(gpus, lambda devices: _replaced(devices, s.device, int(s.value)))
@@ -141,10 +141,7 @@ def _advice(suggestion: Suggestion, gpus: str) -> Advice:
 
 
 def _replaced(devices: Sequence[Device], index: int, budget: int) -> list[Device]:
-    larger = evolve(devices[index], budget_bytes=budget)
-    if is_modified(larger) and not is_modified(devices[index]):
-        raise DeviceError(f"a {larger.name} has less memory", "name another GPU")
-    return [*devices[:index], larger, *devices[index + 1 :]]
+    return [*devices[:index], with_budget(devices[index], budget) or of_size(budget), *devices[index + 1 :]]
 
 
 def other_gpus(gpus: str, change: Callable[[Sequence[Device]], list[Device]]) -> str:

@@ -121,7 +121,12 @@ class FitReport:
         batch: sequences that decode together.
         context: tokens of each sequence that were asked for.
         cache: cache kind that was asked for.
+        draft: display name of what drafts beside the model; left out for nothing.
+        draft_bytes: what is left to it of each device, with as many tokens as were asked for; left out without it, or
+            if it has no room.
         fits: whether that fits.
+        reason: why it does not, in a sentence; left out if it fits.
+        hint: what to do about that where no single change helps; left out otherwise.
         rows: contexts, ascending.
         longest: the longest context for each cache kind.
         suggestions: single changes with which what was asked for fits, the cheapest first; left out if it fits.
@@ -139,7 +144,11 @@ class FitReport:
     batch: int
     context: int
     cache: str
+    draft: str = ""
+    draft_bytes: tuple[int, ...] = ()
     fits: bool
+    reason: str = ""
+    hint: str = ""
     rows: tuple[FitRow, ...]
     longest: tuple[LongestContext, ...]
     suggestions: tuple[Advice, ...] = ()
@@ -159,6 +168,7 @@ def fit(
     gpus: str = "",
     reserve: tuple[Reserve, ...] = (),
     room: Room | None = None,
+    draft: str = "",
     mtp: bool = False,
 ) -> FitReport:
     """Return what of a model fits on devices.
@@ -175,6 +185,7 @@ def fit(
         gpus: the devices as they were named, so that suggestions can name them with more memory.
         reserve: memory to leave to something else.
         room: reserves more for a draft model, see :class:`tpplan.planner.infeasible.Trials`.
+        draft: display name of that.
         mtp: whether that is the model's own prediction layers.
 
     Raises:
@@ -190,12 +201,15 @@ def fit(
     rows = tuple(table.row(each) for each in _contexts(model, context))
     row = next(row for row in rows if row.context == context)
     suggestions: tuple[Advice, ...] = ()
+    reason = hint = ""
     if not (fits := table.fits(cache, context)):
         try:
             plan_request(model, devices, asked, room=room)
             fits = True
         except InfeasibleError as error:
             suggestions = _advised(error_report(error, gpus).error.suggestions, row.quantisation, model)
+            reason, hint = error.message, "" if suggestions else error.hint
+    whole = table.trials.whole(request, devices) if room else None
     return FitReport(
         model=model.name,
         weight_format=model.weight_format,
@@ -207,7 +221,11 @@ def fit(
         batch=batch,
         context=context,
         cache=cache,
+        draft=draft,
+        draft_bytes=whole.draft.room_bytes if whole and whole.draft else (),
         fits=fits,
+        reason=reason,
+        hint=hint,
         rows=rows,
         longest=tuple(LongestContext(cache=kind, context=table.longest(kind)) for kind in CACHE_KINDS),
         suggestions=suggestions,

@@ -81,11 +81,11 @@ class Inputs:
         return plan_request(self.model, self.devices, asked, self.links, self.room(asked.strategy))
 
     def room(self, strategy: str) -> Room | None:
-        """Return what reserves room for the draft model, which is split by a strategy; None if there is none."""
+        """Return what leaves room for the draft model, which is split by a strategy; None if there is none."""
 
         def room(request: Request, devices: tuple[Device, ...]) -> Request:
             whole, _ = self.with_room(evolve(request, strategy=strategy), devices)
-            return evolve(request, reserve=whole.reserve, draft=whole.draft)
+            return evolve(request, draft=whole.draft)
 
         return room if self.draft else None
 

@@ -44,12 +44,12 @@ class DeviceShare:
         device: index of the device in the plan.
         name: display name of the device.
         requested_share_ppm: the device's share of the total budget, or of the total bandwidth.
-        achieved_share_ppm: the device's share of all bytes in use or reserved, or of all bytes that a token reads if
-            shares refer to bandwidth.
+        achieved_share_ppm: the device's share of all bytes in use or left to others, or of all bytes that a token reads
+            if shares refer to bandwidth.
         budget_bytes: bytes that tpplan may use on the device.
         used_bytes: sum of the four buckets.
-        free_bytes: remainder of the budget, without what is reserved.
-        used_ppm: part of the device's budget that is in use or reserved.
+        free_bytes: remainder of the budget, without what is left to others.
+        used_ppm: part of the device's budget that is in use or left to others.
     """
 
     device: int
@@ -104,9 +104,9 @@ class ShowReport:
         plan: the plan, as in its file.
         share_basis: quantity that shares refer to: ``bandwidth`` for the strategy latency, else ``budget``.
         devices: shares of each device, in the plan's order.
-        fullest_device: index of the device with the largest part of its budget in use or reserved.
+        fullest_device: index of the device with the largest part of its budget in use or left to others.
         fullest_ppm: that part, in millionths.
-        together_ppm: part of the total budget that is in use or reserved, in millionths.
+        together_ppm: part of the total budget that is in use or left to others, in millionths.
         exact: buckets that are exact to the byte, for all that the plan counts.
         estimated: buckets that rest on a calibrated constant, or on what is assumed of the weights.
         speed: how fast the plan is predicted to be; left out if it predicts nothing.
@@ -188,8 +188,8 @@ def _load(entry: DeviceMemory, basis: ShareBasis) -> int:
 
 
 def _taken(entry: DeviceMemory) -> int:
-    """Return the bytes of a device that are in use or reserved."""
-    return entry.used_bytes + entry.reserved_bytes
+    """Return the bytes of a device that are in use or left to others."""
+    return entry.used_bytes + entry.left_bytes
 
 
 def _shares(amounts: list[int]) -> list[int]:
@@ -240,7 +240,7 @@ def faster_with_fewer(plan: SplitPlan, model: ModelSpec) -> tuple[tuple[int, ...
         The devices, and the tokens a second of the plan and with them; None where no fewer are faster by a tenth.
     """
     used = [i for i, entry in enumerate(plan.memory) if entry.used_bytes]
-    if plan.speed is None or len(used) == 1 or len(used) > _MOST_TRIED or plan.request.reserve:
+    if plan.speed is None or len(used) == 1 or len(used) > _MOST_TRIED or plan.request.reserve or plan.request.draft:
         return None
     now = plan.speed.decode[-1].full_tokens_per_second
     best: tuple[tuple[int, ...], tuple[int, int]] | None = None

@@ -12,24 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.core.missing import needing
+from tpplan.core.missing import on_first_use
 
 if TYPE_CHECKING:
     from tpplan.transformers.sharding import shard
 
 __all__ = ["shard"]
 
-
-def __getattr__(name: str) -> object:
-    """Import a public name from its module.
-
-    Raises:
-        MissingError: torch or transformers is not installed.
-    """
-    if name != "shard":
-        message = f"module 'tpplan.transformers' has no attribute {name!r}"
-        raise AttributeError(message)
-    with needing("tpplan.transformers.shard", "transformers"):
-        from tpplan.transformers.sharding import shard  # noqa: PLC0415
-
-        return shard
+__getattr__ = on_first_use(__name__, {"shard": "sharding"}, "transformers")

@@ -47,7 +47,7 @@ def assemble(
         source: the checkpoint.
         plan: the plan that cuts it.
         ctx: the compiled plan.
-        config: of transformers, that of a class that has the language model.
+        config: transformers' config of a class that has the language model.
         tensors: slices of each device of this process, by name.
 
     Raises:
@@ -75,7 +75,7 @@ def names_of(model: ModelSpec, whole: Any) -> Names:
 
     Args:
         model: the model as planned.
-        whole: of transformers.
+        whole: a model of transformers, not cut.
 
     Raises:
         ModelError: transformers has no place for a tensor.

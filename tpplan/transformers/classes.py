@@ -72,8 +72,8 @@ def starts(model: Any, root: str) -> Mapping[str, str]:
     """Return starts of the names of a language model's tensors, and what a model of transformers has in their place.
 
     Args:
-        model: of transformers.
-        root: how the names start.
+        model: a model of transformers.
+        root: how the names of the language model's tensors start.
     """
     decoder = model.get_decoder()
     path = next(name for name, module in model.named_modules() if module is decoder)
@@ -83,10 +83,10 @@ def starts(model: Any, root: str) -> Mapping[str, str]:
 
 
 def refuse_images(model: Any) -> None:
-    """Let methods that encode images say that nothing does.
+    """Let a model's methods that encode images raise an error.
 
     Args:
-        model: of transformers, without that part.
+        model: a model of transformers, without the part that reads images.
     """
 
     def refuse(*_args: Any, **_kwargs: Any) -> Any:

@@ -57,15 +57,15 @@ def norm_groups(
 
 
 def sparsify(path: str, module: Any, operations: Operations, layer: int, columns: int, *, lacks: bool) -> None:
-    """Let a gate of Gemma 3n pass what is over a quantile of the normal distribution that all its columns have.
+    """Let a gate of Gemma 3n pass only elements over a quantile, if all columns are distributed normally.
 
     Args:
         path: name of the module.
         module: an MLP of transformers with an ``activation_sparsity``.
-        operations: the context's.
+        operations: operations of the context.
         layer: number of the layer.
-        columns: of all devices.
-        lacks: whether the device has none of them.
+        columns: number of the gate's columns on all devices.
+        lacks: whether this device has none of them.
     """
     quantile = NormalDist().inv_cdf(module.activation_sparsity)
 

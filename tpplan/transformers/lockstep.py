@@ -22,8 +22,8 @@ class Operation:
     """An operation between devices.
 
     Attributes:
-        name: what it is behind: the same on all devices that meet at it.
-        run: from each device's operand, by device, to each device's result.
+        name: name of the module whose output it takes: the devices that meet have to name the same.
+        run: returns each device's result, given each device's operand.
     """
 
     name: str

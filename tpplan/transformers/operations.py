@@ -43,11 +43,11 @@ class Operations:
         """Return the columns of all devices side by side; what devices without a part of the axis pass is ignored.
 
         Args:
-            name: of the module.
+            name: name of the module.
             x: this device's columns.
-            axis: by which columns are cut.
-            layer: whose cut.
-            columns: of the result.
+            axis: axis that cuts the columns.
+            layer: number of the layer that is cut.
+            columns: number of the result's columns.
             dim: columns for each element of the axis.
         """
         owners = self.context.devices_of(axis, layer)
@@ -73,9 +73,9 @@ class Operations:
         """Run an operation on as many rows at a time as the plan allows.
 
         Args:
-            name: of the module.
+            name: name of the module.
             x: this device's operand.
-            columns: of the result.
+            columns: number of the result's columns.
             run: fills the results of all devices, given their operands by device.
         """
 

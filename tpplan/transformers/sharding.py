@@ -56,7 +56,7 @@ def config_of(source: Source, plan: SplitPlan) -> Any:
     """Return transformers' config of a checkpoint's language model, or of the model around it that has its only class.
 
     Raises:
-        RequestError: transformers has no class for it, or the plan or the weights are not as that would have them.
+        RequestError: transformers has no class for it, or cannot run with this plan or these weights.
     """
     if not source.model.is_plain:
         what = f"the weights of {source.directory} are {source.model.weight_format}"

@@ -105,7 +105,7 @@ def small(config: Any) -> Any:
     """Return a config of the same kind whose model is small.
 
     Args:
-        config: of transformers, with a language model.
+        config: a config of transformers that has a language model.
     """
     made = deepcopy(config)
     _shrink(text_of(made))

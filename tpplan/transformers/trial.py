@@ -50,7 +50,7 @@ def check_small_model(config: Any, layout: str, kv: str) -> None:
 
     Args:
         config: a language model's config, of transformers.
-        layout: of the plan.
+        layout: layout of the plan.
         kv: where the plan has KV heads.
 
     Raises:

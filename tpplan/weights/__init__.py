@@ -5,10 +5,9 @@ Names are imported on first use, as in ``tpplan`` itself: computing the slices d
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tpplan.core.missing import needing
+from tpplan.core.missing import on_first_use
 
 if TYPE_CHECKING:
     from tpplan.weights.load import Weights, load_weights
@@ -18,15 +17,4 @@ _MODULE_OF = {"TensorSlice": "slices", "Weights": "load", "iter_slices": "slices
 
 __all__ = ["TensorSlice", "Weights", "iter_slices", "load_weights"]
 
-
-def __getattr__(name: str) -> object:
-    """Import a public name from its module on first use.
-
-    Raises:
-        MissingError: torch is not installed.
-    """
-    if name not in _MODULE_OF:
-        message = f"module 'tpplan.weights' has no attribute {name!r}"
-        raise AttributeError(message)
-    with needing(f"tpplan.weights.{name}"):
-        return getattr(import_module(f"tpplan.weights.{_MODULE_OF[name]}"), name)
+__getattr__ = on_first_use(__name__, _MODULE_OF)

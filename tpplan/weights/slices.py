@@ -83,14 +83,14 @@ def iter_slices(plan: SplitPlan, model: ModelSpec) -> Iterator[TensorSlice]:
         )
     outside = ((Axis.VOCAB, model.vocab_size), (Axis.RESIDUAL, model.hidden_size))
     cuts = _Cuts.of(plan, outside, None)
-    held = [cuts.held(parameter, parameter.name) for parameter in model.parameters]
+    held = [cuts.holding(parameter, parameter.name) for parameter in model.parameters]
     for layer, block in model.by_layer.items():
         cuts = _Cuts.of(plan, (*outside, *block.sizes()), layer)
         for parameter in block.parameters:
             if "{expert}" in parameter.name and parameter.copies != block.experts:
                 what = f"the experts of layer {layer} are stored in several ways ({_ways(parameter, block)})"
                 raise ModelError(f"{what}, which tpplan plans but does not cut", "convert all of them alike")
-            held.append(cuts.held(parameter, parameter.name.replace("{layer}", str(layer))))
+            held.append(cuts.holding(parameter, parameter.name.replace("{layer}", str(layer))))
     return chain.from_iterable(one.slices() for one in held)
 
 
@@ -103,7 +103,7 @@ def _ways(parameter: Parameter, block: Block) -> str:
 
 
 @frozen
-class _Held:
+class _HeldParameter:
     """The parts of one layer's parameter, by device.
 
     Attributes:
@@ -159,7 +159,7 @@ class _Cuts:
         used = {each.device for split in plan.splits for each in slices_of(split.bounds)}
         return cls(plan.request.layout, splits, tuple(sorted(used)))
 
-    def held(self, parameter: Parameter, name: str) -> _Held:
+    def holding(self, parameter: Parameter, name: str) -> _HeldParameter:
         """Return each device's part of a parameter, for which the ledger charges the device.
 
         Raises:
@@ -167,14 +167,14 @@ class _Cuts:
         """
         dim = parameter.cut_dim(self.layout)
         if dim is None:
-            return _Held(parameter, name, None, dict.fromkeys(self._holders(parameter.home), ()))
+            return _HeldParameter(parameter, name, None, dict.fromkeys(self._holders(parameter.home), ()))
         ranges: dict[int, tuple[tuple[int, int], ...]] = {}
         at = 0
         for segment in parameter.dims[dim]:
             for device, start, end in self._parts(segment, parameter.home, name):
                 ranges[device] = (*ranges.get(device, ()), (at + start, at + end))
             at += segment.length
-        return _Held(parameter, name, dim, dict(sorted(ranges.items())))
+        return _HeldParameter(parameter, name, dim, dict(sorted(ranges.items())))
 
     def _holders(self, home: Axis | None) -> tuple[int, ...]:
         """Return the devices that hold an uncut tensor: those of its home axis, or all in use if it has none."""

@@ -115,6 +115,19 @@ def test_lanes_round_as_torch() -> None:
     assert ((ours / theirs)[theirs.abs() > 1e-4].median() - 1).abs() < 1e-4
 
 
+def test_what_they_keep_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporaries leave room for it in the plan's scratch: 4 bytes for each key head of each sequence."""
+    monkeypatch.setattr(delta, "Launcher", lambda name, _: name)
+    kernels = delta.Delta(torch.device("cpu"), torch.bfloat16)
+    layers = [Layer(BY_HEAD, (4, 2), 6, torch.bfloat16, kernels.of) for _ in range(2)]
+    assert kernels._turns.nbytes == 4 * 4 * 6
+    for layer in layers:
+        assert layer.fast._kernels is not None
+        assert layer.fast._kernels.nbytes == 4 * 4 * 6
+        free = [each._elements * each.state.inputs.itemsize for each in (layer.plain, layer.fast)]
+        assert free[0] - free[1] == 4 * 4 * 6 // 2  # half of what is left is theirs
+
+
 def _shifted(x: torch.Tensor) -> torch.Tensor:
     """Return the same numbers, which begin and follow each other between vectors."""
     found = x.new_empty(*x.shape[:-1], x.shape[-1] + 1)[..., 1:]

@@ -47,7 +47,7 @@ def said(directory: Path, plan: SplitPlan) -> list[torch.Tensor]:
         tokens, positions = ([x] * everywhere for x in (torch.arange(BATCH), torch.tensor([1, 79, 3, 0, 0, 3, 0, 2])))
         logits.append(decoder.decode(tokens, positions))
         found = [context.gather(each, Axis.VOCAB).tensor.clone() for each in logits]
-        stored = [heads.cache._store._parts for layer in decoder.stack.heads for heads in layer.values()]
+        stored = [heads.cache._parts for layer in decoder.stack.heads for heads in layer.values()]
         return [*found, *(part.clone() for parts in stored for part in parts)]
 
 

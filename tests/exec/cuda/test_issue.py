@@ -21,7 +21,7 @@ from tpplan.exec.cuda import backend, copies, encode_slots, events, launch, stre
 from tpplan.exec.cuda.backend import CudaDevices
 from tpplan.exec.cuda.events import CudaEvents
 from tpplan.exec.cuda.exchanges import Exchanges
-from tpplan.exec.cuda.issuing import ISSUING, Issuing
+from tpplan.exec.cuda.exclusive import ISSUING
 from tpplan.exec.cuda.launch import Bound, LaunchGraphs, Ready, ReadyProgram
 from tpplan.exec.programs.fence import HOST_STREAM, own
 from tpplan.exec.programs.operation import Moves
@@ -45,7 +45,6 @@ def test_a_launch_that_fails_after_another_is_the_last(monkeypatch: pytest.Monke
     launches[1].bind().side_effect = ExecutionError("a kernel of device 1 was not launched")
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
-    devices._issuing = Issuing(devices._exchanges)
     devices._current = {0: 1, 1: 1}
     devices._ordinals, devices._graphs = {0: 0, 1: 1}, LaunchGraphs({})
     monkeypatch.setattr(streams, "stream_handle", lambda _: 1)
@@ -143,7 +142,7 @@ def test_what_is_interrupted_behind_the_launches_is_the_last(monkeypatch: pytest
     monkeypatch.setattr(backend, "current_device", lambda: 0)
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges, devices._loaded, devices._current = Mock(), set(), {}
-    devices._issuing, devices._graphs = Issuing(devices._exchanges), LaunchGraphs({})
+    devices._graphs = LaunchGraphs({})
     pending = Mock(side_effect=KeyboardInterrupt)
     ready = ReadyProgram(Program("p", ()), (), (), frozenset(), pending, on_host=True, copies=False)
     with pytest.raises(KeyboardInterrupt):
@@ -180,7 +179,7 @@ def test_what_is_called_often_is_launched_by_graphs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch, "graph_of", lambda kernel, ordinal: kernel.graph if ordinal == 3 else None)
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
-    devices._issuing, devices._loaded, devices._events = Issuing(devices._exchanges), set(), CudaEvents({})
+    devices._loaded, devices._events = set(), CudaEvents({})
     devices._ordinals, devices._graphs, devices._streams, devices._channels = {0: 3}, LaunchGraphs({0: 3}), {}, {}
     monkeypatch.setattr(streams, "stream_handle", lambda _: 50)
     devices._current, devices.captures = {0: 50}, captured
@@ -263,7 +262,7 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
     monkeypatch.setattr(streams, "is_capturing", lambda: False)
     devices: Any = object.__new__(CudaDevices)
     devices._memory, devices._exchanges, devices._ready = memory(), Mock(prepare=lambda *_, **__: ()), {}
-    devices._issuing, devices._loaded, devices._graphs = Issuing(devices._exchanges), set(), LaunchGraphs({})
+    devices._loaded, devices._graphs = set(), LaunchGraphs({})
     devices._ordinals, devices._events = {d: d for d in places}, CudaEvents({d: d for d in places})
     monkeypatch.setattr(streams, "stream_handle", lambda ordinal: 80 + ordinal)
     devices._current, devices._load_handles = {d: 80 + d for d in places}, {d: 90 + d for d in places}
@@ -289,12 +288,13 @@ def test_programs_of_copies_give_what_they_should(name: str, monkeypatch: pytest
 
 def test_who_waited_for_his_turn_is_refused_after_a_close() -> None:
     """A replay in another thread does not go to memory that was given back meanwhile, and keeps nobody out."""
-    issuing, refused = Issuing(Mock()), []
+    devices, refused = CudaDevices.__new__(CudaDevices), list[str]()
+    devices._exchanges = Mock()
 
     def enter() -> None:
         try:
             with ISSUING:
-                issuing.check()
+                devices.check()
         except ExecutionError as error:
             refused.append(error.message)
 
@@ -303,7 +303,7 @@ def test_who_waited_for_his_turn_is_refused_after_a_close() -> None:
         thread.start()
         thread.join(0.3)
         assert thread.is_alive()
-        issuing.closed = True
+        devices._is_closed = True
     thread.join()
     assert refused == ["the context is closed"]
     assert ISSUING.acquire(blocking=False)

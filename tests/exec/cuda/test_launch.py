@@ -160,7 +160,7 @@ def test_only_senders_through_the_host_keep_what_they_know(name: str) -> None:
         for queue in queues(exchange) if isinstance(exchange, Exchange) else ():
             place = encode_slots._place(queue, device, memory, counters)
             knows = device == queue.sender and queue.place == HOST
-            assert len(place.known) == (len(place.freed) if knows else 0)
+            assert len(place.copies) == (len(place.freed) if knows else 0)
             first = flags[device].data_ptr()
-            assert all(first <= address < first + 64 * COUNTER_BYTES for address in place.known)
-            assert not {*place.known} & {*place.freed}
+            assert all(first <= address < first + 64 * COUNTER_BYTES for address in place.copies)
+            assert not {*place.copies} & {*place.freed}

@@ -12,7 +12,6 @@ pytest.importorskip("cuda.core", reason="needs cuda.core: pip install '.[cu13]'"
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda import backend, streams
 from tpplan.exec.cuda.backend import CudaDevices
-from tpplan.exec.cuda.issuing import Issuing
 from tpplan.exec.cuda.launch import Bound, LaunchGraphs, ReadyProgram
 from tpplan.exec.programs.program import Program
 
@@ -22,7 +21,7 @@ def test_a_call_follows_the_streams_that_are_current(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(backend, "current_device", lambda: 0)
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
-    devices._issuing, devices._loaded, devices._turn_to = Issuing(devices._exchanges), set(), Mock()
+    devices._loaded, devices._turn_to = set(), Mock()
     devices._graphs = LaunchGraphs({})
     devices._ordinals, devices._current = dict.fromkeys(range(3), 0), {0: 50, 1: 51, 2: 52}
     devices._handle = lambda device: 50 + 10 * device  # as devices that share a GPU override it
@@ -44,7 +43,7 @@ def _turning(monkeypatch: pytest.MonkeyPatch, captured: list[int], before: dict[
     monkeypatch.setattr(streams, "stream_handle", lambda ordinal: 10 * ordinal)
     devices: Any = object.__new__(CudaDevices)
     devices._exchanges = Mock()
-    devices._issuing, devices._loaded = Issuing(devices._exchanges), set()
+    devices._loaded = set()
     devices._ordinals, devices._current = {0: 4, 1: 9, 2: 6}, dict(before)
     devices._streams = {(d, handle): Mock() for d in range(3) for handle in (1, 40, 90, 60)}
     return devices

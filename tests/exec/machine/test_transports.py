@@ -16,7 +16,7 @@ from tpplan.exec.cuda import probe_driver as link_driver
 from tpplan.exec.machine import transports
 from tpplan.exec.machine.environment import serialised, unreachable
 from tpplan.exec.machine.link_report import Link, LinkReport, Mechanism, Verdict, routes
-from tpplan.exec.machine.look import Found
+from tpplan.exec.machine.look import FoundDevice
 from tpplan.exec.machine.transports import Choice, choose
 from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.toolchain import kernel_cache
@@ -268,7 +268,7 @@ def test_no_plan_is_compiled_for_a_gpu_that_is_too_old(transport: str, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: (7, 5) if place.index else (8, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(compiler, "look_at", lambda _: Found("GPU", 2**40, "9.0"))
+    monkeypatch.setattr(compiler, "look_at", lambda _: FoundDevice("GPU", 2**40, "9.0"))
     monkeypatch.setattr(compiler, "build", Mock(side_effect=AssertionError))
     plan = tpplan.load(ROOT / "examples/plans/Llama-3.1-8B/2xRTX3060.json")
     with pytest.raises(ExecutionError, match=r"run here:\n  kernels: cuda:1 has capability 7.5, they need 8.0\nhint"):
@@ -306,7 +306,7 @@ def test_compiling_falls_back(
         monkeypatch.setenv(name, value)
     built: dict[str, Any] = {}
     monkeypatch.setattr(compiler, "build", lambda *_, **arguments: built.update(arguments))
-    monkeypatch.setattr(compiler, "look_at", lambda _: Found("GPU", 2**40, "9.0"))
+    monkeypatch.setattr(compiler, "look_at", lambda _: FoundDevice("GPU", 2**40, "9.0"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(compiler, "stored", lambda count, name: (Tuning(copies_fans_bytes=count), f"of {name}"))

@@ -77,9 +77,9 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Opened]:
         return tmp_path / "page"
 
     ipc = SimpleNamespace(Handle=Handle, Opened=SimpleNamespace(on=on))
-    page = SimpleNamespace(SharedHostPage=SimpleNamespace(create=create, open=lambda *_: SharedHostPage()))
+    page = SimpleNamespace(create=create, open=lambda *_: SharedHostPage())
     monkeypatch.setitem(sys.modules, "tpplan.exec.processes.ipc", ipc)
-    monkeypatch.setitem(sys.modules, "tpplan.exec.processes.shared", page)
+    monkeypatch.setattr(shared, "SharedHostPage", page)
     monkeypatch.setattr(SharedHostPage, "missing", 0)
     monkeypatch.setattr(SharedHostPage, "closed", 0)
     monkeypatch.setattr(shared, "_HELD", set())

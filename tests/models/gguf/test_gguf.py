@@ -25,7 +25,7 @@ from tpplan.models.config import parse_config
 from tpplan.models.families import spec_from_config
 from tpplan.models.gguf.architectures import ARCHITECTURES
 from tpplan.models.gguf.header import TYPES, read_gguf
-from tpplan.models.reader import read_model
+from tpplan.models.reader import read_model, read_prediction_layers
 from tpplan.planner.plan import plan
 
 if TYPE_CHECKING:
@@ -275,6 +275,60 @@ def test_layers_that_predict_are_none(tmp_path: Path) -> None:
     write(tmp_path / "small.gguf", "glm4moe", nextn_predict_layers=2)
     with pytest.raises(ModelError, match="nextn_predict_layers is 2 of 2 layers"):
         read_model(tmp_path / "small.gguf")
+
+
+def test_prediction_layers(tmp_path: Path) -> None:
+    """They are blocks behind the model's, with tensors that the package has names for, and copies that do not count."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, 3)
+    shapes = {
+        "enorm": (512,),
+        "hnorm": (512,),
+        "eh_proj": (512, 1024),
+        "shared_head.norm": (512,),
+        "input_layernorm": (512,),
+        "post_attention_layernorm": (512,),
+        "self_attn.q_proj": (512, 512),
+        "self_attn.k_proj": (256, 512),
+        "self_attn.v_proj": (256, 512),
+        "self_attn.o_proj": (512, 512),
+        "mlp.gate": (4, 512),
+        **{f"mlp.experts.{part}_proj": (4, 256, 512) for part in ("gate", "up")},
+        "mlp.experts.down_proj": (4, 512, 256),
+        **{f"mlp.shared_experts.{part}_proj": (512, 512) for part in ("gate", "up", "down")},
+    }
+    named = {f"{names.get_name(f'model.layers.2.{module}')}.weight": shape for module, shape in shapes.items()}
+    named["blk.2.exp_probs_b.bias"] = (4,)
+    own = {name: np.zeros(shape, np.float32) for name, shape in named.items()}
+    for part in "qkv":  # of every layer, as the model of this test has them
+        own[f"blk.2.attn_{part}.bias"] = np.zeros(named[f"blk.2.attn_{part}.weight"][0], np.float32)
+    for part in "qk":
+        own[f"blk.2.attn_{part}_norm.weight"] = np.zeros(64, np.float32)
+    copies = {f"blk.2.nextn.{name}.weight": np.zeros((8, 512)) for name in ("embed_tokens", "shared_head_head")}
+    path = tmp_path / "small.gguf"
+    sizes = write(path, "glm4moe", block_count=3, nextn_predict_layers=1, tensors=own | copies)
+    has = [name for name in own if name.replace("blk.2.", "blk.1.") in sizes or "nextn" in name]
+    layers = read_prediction_layers(path)
+    assert layers.weight_bytes == sum(own[name].nbytes for name in has)
+    assert (layers.layer_count, layers.weight_format, layers.name) == (1, "GGUF F32", "prediction layers of small")
+    del own["blk.2.nextn.eh_proj.weight"]
+    write(path, "glm4moe", block_count=3, nextn_predict_layers=1, tensors=own)
+    with pytest.raises(ModelError, match=r"small\.gguf has no tensor blk\.2\.nextn\.eh_proj\.weight"):
+        read_prediction_layers(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("glm4moe", {}, "small.gguf has no prediction layers"),
+        ("minimax-m2", {"block_count": 3, "nextn_predict_layers": 1}, "of minimax_m2 in GGUF are not known"),
+        ("ernie4_5-moe", {"block_count": 3, "nextn_predict_layers": 1}, "of ernie4_5_moe in GGUF are not known"),
+    ],
+)
+def test_files_without_prediction_layers(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """Neither is planned: what a file does not have, and what llama.cpp's converter has no names for."""
+    write(tmp_path / "small.gguf", name, **changes)
+    with pytest.raises(ModelError, match=words):
+        read_prediction_layers(tmp_path)
 
 
 def test_types_are_those_of_the_package() -> None:

@@ -10,7 +10,6 @@ from attrs import field, frozen
 
 from tpplan.core.axes import Axis, queries_per_key
 from tpplan.decoder.cache.layer import LayerCache
-from tpplan.decoder.cache.store import Store
 from tpplan.decoder.math import concat, slice_of, takes_flash
 from tpplan.decoder.prompts import length_of
 
@@ -148,8 +147,7 @@ def heads_of(
     for part in context.split(Axis.KV_HEADS, layer):
         counts = queries_per_key(part, split.replicas, group)
         shape = (request.batch, len(counts), length, split.width)
-        store = Store(kind, shape, context.dtype, context.devices[part.device].device)
-        cache = LayerCache(store, length, window)
+        cache = LayerCache(kind, shape, context.dtype, context.devices[part.device].device, window)
         found[part.device] = Heads(sum(counts), len(counts), _runs(counts), cache)
     return found
 
@@ -164,10 +162,10 @@ def _latent_heads_of(
     request, found = context.plan.request, {}
     shape = (request.batch, 1, length_of(request), attention.latent_dim)
     for part in context.split(Axis.KV_HEADS, layer):
-        store = Store(kind, shape, context.dtype, context.devices[part.device].device, value_dim=value_dim)
+        cache = LayerCache(kind, shape, context.dtype, context.devices[part.device].device, value_dim=value_dim)
         queries = part.end - part.start
         run = HeadRun(slice(0, queries), slice(0, 1), queries)
-        found[part.device] = Heads(queries, 1, (run,), LayerCache(store, shape[2], 0))
+        found[part.device] = Heads(queries, 1, (run,), cache)
     return found
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tpplan.decoder.cache.store import Store
 from tpplan.decoder.math import AT_ONCE, concat, stack_heads
 
 if TYPE_CHECKING:
@@ -13,10 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.decoder.cache.store import Store
 
-
-class LayerCache:
+class LayerCache(Store):
     """A ring buffer of the latest keys and values of each sequence: position p is at place p modulo ``length``.
 
     Attributes:
@@ -24,45 +23,20 @@ class LayerCache:
         window: tokens that a query sees, itself included; 0 for all.
     """
 
-    def __init__(self, store: Store, length: int, window: int) -> None:
-        """Create a cache on a store of ``length`` places."""
-        self.length = length
+    def __init__(
+        self,
+        kind: str,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int = 0,
+        *,
+        value_dim: int = 0,
+    ) -> None:
+        """Allocate the memory; see :class:`Store`, whose third size is the length."""
+        super().__init__(kind, shape, dtype, device, value_dim=value_dim)
+        self.length = shape[2]
         self.window = window
-        self._store = store
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether elements are stored in the activations' dtype, so that reading them takes no memory."""
-        return self._store.is_plain
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a head."""
-        return self._store.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Last elements of a key that are its value; 0 if values are stored beside keys, see :class:`Store`."""
-        return self._store.value_dim
-
-    @property
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """Stored keys and stored values, ``[B, H, L, K]`` each; views of the storage."""
-        return self._store.halves
-
-    @property
-    def scales(self) -> tuple[Tensor, ...]:
-        """Scales of keys and of values, ``[B, H, L, K / 32]`` each, for kind ``q8``; empty for other kinds."""
-        return self._store.scales
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self._store.nbytes
-
-    def clear(self, sequences: slice, end: int | None = None) -> None:
-        """Clear the places of sequences up to ``end``, by default all."""
-        self._store.clear(sequences, end)
 
     def in_pieces(self, sequences: int, start: int, end: int, find: Callable[[slice, slice], Tensor]) -> Tensor:
         """Return the attention output ``[R, H × K]``, computed for slices of the sequences and KV heads.
@@ -75,26 +49,22 @@ class LayerCache:
             end: position after the last new token.
             find: returns the attention output of a slice of the sequences and a slice of the KV heads.
         """
-        heads, (most_sequences, most_heads) = self._store.heads, (sequences, self._store.heads)
-        if end > self.length or not self._store.is_plain:
+        heads, (most_sequences, most_heads) = self.heads, (sequences, self.heads)
+        if end > self.length or not self.is_plain:
             most = max(1, self.heads_at_once(end - self._first(start, end)))
             most_sequences, most_heads = max(1, most // heads), most
         pieces = [
             [find(some, keys) for keys in _slices(heads, most_heads)] for some in _slices(sequences, most_sequences)
         ]
-        return self._store.unmix(concat([concat(row, dim=1) for row in pieces], dim=0))
-
-    def mix_queries(self, q: Tensor) -> Tensor:
-        """Return queries as the keys that are read from the cache are to be multiplied; see :class:`Store`."""
-        return self._store.mix_queries(q)
+        return self.unmix(concat([concat(row, dim=1) for row in pieces], dim=0))
 
     def heads_at_once(self, tokens: int) -> int:
         """Return the number of KV heads whose ``tokens`` keys and values may be copied at a time; 0 if not even one."""
-        return AT_ONCE // ((1 if self._store.value_dim else 2) * tokens * self._store.head_dim)
+        return AT_ONCE // ((1 if self.value_dim else 2) * tokens * self.head_dim)
 
     def takes_parts(self, tokens: int) -> bool:
         """Tell whether even one latent of each of so many tokens would take too much memory to copy."""
-        return bool(self._store.value_dim) and not self._store.is_plain and not self.heads_at_once(tokens)
+        return bool(self.value_dim) and not self.is_plain and not self.heads_at_once(tokens)
 
     def parts(self, sequences: slice, end: int, queries: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield successive places up to ``end``, few enough for memory, and their keys and values ``[B, 1, T, K]``.
@@ -104,22 +74,22 @@ class LayerCache:
             end: number of places.
             queries: number of queries of a sequence, all heads together, whose scores take memory too.
         """
-        each = (sequences.stop - sequences.start) * max(self._store.head_dim, 3 * queries)
+        each = (sequences.stop - sequences.start) * max(self.head_dim, 3 * queries)
         for places in _slices(end, max(1, AT_ONCE // each)):
-            yield places, *self._store.pair_of(self._store.read(sequences, slice(0, 1), places))
+            yield places, *self.pair_of(self.read_at(sequences, slice(0, 1), places))
 
     def append(self, sequences: slice, start: int, k_B1SK: Tensor) -> None:
         """Write the next latents of some sequences, without reading any."""
-        self._store.write(sequences, slice(0, 1), slice(start, start + k_B1SK.shape[2]), k_B1SK[None])
+        self.write(sequences, slice(0, 1), slice(start, start + k_B1SK.shape[2]), k_B1SK[None])
 
     def latents(self, sequence: int, places: slice) -> Tensor:
         """Return the latents at some places of a sequence, each behind its rotary part, ``[T, K]``."""
         one = slice(0, 1)
-        return self._store.unmix(self._store.read(slice(sequence, sequence + 1), one, places))[0, 0, 0]
+        return self.unmix(self.read_at(slice(sequence, sequence + 1), one, places))[0, 0, 0]
 
     def slices(self, tokens: int) -> list[slice]:
         """Return slices of the KV heads, each of at most :meth:`heads_at_once` heads, which must not be 0."""
-        return _slices(self._store.heads, self.heads_at_once(tokens))
+        return _slices(self.heads, self.heads_at_once(tokens))
 
     def extend(
         self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
@@ -140,21 +110,17 @@ class LayerCache:
         end = start + k_BHSK.shape[2]
         first = self._first(start, end)
         if end <= self.length:
-            k, v = self._store.extend(sequences, heads, start, k_BHSK, v_BHSK)
+            k, v = self.extend_at(sequences, heads, start, k_BHSK, v_BHSK)
         else:  # new tokens overwrite older ones, which the first new tokens still see
             new_2BHSK = torch.stack((k_BHSK, v_BHSK))
-            k, v = self._store.read_before(sequences, heads, self._places(first, start), new_2BHSK)
+            k, v = self.read_before(sequences, heads, self._places(first, start), new_2BHSK)
             oldest = max(start, end - self.length)
             places = self._places(oldest, end)
             sizes = [each.stop - each.start for each in places]
             pieces = torch.split_with_sizes(new_2BHSK[:, :, :, oldest - start :], sizes, dim=3)
             for each, piece in zip(places, pieces, strict=True):
-                self._store.write(sequences, heads, each, piece)
+                self.write(sequences, heads, each, piece)
         return k, v, self.window if end - first > self.window else 0
-
-    def as_rows(self) -> tuple[Tensor, Tensor, int]:
-        """Return the cache as rows; see :meth:`Store.as_rows`."""
-        return self._store.as_rows()
 
     def put(self, sequences_R: Tensor, places_R: Tensor, k_RHK: Tensor, v_RHK: Tensor | None = None) -> None:
         """Write one token for each row.
@@ -166,11 +132,11 @@ class LayerCache:
             v_RHK: values; None if they are part of the keys.
         """
         kv = k_RHK[:, None] if v_RHK is None else stack_heads(k_RHK, v_RHK)
-        self._store.write(sequences_R, slice(None), places_R, kv)
+        self.write(sequences_R, slice(None), places_R, kv)
 
     def read(self, sequences: slice, heads: slice, count: int) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[B, H, count, K]`` of the first ``count`` places."""
-        return self._store.pair_of(self._store.read(sequences, heads, slice(0, count)))
+        return self.pair_of(self.read_at(sequences, heads, slice(0, count)))
 
     def _first(self, start: int, end: int) -> int:
         """Return the first cached position that any of the tokens from ``start`` to ``end`` sees."""

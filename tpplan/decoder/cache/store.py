@@ -106,7 +106,7 @@ def hadamard(x: Tensor, factor: float) -> Tensor:
 
     Args:
         x: elements.
-        factor: of the result: a power of 2.
+        factor: multiplies the result: a power of 2.
     """
     return (torch.unflatten(x, -1, (-1, _GROUP)) @ _hadamard_matrix(x.device, x.dtype, factor)).flatten(-2)
 
@@ -244,24 +244,24 @@ class Store:
         return self._rows
 
     def pair_of(self, read: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values, given what :meth:`read` returns."""
+        """Return keys and values, given what :meth:`read_at` returns."""
         return (read[0], read[0][..., -self.value_dim :]) if self.value_dim else (read[0], read[1])
 
-    def extend(
+    def extend_at(
         self, sequences: slice, heads: slice, start: int, k_BHSK: Tensor, v_BHSK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values to places from ``start`` on, and return those of all places up to the last new one."""
         end = start + k_BHSK.shape[2]
         if self.value_dim:
             self.write(sequences, heads, slice(start, end), k_BHSK[None])
-            return self.pair_of(self.read(sequences, heads, slice(0, end)))
+            return self.pair_of(self.read_at(sequences, heads, slice(0, end)))
         if self.is_plain:  # few torch calls: with many devices, the host limits the speed of a pass
             k_BHTK, v_BHTK = (half[sequences, heads, :end] for half in self.halves)
             for to, new in ((k_BHTK, k_BHSK), (v_BHTK, v_BHSK)):
                 slice_of(to, slice(start, end), dim=2).copy_(new)
         else:
             self.write(sequences, heads, slice(start, end), torch.stack((k_BHSK, v_BHSK)))
-            k_BHTK, v_BHTK = self.pair_of(self.read(sequences, heads, slice(0, end)))
+            k_BHTK, v_BHTK = self.pair_of(self.read_at(sequences, heads, slice(0, end)))
         return k_BHTK, v_BHTK
 
     def write(self, sequences: Tensor | slice, heads: slice, places: Tensor | slice, kv: Tensor) -> None:
@@ -274,7 +274,7 @@ class Store:
             for stored, part in zip(parts, codec.encode(slice_of(kv, some, dim)), strict=True):
                 stored[:, sequences, heads, places] = part
 
-    def read(self, sequences: slice, heads: slice, places: slice) -> Tensor:
+    def read_at(self, sequences: slice, heads: slice, places: slice) -> Tensor:
         """Return the keys and values of some heads at some places, ``[2, B, H, places, K]``; see :meth:`pair_of`."""
         first = self._parts[0][:, sequences, heads, places]
         if self.is_plain:

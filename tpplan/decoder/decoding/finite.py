@@ -30,7 +30,7 @@ def not_finite(forward: Forward, when: str) -> ExecutionError:
 
     Args:
         forward: computed the logits.
-        when: after which tokens of which texts, in words.
+        when: the tokens and texts that they came after, in words.
     """
     context, plan = forward.context, forward.context.plan
     what = f"the logits of {plan.model.name} are not finite (NaN or infinity) {when}"

@@ -49,51 +49,6 @@ if TYPE_CHECKING:
     from tpplan.exec.cuda.channel import Channel
 
 
-def steps_on(
-    place: torch.device,
-    dtype: torch.dtype,
-    settings: Settings,
-    head_dims: Collection[int],
-    kind: str,
-    *,
-    kernels: bool = True,
-    joint: bool = False,
-    experts: bool = False,
-    linear: Collection[LinearAttention] = (),
-    codes: Collection[str] = (),
-    room: int = ROOM,
-) -> Plain:
-    """Return the computation steps of a device: with fused kernels if it has any, else in plain torch.
-
-    Args:
-        place: the device.
-        dtype: dtype of the activations.
-        settings: settings of the model.
-        head_dims: head sizes of all layers, in elements.
-        kind: kind of cache.
-        kernels: whether to use fused kernels.
-        joint: whether to load kernels with an all-reduce over the devices as epilogue.
-        experts: whether any layer has experts.
-        linear: sizes of linear attention of the layers that have it.
-        codes: kinds of codes of the quantised matrices, from :data:`tpplan.decoder.fast.launches.dense.KINDS`.
-        room: elements that the plan has scratch for on the device.
-    """
-    if kernels and has_kernels(place, dtype):
-        return Fused(
-            place,
-            dtype,
-            settings,
-            head_dims,
-            kind,
-            joint=joint,
-            experts=experts,
-            linear=linear,
-            codes=codes,
-            room=room,
-        )
-    return Plain(settings.norm_eps, settings.activation, offset=settings.family.offset, room=room)
-
-
 def has_kernels(place: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether there are fused kernels for activations of a dtype on a device."""
     return place.type == "cuda" and dtype in DTYPES and not kernel_cache.lacks()

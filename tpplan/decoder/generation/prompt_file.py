@@ -15,7 +15,7 @@ def prompts_of(text: str, name: str) -> tuple[str, ...]:
 
     Args:
         text: content of the file; these are JSON lines if the first one begins with ``{``.
-        name: of the file, for errors.
+        name: name of the file, for errors.
 
     Raises:
         RequestError: there are no prompts, or a line is no object with a prompt and nothing else.

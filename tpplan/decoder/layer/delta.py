@@ -81,9 +81,10 @@ class GatedDelta:
         self._kernels = steps.delta_kernels(state, own)
         scales = [[1 / state.key_dim], [1 / sqrt(state.key_dim)]]  # of queries and keys, behind RMS norms
         self._scales_21 = torch.tensor(scales, device=state.recurrent.device)
-        # Beside temporaries there are the residual stream, its norm, and all products of the projections.
+        # Beside temporaries there are the residual stream, its norm, all products of the projections, and what kernels
+        # keep, which has no other place in the plan's ledger.
         columns = 2 * hidden + len(self._conv_C1T) + len(rates) * (state.value_dim + 2)
-        held = rows * columns * state.inputs.itemsize
+        held = rows * columns * state.inputs.itemsize + (self._kernels.nbytes if self._kernels else 0)
         free = (room - held) // _SHARE
         self._elements, self._floats = (max(1, free // x.itemsize) for x in (state.inputs, state.recurrent))
 

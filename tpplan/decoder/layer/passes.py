@@ -66,7 +66,7 @@ class Prefill:
         if group and heads.attend_at_once(group.pass_shape, scoring.cap):
             return group.attention(steps, heads, qkv_RHK, norm_rope, scoring)
         steps.norm_and_rope(qkv_RHK, heads, norm_rope)
-        parts = [split_rows(x_RHK, self.sizes, dim=0) for x_RHK in heads.split_qkv(qkv_RHK)]
+        parts = [split_rows(x_RHK, self.sizes) for x_RHK in heads.split_qkv(qkv_RHK)]
         found = []
         for each, *own in zip(self.prompt_slices, *parts, strict=True):
             q_BHSK, *kv = [torch.unflatten(x_RHK, 0, (each.count, each.size)).transpose(1, 2) for x_RHK in own]

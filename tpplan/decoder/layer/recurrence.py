@@ -47,7 +47,14 @@ class DeltaWeights:
 
 
 class DeltaKernels(Protocol):
-    """Kernels for the gated delta rule of a layer on a device."""
+    """Kernels for the gated delta rule of a layer on a device.
+
+    Attributes:
+        nbytes: bytes that they keep on the device for all layers together.
+    """
+
+    @property
+    def nbytes(self) -> int: ...  # noqa: D102
 
     def recur(
         self,

@@ -7,7 +7,7 @@ C experts of a row.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from attrs import frozen
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.layer.recurrence import DeltaKernels, DeltaWeights
     from tpplan.decoder.math import Scoring
     from tpplan.decoder.model.router import Router
+    from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.decoder.weights.quantised import Matrix, Quantised
     from tpplan.decoder.weights.row_kernels import RowKernels
@@ -85,6 +86,11 @@ class Plain:
         self._options = ProductOptions(self.dequantise, room, self.kernels)
         self._eps, self._offset = eps, offset
         self._activation = activation
+
+    @classmethod
+    def of(cls, settings: Settings, room: int) -> Self:
+        """Return the steps for a model of these settings."""
+        return cls(settings.norm_eps, settings.activation, offset=settings.family.offset, room=room)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, eps: float | None = None) -> Tensor:
         """Return the RMS norm of rows, by default with the model's epsilon; see :func:`tpplan.decoder.math.rms_norm`.

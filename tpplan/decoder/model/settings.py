@@ -463,10 +463,10 @@ def _latent_scale(config: Config, model: ModelSpec, ropes: Ropes) -> float:
 
 
 def _check_causal(config: Config) -> None:
-    """Check that tokens do not see what comes behind them.
+    """Check that no token attends to later ones.
 
     Raises:
-        ModelError: they do.
+        ModelError: the config says that tokens do.
     """
     for key, usual in (("use_bidirectional_attention", False), ("is_causal", True)):
         if config.flag(key, default=usual) is not usual:
@@ -477,7 +477,7 @@ def _check_unclipped(config: Config) -> None:
     """Check that queries, keys and values have no limit (OLMoE).
 
     Raises:
-        ModelError: they have.
+        ModelError: the config names a limit.
     """
     if config.raw("clip_qkv") is not None:
         what = f"clip_qkv is {str(config.raw('clip_qkv'))[:60]}"

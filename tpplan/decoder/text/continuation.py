@@ -41,15 +41,15 @@ class Continuation:
 
     def add(self, token: int) -> str:
         """Add a token, and return the new text that cannot be the beginning of a stop string."""
-        return self._passed(self._stream.add(token))
+        return self._before_stop(self._stream.add(token))
 
     def rest(self) -> str:
         """Return the text that is left when no token follows, incomplete characters included."""
-        piece = self._passed(self._stream.rest())
+        piece = self._before_stop(self._stream.rest())
         return piece if self.stop else piece + self._held
 
-    def _passed(self, piece: str) -> str:
-        """Return what can be told of the text held back and a new piece."""
+    def _before_stop(self, piece: str) -> str:
+        """Return the text held back and a new piece, up to where a stop string begins or may begin."""
         if self.stop:
             return ""
         text, self._held = self._held + piece, ""

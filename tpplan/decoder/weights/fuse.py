@@ -198,7 +198,7 @@ def _prepare_experts(  # noqa: PLR0917 (see below)
         count: number of experts; 0 if the layer has none.
         tensors: the device's tensors.
         quantised: the device's quantised matrices.
-        stacked: gets the quantised ones.
+        stacked: filled with the stacks of quantised matrices.
     """
     gate, up, last = (start + name for name in (names.gate, names.up, names.down))
     if names.fused and count:
@@ -238,14 +238,14 @@ def _stack(
     quantised: dict[str, Quantised],
     stacked: dict[str, Stacked],
 ) -> None:
-    """Replace the matrices of so many experts by one tensor or stack, and their biases; nothing if a device has none.
+    """Replace the matrices and biases of experts by one tensor or stack each, if the device has any.
 
     Args:
         name: name of the matrices, with ``{expert}`` in it.
         count: number of experts.
         tensors: the device's tensors.
         quantised: the device's quantised matrices.
-        stacked: gets the quantised ones.
+        stacked: filled with the stacks of quantised matrices.
     """
     own = [f"{name}.weight".replace("{expert}", str(i)) for i in range(count)]
     if own and own[0] in tensors:

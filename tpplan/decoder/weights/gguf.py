@@ -139,7 +139,7 @@ def in_pairs(blocks: Tensor) -> Float4Matrix:
     """Return a matrix in MXFP4 whose bytes have two columns next to each other, as checkpoints have it.
 
     Args:
-        blocks: rows of blocks: a scale, and 16 bytes of which each has a column and the one 16 behind it.
+        blocks: rows of blocks: a scale, then 16 bytes, of which byte ``i`` has the columns ``i`` and ``i + 16``.
     """
     _, _, size = _type_of(_FLOAT4)
     parts_RGB = torch.unflatten(blocks, 1, (blocks.shape[1] // size, size))

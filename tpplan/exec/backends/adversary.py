@@ -73,10 +73,10 @@ class _Mark:
     """A recorded event.
 
     Attributes:
-        passed: whether the stream has reached it.
+        is_reached: whether the stream has reached it.
     """
 
-    passed: bool = False
+    is_reached: bool = False
 
 
 @frozen(eq=False)
@@ -116,14 +116,14 @@ class _Writing:
 
     Attributes:
         sources: tensors to read.
-        seen: contents of the sources just after the target was poisoned, which may be one of them.
+        contents: contents of the sources just after the target was poisoned, which may be one of them.
         target: tensor to write.
         poison: garbage that the target holds meanwhile.
         result: final contents of the target.
     """
 
     sources: tuple[Tensor, ...]
-    seen: tuple[Tensor, ...]
+    contents: tuple[Tensor, ...]
     target: Tensor
     poison: Tensor
     result: Tensor
@@ -143,7 +143,7 @@ class Pending:
     def done(self) -> bool:
         """Return whether the results may be read; every call lets time pass."""
         self._machine.pass_time()
-        return all(mark.passed for mark in self._marks)
+        return all(mark.is_reached for mark in self._marks)
 
     def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
         """Let time pass until the results may be read; ``timeout`` is ignored, as there is no clock.
@@ -151,7 +151,7 @@ class Pending:
         Raises:
             InternalError: the results are never complete.
         """
-        self._machine.drive(lambda: all(mark.passed for mark in self._marks))
+        self._machine.drive(lambda: all(mark.is_reached for mark in self._marks))
 
 
 class Adversary(Virtual):
@@ -273,7 +273,7 @@ class Adversary(Virtual):
         if isinstance(step, Await):
             turn = self._awaited[step.flag, step.stream.device] + 1
             return self._raised[step.flag] >= turn - step.behind
-        return not isinstance(step, Wait) or task.mark is None or task.mark.passed
+        return not isinstance(step, Wait) or task.mark is None or task.mark.is_reached
 
     def _advance(self, task: _Task) -> bool:
         """Run a task, or half of one that takes time; return whether it is complete."""
@@ -290,7 +290,7 @@ class Adversary(Virtual):
         elif isinstance(step, Await):
             self._awaited[step.flag, step.stream.device] += 1
         elif isinstance(step, Record) and task.mark:
-            task.mark.passed = True
+            task.mark.is_reached = True
         return True
 
     @torch.inference_mode()
@@ -321,7 +321,7 @@ class Adversary(Virtual):
     @torch.inference_mode()
     def _end(self, writing: _Writing) -> None:
         """Write the result, with garbage where a source or the target has changed meanwhile."""
-        pairs = [(writing.target, writing.poison), *zip(writing.sources, writing.seen, strict=True)]
+        pairs = [(writing.target, writing.poison), *zip(writing.sources, writing.contents, strict=True)]
         result = writing.result
         if not all(torch.equal(now, before) for now, before in pairs):
             for now, before in pairs:

@@ -17,9 +17,9 @@ from tpplan.exec.cuda.channel import Channel
 from tpplan.exec.cuda.copies import HostCopy, Transfer
 from tpplan.exec.cuda.events import CudaEvents
 from tpplan.exec.cuda.exchanges import Exchanges, kernels_for
+from tpplan.exec.cuda.exclusive import ISSUING
 from tpplan.exec.cuda.graph import Graph
 from tpplan.exec.cuda.host_writes import writes_host_memory
-from tpplan.exec.cuda.issuing import ISSUING, Issuing
 from tpplan.exec.cuda.launch import Bound, BoundStep, LaunchGraphs, Ready, ReadyProgram, Step
 from tpplan.exec.cuda.programmatic_launch import programmatic
 from tpplan.exec.cuda.streams import Streams, StreamsAside, streams_aside
@@ -59,6 +59,7 @@ class CudaDevices(Streams):
     """
 
     asides = 0
+    _is_closed = False
 
     def __init__(
         self,
@@ -104,7 +105,6 @@ class CudaDevices(Streams):
             )
         ask = WeakMethod(self._is_busy)  # or a dropped context would live until garbage collection
         self._exchanges.host_writes.watch(lambda: (is_busy := ask()) is None or is_busy())
-        self._issuing = Issuing(self._exchanges)
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Issue a program.
@@ -135,7 +135,7 @@ class CudaDevices(Streams):
         """Issue a bound program; see :meth:`run`."""
         ready = bound.ready
         with ISSUING:
-            self._issuing.check()
+            self.check()
             self.turn_to_current(ready.devices)
             try:
                 self._go_through(bound.quick or self._graphs.steps(bound), ready.loads)
@@ -160,7 +160,7 @@ class CudaDevices(Streams):
         ready = self._ready.get((id(program), dtype))
         if ready is None:
             with ISSUING:
-                self._issuing.check()
+                self.check()
                 ready = self._prepare(program, dtype)
         return ready
 
@@ -192,7 +192,7 @@ class CudaDevices(Streams):
         if self.transport != "peer" or not 1 < len(places) == len(set(places.values())):
             return None
         with ISSUING:
-            self._issuing.check()
+            self.check()
             if elements not in self._channels:
                 if self.is_capturing():
                     message = f"a channel of {elements} elements was not asked for before"
@@ -204,7 +204,7 @@ class CudaDevices(Streams):
     def _issue_all(self, launches: Sequence[Callable[[], None]]) -> None:
         """Run one launch for every device, of kernels that wait for each other."""
         with ISSUING:
-            self._issuing.check()
+            self.check()
             self.turn_to_current()
             is_one_issued = False
             try:
@@ -222,8 +222,15 @@ class CudaDevices(Streams):
         return StreamsAside(self, self._streams_aside)
 
     def check(self) -> None:
-        """Check that the context may issue kernels that exchange data; see :meth:`Issuing.check`."""
-        self._issuing.check()
+        """Check, under the lock, that kernels may exchange data: a close may have come while a thread waited for it.
+
+        Raises:
+            ExecutionError: the context is closed, a device timed out, or the issue of a program was interrupted, so
+                that devices do not agree any more on what they exchange.
+        """
+        if self._is_closed:
+            raise ExecutionError("the context is closed", "compile the plan again")
+        self._exchanges.check()
 
     def synchronize(self) -> None:
         """Block until all issued work is complete.
@@ -250,7 +257,7 @@ class CudaDevices(Streams):
 
     def close(self) -> None:
         """Release streams, events and kernels; closing again does nothing."""
-        self._issuing.closed = True
+        self._is_closed = True
         for held in (self._current, self._streams, self._ready, self._channels, self._events, self._graphs):
             held.clear()
         self._memory = no_memory()

@@ -69,18 +69,18 @@ class Place:
         numbers: address of the device's frame numbers, 4 bytes for each block.
         full: address of the sender's lines of flags.
         freed: address of the lines of flags of each receiver that the device writes or waits for.
-        known: for the sender, the address of its copy of each of these, 4 bytes for each block.
+        copies: for the sender, the address of its copy of each of these, 4 bytes for each block.
     """
 
     slots: int
     numbers: int
     full: int
     freed: tuple[int, ...]
-    known: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
 
     def entries(self, width: int) -> list[tuple[int, ...]]:
         """Return the queue's entries, one for each receiver, given the bytes of a row of its messages."""
-        known = self.known or (0,) * len(self.freed)
+        known = self.copies or (0,) * len(self.freed)
         return [
             (self.numbers, self.slots, self.full, freed, noted, width)
             for freed, noted in zip(self.freed, known, strict=True)

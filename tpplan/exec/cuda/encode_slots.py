@@ -79,18 +79,18 @@ class Place:
         messages: address of the device's message counter.
         freed: addresses of each receiver's count of freed messages; the sender reads them all, a receiver writes its
             own.
-        known: for the sender of a queue in host memory, the addresses of its copies of these counts; else empty.
+        copies: for the sender of a queue in host memory, the addresses of its copies of these counts; else empty.
     """
 
     slots: int
     messages: int
     freed: tuple[int, ...]
-    known: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
 
     @property
     def entries(self) -> tuple[tuple[int, int, int, int], ...]:
         """The queue's entries, one for each receiver."""
-        known = self.known or self.freed
+        known = self.copies or self.freed
         return tuple((self.messages, f, 0 if i else self.slots, known[i]) for i, f in enumerate(self.freed))
 
 
@@ -119,7 +119,7 @@ class _Entries:
         item: bytes per element.
         queues: the queues with their entries, first those that the device fills.
         filled: number of entries of queues that it fills.
-        asked: for each reader of a queue in host memory that it fills, the index of its entry.
+        by_reader: for each reader of a queue in host memory that it fills, the index of its entry.
         sends: the sends in order.
         receives: the receives in order.
         width: bytes of a row of the sum; 0 if there is none.
@@ -129,7 +129,7 @@ class _Entries:
     item: int
     queues: list[tuple[Queue, tuple[int, int, int, int]]]
     filled: int
-    asked: dict[int, int]
+    by_reader: dict[int, int]
     sends: list[_Send] = Factory(list)
     receives: list[tuple[int, ...]] = Factory(list)
     width: int = 0
@@ -148,7 +148,7 @@ class _Entries:
 
     def source(self, queue: Queue) -> tuple[int, int]:
         """Return the index of a queue to read, and 1 plus the index of the filled queue that it answers, or 0."""
-        return self.lane(queue), self.asked.get(queue.sender, -1) + 1
+        return self.lane(queue), self.by_reader.get(queue.sender, -1) + 1
 
     def columns(self, view: View) -> tuple[int, int]:
         """Return the first byte and the bytes of a view's columns."""
@@ -235,8 +235,8 @@ def table(exchange: Exchange, item: int, places: dict[Queue, Place], stride: int
     own = [(queue, entry) for queue, place in places.items() if queue.sender == device for entry in place.entries]
     read = [(queue, entry) for queue, place in places.items() if queue.sender != device for entry in place.entries]
     readers = [reader for queue, place in places.items() if queue.sender == device for reader in queue.receivers]
-    asked = {reader: i for i, reader in enumerate(readers) if places[own[i][0]].known}
-    entries = _Entries(item, own + read, len(own), asked)
+    by_reader = {reader: i for i, reader in enumerate(readers) if places[own[i][0]].copies}
+    entries = _Entries(item, own + read, len(own), by_reader)
     for step in exchange.steps:
         if isinstance(step, Copy):
             entries.copy(step)

@@ -1,4 +1,4 @@
-"""Which contexts of this process have their GPUs to themselves.
+"""Contexts of this process on the same GPUs: in which order they issue kernels, and which have theirs to themselves.
 
 If two contexts share GPUs, no kernel that waits for other devices may let the next kernel begin: on one GPU there might
 be no room left for the kernel that one context waits for, and on another GPU none for that of the other. A kernel that
@@ -38,6 +38,10 @@ class _Seat:
 
 
 _SEATS: WeakKeyDictionary[Member, _Seat] = WeakKeyDictionary()
+#: Held while kernels that exchange data are issued: one program of one context at a time, so that kernels of two
+#: contexts are in the same order on all devices. Only a ``with`` statement takes it: its own methods are in C, where no
+#: interrupt comes between taking the lock and noting that it has to be released.
+ISSUING = RLock()
 #: Reentrant, as a signal handler may close a context while one of the same thread enters or leaves.
 _TURN = RLock()
 

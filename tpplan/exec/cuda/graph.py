@@ -11,7 +11,7 @@ import torch
 from attrs import define
 
 from tpplan.errors import ExecutionError
-from tpplan.exec.cuda.issuing import ISSUING
+from tpplan.exec.cuda.exclusive import ISSUING
 from tpplan.exec.toolchain.torch_shims import make_current
 
 if TYPE_CHECKING:

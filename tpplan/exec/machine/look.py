@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @frozen
-class Found:
+class FoundDevice:
     """A device found on the machine.
 
     Attributes:
@@ -34,7 +34,7 @@ class Found:
 
 
 def differences(
-    plan: SplitPlan, found: Sequence[Found | None], *, scratch: bool = True, weights_loaded: bool = False
+    plan: SplitPlan, found: Sequence[FoundDevice | None], *, scratch: bool = True, weights_loaded: bool = False
 ) -> list[str]:
     """Return where the devices do not meet the plan's requirements; a newer compute capability is accepted.
 
@@ -149,7 +149,7 @@ def _place(device: torch.device | str | int, backend: str, here: int) -> torch.d
     return place if kind == "cuda" else torch.device("cpu")
 
 
-def look_at(device: torch.device) -> Found:
+def look_at(device: torch.device) -> FoundDevice:
     """Return the name, free memory and compute capability of a CUDA device."""
     major, minor = torch.cuda.get_device_capability(device)
     free, _ = torch.cuda.mem_get_info(device)
@@ -158,4 +158,4 @@ def look_at(device: torch.device) -> Found:
         free += torch.cuda.memory_reserved(device) - held
     except RuntimeError:  # an allocator in place of torch's has no such figures
         held = 0
-    return Found(torch.cuda.get_device_name(device), free, f"{major}.{minor}", held)
+    return FoundDevice(torch.cuda.get_device_name(device), free, f"{major}.{minor}", held)

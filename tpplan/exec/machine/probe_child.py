@@ -14,7 +14,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from importlib import import_module
-from itertools import chain, combinations
+from itertools import combinations
 from queue import Empty, Queue
 from tempfile import TemporaryFile
 from types import MappingProxyType
@@ -44,8 +44,6 @@ MOST_GPUS = 8
 _ENDED = (-2, -9, -15)
 
 _EXIT_SECONDS = 10.0
-#: What is wrong with links of GPUs without peer access.
-NO_ACCESS = "the driver gives no peer access"
 
 
 class _FaultError(Exception):
@@ -58,12 +56,6 @@ class _HungError(_FaultError):
 
 class _EndedError(_FaultError):
     """Somebody else ended the child."""
-
-
-def is_apart(driver: Driver[Any], route: Route) -> bool:
-    """Return whether a route needs peer access that its GPUs have not; a copy is staged by the driver."""
-    mechanism, a, b = route
-    return mechanism != Mechanism.COPY and not driver.peers(min(a, b), max(a, b))
 
 
 def load_driver(name: str) -> Driver[Any]:
@@ -221,9 +213,7 @@ def main(driver_name: str, job: str) -> None:
             sys.exit(f"it sees other GPUs than it is asked about: {', '.join(seen) or 'none'}")
         driver.prepare()
         routes, verified = ([_route(fields) for fields in each] for each in groups)
-        apart = [route for route in routes if is_apart(driver, route)]  # of GPUs that the parent does not see
-        tests = probe(driver, [route for route in routes if route not in apart], verified)
-        for event in chain((Link(*route, Verdict.BROKEN, NO_ACCESS) for route in apart), tests):
+        for event in probe(driver, routes, verified):
             line = {"found": [astuple(event)]} if isinstance(event, Link) else {"testing": event}
             print(json.dumps(line), file=out, flush=True)
 

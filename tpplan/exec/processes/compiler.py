@@ -18,7 +18,7 @@ from tpplan.exec.checks import name_of, seconds
 from tpplan.exec.group.meeting import Meeting
 from tpplan.exec.group.members import Claim, Gpu, differing, disagreements, owners, said_of, share
 from tpplan.exec.group.transport import GroupTransport
-from tpplan.exec.machine.look import Found, differences, listed, look_at, places_for
+from tpplan.exec.machine.look import FoundDevice, differences, listed, look_at, places_for
 from tpplan.exec.processes.distributed import Processes
 from tpplan.exec.processes.process_transport import ProcessTransport, transport_between
 from tpplan.exec.processes.shared import Sharing
@@ -87,7 +87,7 @@ def compile_together(
     try:  # a process that only raised here would leave the others waiting
         check()
         here = _Here.of(meeting, plan, _own(own, plan, used, meeting), backend, devices)
-        lacks = differences(plan, here.found, scratch=scratch, weights_loaded=weights_loaded)
+        lacks = differences(plan, here.reports, scratch=scratch, weights_loaded=weights_loaded)
         failures = [*here.problems, *lacks, *mismatches(plan, model, max_rows, dtype), *_unfit(transport, backend)]
     except Exception as error:  # noqa: BLE001 (whatever it is)
         message, hint = said_of(error)
@@ -171,7 +171,7 @@ class _Here:
         gpus: those of its own devices that are GPUs.
         carrier: carries messages; None if it could not be made.
         problems: why there are no such devices.
-        found: the GPU found for each device of the plan, None for others.
+        reports: for each device of the plan, what was found of the GPU for it; None for other devices.
     """
 
     own: tuple[int, ...] = ()
@@ -179,7 +179,7 @@ class _Here:
     gpus: dict[int, torch.device] = field(factory=dict)
     carrier: GroupTransport | None = None
     problems: tuple[str, ...] = ()
-    found: tuple[Found | None, ...] = ()
+    reports: tuple[FoundDevice | None, ...] = ()
 
     @classmethod
     def of(
@@ -209,8 +209,8 @@ class _Here:
         places = tuple(place if i in used else torch.device("meta") for i, place in enumerate(places))
         gpus = {i: places[i] for i in used if places[i].type == "cuda"}
         meeting.gpu = next(iter(gpus.values()), None)
-        found = tuple(look_at(place) if place.type == "cuda" else None for place in places)
-        return cls(used, places, gpus, GroupTransport(meeting, [*gpus.values()]), found=found)
+        reports = tuple(look_at(place) if place.type == "cuda" else None for place in places)
+        return cls(used, places, gpus, GroupTransport(meeting, [*gpus.values()]), reports=reports)
 
     def start(
         self,

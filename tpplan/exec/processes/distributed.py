@@ -33,7 +33,7 @@ _KEPT = 1024
 _DONE = Pending()
 
 
-class _Kept(NamedTuple):
+class _CachedPart(NamedTuple):
     """A program and this process's part of it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Processes(Virtual):
         self._carrier = carrier
         self._gpus = gpus
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _CachedPart] = {}
         self._failure = ""
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
@@ -156,11 +156,11 @@ class Processes(Virtual):
                 current.wait_stream(before)
             self._streams[gpu] = current
 
-    def _keep(self, program: Program) -> _Kept:
+    def _keep(self, program: Program) -> _CachedPart:
         if len(self._kept) >= _KEPT:
             self._kept.clear()
         part, mark = rounds(program, self._owners, self._process), zlib.crc32(str(program).encode())
-        kept = self._kept[id(program)] = _Kept(program, mark, part)
+        kept = self._kept[id(program)] = _CachedPart(program, mark, part)
         return kept
 
     def _run(self, each: Round, find: Callable[[Place], Tensor], mark: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from attrs import frozen
 
@@ -16,7 +16,7 @@ from tpplan.core.workspace import ALIGNMENT
 from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec.cuda.backend import CudaDevices
 from tpplan.exec.cuda.copies import Transfer
-from tpplan.exec.cuda.issuing import ISSUING
+from tpplan.exec.cuda.exclusive import ISSUING
 from tpplan.exec.cuda.launch import Bound
 from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.program import (
@@ -144,6 +144,14 @@ _SLOTS, _DIRECT, _ALONE, _FAR = "slots", "straight", "alone", "far"
 _KEPT = 1024
 
 
+class _Route(NamedTuple):
+    """How a program runs; it is kept alive, as routes are looked up by its identity."""
+
+    program: Program
+    kind: str
+    mirrors: Mirrors
+
+
 class PeerProcesses(CudaDevices):
     """Runs exchanges by kernels, which each process launches for its own GPU; everything else as Processes do.
 
@@ -183,17 +191,17 @@ class PeerProcesses(CudaDevices):
         self._timeout = timeout
         self._sharing = sharing
         self._far = far
-        self._programs: dict[int, tuple[Program, str, Mirrors]] = {}
+        self._programs: dict[int, _Route] = {}
 
     def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
         """Issue a program; see :meth:`tpplan.exec.cuda.backend.CudaDevices.run`."""
-        if self._kind(program) != _FAR:
+        if self._route(program).kind != _FAR:
             return super().run(program, operands)
         if self.is_capturing() and (self._far.is_on_host or _is_on_host(program)):
             message = f"{program.name} cannot be captured: the host takes part"
             raise ExecutionError(message, "call it beside the graph")
         with ISSUING:  # not while waiting for other processes, which may wait for another context of this one
-            self._issuing.check()
+            self.check()
             self.turn_to_current()
         try:
             return self._far.run(program, operands)
@@ -204,14 +212,14 @@ class PeerProcesses(CudaDevices):
 
     def bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Callable[[], Pending] | None:
         """Return a callable that issues a program on the same memory again; None unless kernels run it."""
-        return None if self._kind(program) == _FAR else super().bind(program, operands)
+        return None if self._route(program).kind == _FAR else super().bind(program, operands)
 
     def _bind(self, ready: ReadyProgram, operands: Mapping[Buffer, Tensor]) -> Bound:
         """Bind a program; one that goes straight, to mirrors of some rows after the other."""
-        if self._kind(ready.program) != _DIRECT:
+        if self._route(ready.program).kind != _DIRECT:
             return super()._bind(ready, operands)
         some = next(iter(operands.values()))
-        here, dtype, mirrors = self._places, some.dtype, self._mirrors_of(ready.program)
+        here, dtype, mirrors = self._places, some.dtype, self._route(ready.program).mirrors
         inward, outward = (
             [(Transfer(copy, self._memory, dtype), copy.stream.device) for copy in copies]
             for copies in (mirrors.inward(here), mirrors.outward(here))
@@ -240,15 +248,7 @@ class PeerProcesses(CudaDevices):
         self._sharing.leave(seconds)
         self._has_left = True
 
-    def _kind(self, program: Program) -> str:
-        """Return the kind of a program."""
-        return self._known(program)[1]
-
-    def _mirrors_of(self, program: Program) -> Mirrors:
-        """Return the mirrors of a program that goes straight."""
-        return self._known(program)[2]
-
-    def _known(self, program: Program) -> tuple[Program, str, Mirrors]:
+    def _route(self, program: Program) -> _Route:
         if id(program) not in self._programs:
             if len(self._programs) >= _KEPT:
                 self._programs.clear()
@@ -257,7 +257,7 @@ class PeerProcesses(CudaDevices):
             waits = any(isinstance(step, Await) for step in steps)
             kind = _SLOTS if has_slots else _DIRECT if waits else _FAR if _crosses(program) else _ALONE
             mirrors = Mirrors.of(program) if kind == _DIRECT else Mirrors({}, {})
-            self._programs[id(program)] = program, kind, mirrors  # keeps it alive, as its identity is the key
+            self._programs[id(program)] = _Route(program, kind, mirrors)
         return self._programs[id(program)]
 
 

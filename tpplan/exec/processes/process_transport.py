@@ -73,7 +73,7 @@ def transport_between(
     # The first process probes the links, if nobody has; the others find its verdicts.
     first = None if meeting.process else _guarded(lambda: _verdict(claims, place))
     meeting.tell(None)
-    verdicts = _told(meeting, first or _guarded(lambda: _verdict(claims, place)))
+    verdicts = _exchanged(meeting, first or _guarded(lambda: _verdict(claims, place)))
     if not any(each.against for each in verdicts):
         tried = _tried(meeting, place)
         verdicts = [each if each.against else mine for each, mine in zip(tried, verdicts, strict=True)]
@@ -155,9 +155,9 @@ def _tried(meeting: Meeting, place: torch.device) -> list[_Verdict]:
 
     mine = _guarded(share)
     every = meeting.tell_and_read([*map(tuple, handles)], lambda each: [Handle(*handle) for handle in each])
-    return _told(meeting, mine if mine.against else _guarded(lambda: read(every)))
+    return _exchanged(meeting, mine if mine.against else _guarded(lambda: read(every)))
 
 
-def _told(meeting: Meeting, verdict: _Verdict) -> list[_Verdict]:
+def _exchanged(meeting: Meeting, verdict: _Verdict) -> list[_Verdict]:
     """Tell all processes a verdict, and return those of all."""
     return meeting.tell_and_read(tuple(verdict), lambda each: _Verdict(*each))

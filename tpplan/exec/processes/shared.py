@@ -13,8 +13,6 @@ import torch
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.handles import wait_within
-from tpplan.exec.processes.presence import Presence
-from tpplan.exec.toolchain.bindings import runtime
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from tpplan.exec.build import Areas
     from tpplan.exec.group.meeting import Meeting
     from tpplan.exec.processes.ipc import Handle, Opened
+    from tpplan.exec.processes.presence import Presence
 
     #: Handles of a device's control area and exchange buffer.
     Handles = tuple[Handle, Handle]
@@ -74,6 +73,9 @@ class SharedHostPage:
         Raises:
             ExecutionError: the GPUs cannot use it, or it is no page of tpplan's.
         """
+        from tpplan.exec.processes.presence import Presence  # noqa: PLC0415 (needs locks as Linux has them)
+        from tpplan.exec.toolchain.bindings import runtime  # noqa: PLC0415 (needs CUDA)
+
         # Another process names it, and kernels write to it.
         if path.parent != _folder() or not path.name.startswith(_NAME) or path.stat().st_size != 4 * _WORDS:
             raise ExecutionError(f"{str(path)!a:.80} is no memory that processes of tpplan share", _HINT)
@@ -100,6 +102,8 @@ class SharedHostPage:
 
     def close(self) -> None:
         """Let go of the page; no kernel may use it any more."""
+        from tpplan.exec.toolchain.bindings import runtime  # noqa: PLC0415 (needs CUDA)
+
         self.presence.close()
         runtime.cudaHostUnregister(self._words.data_ptr())
         self._words = self.status = torch.empty(0, dtype=torch.int32)
@@ -145,8 +149,6 @@ class Sharing:
         """
         handles = self._handles(areas)
         if self._gpu is not None and not self._meeting.process:
-            from tpplan.exec.processes.shared import SharedHostPage  # noqa: PLC0415 (needs CUDA)
-
             self._path = SharedHostPage.create()
         told = self._tell("", handles)
         if any(failure for failure, _, _ in told):
@@ -213,7 +215,6 @@ class Sharing:
 
     def _open(self, gpu: torch.device, path: Path, handles: Mapping[int, Handles]) -> None:
         from tpplan.exec.processes.ipc import Opened  # noqa: PLC0415 (needs CUDA)
-        from tpplan.exec.processes.shared import SharedHostPage  # noqa: PLC0415 (needs CUDA)
 
         self.page = SharedHostPage.open(path, gpu, self._meeting.process, self._meeting.count)
         for device, (control, exchange) in handles.items():

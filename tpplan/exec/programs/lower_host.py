@@ -61,17 +61,17 @@ class _Round(NamedTuple):
     """The transfer of a part of the rows.
 
     Attributes:
-        sent: the commands that fill a slot of each sender's ring.
-        taken: the commands that read these slots.
+        fills: the commands that fill a slot of each sender's ring.
+        reads: the commands that read these slots.
     """
 
-    sent: tuple[Copy, ...]
-    taken: tuple[Copy | Sum, ...]
+    fills: tuple[Copy, ...]
+    reads: tuple[Copy | Sum, ...]
 
     def readings(self) -> list[tuple[Stream, Stream]]:
         """Return for each slot and reader the stream that fills the slot and the stream that reads it."""
-        fills = {copy.target.buffer: copy.stream for copy in self.sent}
-        read = ((fills.get(view.buffer), each.stream) for each in self.taken for view in reads(each))
+        fills = {copy.target.buffer: copy.stream for copy in self.fills}
+        read = ((fills.get(view.buffer), each.stream) for each in self.reads for view in reads(each))
         return list(dict.fromkeys((filler, reader) for filler, reader in read if filler))
 
 
@@ -86,25 +86,25 @@ def _rounds(begin: Event, rounds: Sequence[_Round], end: Event, slots: int) -> I
     """
     freed: dict[int, tuple[Wait, ...]] = {}  # by slot: waits before it is filled again
     for number, each in enumerate(rounds):
-        senders = list(dict.fromkeys(copy.stream for copy in each.sent))
+        senders = list(dict.fromkeys(copy.stream for copy in each.fills))
         readings = each.readings()
         yield from freed.get(number % slots, ()) if number else (Wait(sender, begin) for sender in senders)
-        yield from each.sent
+        yield from each.fills
         if HOST_STREAM not in senders:  # the host completes its copies before it issues later commands
             told, waits = announce("staged", readings, senders[0])
             yield from (*told, *waits)
-        yield from each.taken
+        yield from each.reads
         if number + slots < len(rounds):
             back = [(reader, sender) for sender, reader in readings]
             told, freed[number % slots] = announce("freed", back, back[0][0], number % slots)
             yield from told
-    hub, *others = sorted({command.stream for command in rounds[-1].taken})
+    hub, *others = sorted({command.stream for command in rounds[-1].reads})
     for reader in others:
         yield from order("read", reader, hub)
     yield Record(hub, end)
 
 
-def _sent(views: Iterable[View], whole: View, slots: int) -> Iterator[Copy]:
+def _fill(views: Iterable[View], whole: View, slots: int) -> Iterator[Copy]:
     """Yield the copies of these views into the ring slot that stages ``whole``, which contains them all."""
     return (Copy(own(v.buffer.device), v, staged(whole, v.start, v.stop, slots)) for v in views)
 
@@ -168,7 +168,7 @@ def moves(operation: Moves, parts: int, slots: int) -> Program:
             Copy(load(t.buffer.device), staged(piece[s.buffer], s.start, s.stop, slots), t.rows(part, parts))
             for s, t in remote
         )
-        sends = (copy for view in piece.values() for copy in _sent((view,), view, slots))
+        sends = (copy for view in piece.values() for copy in _fill((view,), view, slots))
         rounds.append(_Round(tuple(sends), tuple(taken)))
     # Copies within a device come last, as other devices wait for the rounds.
     return _program(operation.name, (*_rounds(_DRAINED, rounds, _DRAINED, slots), *within))
@@ -192,7 +192,7 @@ def reduction(operation: Reduction, parts: int, slots: int) -> Program:
             if spans
         }
         wholes = {sender: views[0]._replace(stop=views[-1].stop) for sender, views in given.items()}
-        sends = (copy for sender, views in given.items() for copy in _sent(views, wholes[sender], slots))
+        sends = (copy for sender, views in given.items() for copy in _fill(views, wholes[sender], slots))
         sums = (
             operation.total(load(share.receiver), share, partial(_fetched, wholes, share.start, share.stop, slots))
             for share in shares
@@ -205,7 +205,7 @@ def reduction(operation: Reduction, parts: int, slots: int) -> Program:
             for receiver in operation.receivers
             if receiver != share.receiver
         )
-        sends = (copy for view in sent.values() for copy in _sent((view,), view, slots))
+        sends = (copy for view in sent.values() for copy in _fill((view,), view, slots))
         spreading.append(_Round(tuple(sends), tuple(copies)))
     spread = partial(_rounds, rounds=spreading, end=_DRAINED, slots=slots)
     if not any(asked.values()):  # the only sender sums all columns

@@ -187,12 +187,12 @@ class Stuck(NamedTuple):
 
     Attributes:
         node: an Await.
-        wanted: number of signals that it waits for.
+        signals: number of signals that it waits for.
         raised: number of signals issued by the end of its program.
     """
 
     node: Node
-    wanted: int
+    signals: int
     raised: int
 
 
@@ -407,8 +407,8 @@ def _order(nodes: Sequence[Node]) -> list[int]:
 
 def _deadlocks(timeline: Timeline, order: Sequence[int]) -> Iterator[Finding]:
     """Find nodes that wait for ever."""
-    for node, wanted, raised in timeline.stuck:
-        yield Finding(DEADLOCK, f"{node} waits for {wanted} signals, of which {raised} are issued with it or before")
+    for node, signals, raised in timeline.stuck:
+        yield Finding(DEADLOCK, f"{node} waits for {signals} signals, of which {raised} are issued with it or before")
     blocked = {*range(len(timeline.nodes))}.difference(order)
     if blocked:
         path = [min(blocked)]
@@ -427,7 +427,7 @@ class _Watch:
 
     Attributes:
         nodes: the nodes of a timeline.
-        found: findings so far, by the commands.
+        findings: findings so far, by the commands.
         past: for each node, a bit set of the nodes that are complete when it ends.
         read: for each memory, the reads and their nodes; an operand's memory is told apart by its program. Reads that a
             later write covers are dropped: the write is ordered after them, and later accesses are compared with it.
@@ -435,7 +435,7 @@ class _Watch:
     """
 
     nodes: Sequence[Node]
-    found: dict[tuple[object, ...], Finding] = Factory(dict)
+    findings: dict[tuple[object, ...], Finding] = Factory(dict)
     past: list[int] = Factory(list)
     read: dict[Memory, _Accesses] = Factory(lambda: defaultdict(list))
     written: dict[Memory, _Accesses] = Factory(lambda: defaultdict(list))
@@ -450,7 +450,7 @@ class _Watch:
             self.past[index] = past
             if node.reads or node.writes:
                 self._access(index, node)
-        return self.found.values()
+        return self.findings.values()
 
     def _access(self, index: int, node: Node) -> None:
         """Check a node's accesses, and keep them."""
@@ -507,4 +507,6 @@ class _Watch:
     def _tell(self, kind: str, sentence: str, index: int, other: int) -> None:
         """Add a finding on two nodes, once for all runs of the same commands."""
         first, second = self.nodes[index], self.nodes[other]
-        self.found.setdefault((kind, sentence, first.what, second.what), Finding(kind, sentence.format(first, second)))
+        self.findings.setdefault(
+            (kind, sentence, first.what, second.what), Finding(kind, sentence.format(first, second))
+        )

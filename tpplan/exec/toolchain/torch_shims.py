@@ -160,7 +160,8 @@ def flash_attention(
     """
     most = q.shape[2], k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return _flash(q, k, v, (None, None, None), most, scale=scale, window=window, sinks=sinks).transpose(1, 2)
+    found, sums = _flash(q, k, v, (None, None, None), most, scale=scale, window=window)
+    return _beside_sinks(found, sums, sinks).transpose(1, 2)
 
 
 def flash_attention_to_part(
@@ -180,7 +181,7 @@ def flash_attention_to_part(
     """
     most = q.shape[2], k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    found, sums = _flash_and_sums(q, k, v, (None, None, None), most, scale=scale, window=0, is_causal=is_causal)
+    found, sums = _flash(q, k, v, (None, None, None), most, scale=scale, window=0, is_causal=is_causal)
     return found.transpose(1, 2), sums
 
 
@@ -209,29 +210,22 @@ def flash_attention_of_several(
         sinks: score of each head's sink, see :class:`tpplan.decoder.math.Scoring`.
     """
     longest, length = max(2, most[0]), most[1]  # if 1, the kernel assumes that every text has one query
-    return _flash(q, k, v, where, (longest, length), scale=scale, window=window, sinks=sinks)
+    found, sums = _flash(q, k, v, where, (longest, length), scale=scale, window=window)
+    return _beside_sinks(found, sums, sinks)
 
 
-def _flash(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    where: tuple[torch.Tensor | None, ...],
-    most: tuple[int, int],
-    *,
-    scale: float,
-    window: int,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return causal attention, ``[..., tokens, heads, elements]``.
+def _beside_sinks(found: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return attention beside sinks: each adds its exponential to the denominators of a head's softmaxes.
 
-    A sink adds its exponential to the denominator of a softmax, which scales the output.
+    Args:
+        found: attention without them, ``[..., tokens, heads, elements]``; scaled in place.
+        sums: logarithms of the denominators without them, ``[..., heads, tokens]``.
+        sinks: score of each head's sink; None if there are none.
     """
-    found, sums = _flash_and_sums(q, k, v, where, most, scale=scale, window=window)
     return found if sinks is None else found.mul_(torch.sigmoid(sums.mT - sinks).unsqueeze(-1))
 
 
-def _flash_and_sums(
+def _flash(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

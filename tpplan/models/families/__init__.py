@@ -151,8 +151,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
         ModelError: the architecture is not supported, a key is missing or of the wrong type, or keys contradict each
             other.
     """
-    model_type, family = _family(config)
-    family = stored or family
+    model_type, family = (config.text("model_type"), stored) if stored else _family(config)
     for key in family.refused:
         if config.flag(key):
             raise config.error(f"{key} is true, which tpplan does not support", "plans are for decoders only")

@@ -10,15 +10,18 @@ from tpplan.models.families.wrappers import HEARS, NGRAMS, SEES, WRAPPERS
 if TYPE_CHECKING:
     from tpplan.models.config import Config
 
+#: Keys that configs of the hub have for the number of prediction layers; the first that is there counts.
+PREDICTION_KEYS: Final = (
+    *("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_layers"),
+    "mtp_num_hidden_layers",
+)
+
 #: Keys that configs of the hub have for each part: an object or a name for towers, a number of layers for predictions.
 _KEYS: Final = {
     SEES: ("vision_config", "vision_tower", "mm_vision_tower", "vit_config", "visual", "vision_lora"),
     HEARS: ("audio_config", "audio_encoder_config", "speech_config", "speech_lora"),
     NGRAMS: ("ple_layer_ids",),
-    PREDICTION: (
-        *("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_layers"),
-        "mtp_num_hidden_layers",
-    ),
+    PREDICTION: PREDICTION_KEYS,
 }
 
 

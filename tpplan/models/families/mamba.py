@@ -197,11 +197,14 @@ def _kinds_of(kind: str) -> tuple[str, ...]:
     return *sorted(_NEMOTRON_KINDS - {kind}), kind
 
 
+def nemotron_kinds(config: Config, key: str, pattern: str) -> tuple[str, ...]:
+    """Return the kinds of Nemotron-H's layers that one key lists, or another has letters for; empty without both."""
+    return config.texts(key) or tuple(_PATTERN.get(letter, letter) for letter in config.text(pattern))
+
+
 def _nemotron(config: Config) -> Config:
     """Read the kinds of layers from ``hybrid_override_pattern``, and the number of layers from the kinds."""
-    pattern = config.text("hybrid_override_pattern")
-    types = config.texts("layer_types") or [_PATTERN.get(letter, letter) for letter in pattern]
-    types = types or [LINEAR, "moe", FULL, "mlp"]
+    types = nemotron_kinds(config, "layer_types", "hybrid_override_pattern") or (LINEAR, "moe", FULL, "mlp")
     return config.having("layer_types", list(types)).having("num_hidden_layers", len(types))
 
 

@@ -46,7 +46,7 @@ def read_shape(config: Config, family: Family, *, tied: bool, stacked: bool) -> 
         ModelError: a key is missing, is of the wrong type or out of range, or two of them contradict each other.
     """
     config = family.usual(config) if family.usual else config
-    layers = config.count("num_hidden_layers", default=family.defaults.get("num_hidden_layers"), maximum=MAX_LAYERS)
+    layers = _layer_count(config, family)
     known: dict[str, Shape] = {}
     shapes = []
     for own in _own_keys(config, family, layers):
@@ -61,6 +61,19 @@ def read_shape(config: Config, family: Family, *, tied: bool, stacked: bool) -> 
     linear = tuple(shape.linear[i] for i, shape in enumerate(shapes))
     first, *others = shapes = [evolve(shape, windows=windows, sparse=sparse, linear=linear) for shape in shapes]
     return first if all(shape == first for shape in others) else evolve(first, layers=tuple(shapes))
+
+
+def layer_count(config: Config, family: Family) -> int:
+    """Return how many layers the language model's own ``config`` describes.
+
+    Raises:
+        ModelError: it does not say, or the number is none, or out of range.
+    """
+    return _layer_count(family.usual(config) if family.usual else config, family)
+
+
+def _layer_count(config: Config, family: Family) -> int:
+    return config.count("num_hidden_layers", default=family.defaults.get("num_hidden_layers"), maximum=MAX_LAYERS)
 
 
 def _own_keys(config: Config, family: Family, layers: int) -> list[dict[str, object]]:
@@ -89,7 +102,7 @@ def _read(config: Config, family: Family, *, tied: bool, stacked: bool) -> Shape
     given = family.defaults
     for key in family.uniform:
         config = config.level(key)
-    layers = config.count("num_hidden_layers", default=given.get("num_hidden_layers"), maximum=MAX_LAYERS)
+    layers = _layer_count(config, family)
     hidden = config.count("hidden_size", default=given.get("hidden_size"))
     q_heads = config.count("num_attention_heads", default=given.get("num_attention_heads"), maximum=MAX_PARTS)
     kv_heads = config.optional_count("num_key_value_heads", default=given.get("num_key_value_heads"), maximum=MAX_PARTS)

@@ -16,7 +16,7 @@ from tpplan.models.formats.storage import Assumed, Stored, inputs_of, split_name
 from tpplan.models.formats.table import FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tpplan.core.model import Block, ModelSpec
     from tpplan.models.formats.scheme import Form, Scheme
@@ -46,8 +46,13 @@ def rebuild(
     )
 
 
-def stored_by_formula(logical: ModelSpec, scheme: Scheme) -> ModelSpec:
+def stored_by_formula(logical: ModelSpec, scheme: Scheme, starts: Mapping[str, str] | None = None) -> ModelSpec:
     """Return the model as stored in the format that its config names.
+
+    Args:
+        logical: the unquantised model.
+        scheme: what the config says.
+        starts: how names start in the checkpoint, by how they do here, where the config goes by those.
 
     Raises:
         ModelError: the sizes of the stored tensors do not follow from the config.
@@ -58,7 +63,7 @@ def stored_by_formula(logical: ModelSpec, scheme: Scheme) -> ModelSpec:
         return logical
     if not scheme.rules or (scheme.format == "mxfp4" and logical.model_type != "gpt_oss"):
         raise needs_headers(scheme)
-    formula = _Formula(logical, scheme)
+    formula = _Formula(logical, scheme, starts or {})
     spec = rebuild(logical, formula.stored)
     if not formula.sizes and any(rule.form and rule.names for rule in scheme.rules):
         raise needs_headers(scheme, "no module of the model is one of those that it quantises")
@@ -69,8 +74,9 @@ def stored_by_formula(logical: ModelSpec, scheme: Scheme) -> ModelSpec:
 class _Formula:
     """What a scheme makes of a model's parameters; it records sizes of formats, as matching with headers does."""
 
-    def __init__(self, logical: ModelSpec, scheme: Scheme) -> None:
+    def __init__(self, logical: ModelSpec, scheme: Scheme, starts: Mapping[str, str]) -> None:
         self.scheme = scheme
+        self.starts = starts
         self.choice = Choice(scheme)
         self.dtype = DTYPES[logical.dtype]
         self.caches = _cache_dims(logical, scheme)
@@ -82,6 +88,8 @@ class _Formula:
         """Return the stored parameters of a parameter in a layer."""
         stem, suffix = split_name(parameter.name)
         stem = stem.removesuffix(".weight").replace("{layer}", str(layer))
+        start = next(filter(stem.startswith, self.starts), "")
+        stem = self.starts.get(start, "") + stem.removeprefix(start)
         found = [
             (self.kind(parameter, form, stem), count) for form, count in self.forms(parameter, stem, suffix, layer)
         ]

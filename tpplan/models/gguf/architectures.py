@@ -106,6 +106,11 @@ _LATENT: Final = {
     "self_attn.k_b_proj": "attn_k_b",
     "self_attn.v_b_proj": "attn_v_b",
 }
+#: Further modules of a prediction layer, which is a block behind the model's.
+PREDICTION_NAMES: Final = {
+    **{name: f"nextn.{name}" for name in ("enorm", "hnorm", "eh_proj")},
+    "shared_head.norm": "nextn.shared_head_norm",
+}
 _OUTSIDE: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _IN_LAYER: Final = re.compile(r"model\.layers\.\{layer\}\.(.*)\.(weight|bias)")
 #: Tensors without a kind in their names, by the ends of those, and what they are called behind ``blk.N.``.

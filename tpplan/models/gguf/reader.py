@@ -13,10 +13,11 @@ from tpplan.core.model import GGUF, PREDICTION, ModelSpec, NotPlanned
 from tpplan.errors import ModelError
 from tpplan.models.checkpoint import Headers, Tensor
 from tpplan.models.config import Config
-from tpplan.models.families import spec_from_config
+from tpplan.models.families import FAMILIES, spec_from_config
+from tpplan.models.families.predictions import PREDICTIONS, UNKNOWN_HINT
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.matching import BUFFERS
-from tpplan.models.gguf.architectures import Architecture, architecture_of, name_of
+from tpplan.models.gguf.architectures import PREDICTION_NAMES, Architecture, architecture_of, name_of
 from tpplan.models.gguf.header import SPLIT, Gguf, read_gguf
 from tpplan.models.gguf.metadata import config_of
 
@@ -103,15 +104,30 @@ def read_gguf_model(path: Path) -> GgufModel:
     config = config_of(file, architecture, path.name)
     logical = spec_from_config(config, path.stem, stored=architecture.stored)
     match = _Match(file, architecture, path.name)
-    spec = rebuild(logical, match.stored)
-    spec = evolve(
-        spec,
-        weight_format=f"{GGUF}{max(match.sizes, key=lambda kind: (match.sizes[kind], kind))}",
-        not_planned=(*spec.not_planned, *match.aside(logical.layer_count)),
-        assumed="",
-    )
+    spec = match.model(logical)
+    spec = evolve(spec, not_planned=(*spec.not_planned, *match.aside(logical.layer_count)))
     headers = Headers(match.tensors, file.file_bytes)
     return GgufModel(spec, config, headers, match.kinds, architecture, file)
+
+
+def gguf_predictions(model: GgufModel, name: str) -> ModelSpec:
+    """Return the prediction layers of a model in GGUF, which are blocks behind its own, as a model of this name.
+
+    Raises:
+        ModelError: the file has none, or those of its architecture are not known; or as for :func:`read_gguf_model`.
+    """
+    source, model_type = model.config.source, model.architecture.model_type
+    count = model.file.metadata.get(f"{model.file.metadata['general.architecture']}.nextn_predict_layers")
+    if not isinstance(count, int) or not count:
+        raise ModelError(f"{source} has no prediction layers", "leave out --mtp, or mtp in a manifest")
+    known = PREDICTIONS.get(model_type)
+    if known is None or not known.is_behind:
+        raise ModelError(f"{source}: prediction layers of {model_type} in GGUF are not known", UNKNOWN_HINT)
+    layers = model.spec.layer_count
+    alone = model.config.overlaid(known.told(model.config, layers, count, known.kind))
+    family = evolve(known.of(model.architecture.stored or FAMILIES[model_type]), layers="model.layers.{layer}.")
+    architecture = evolve(model.architecture, names={**model.architecture.names, **PREDICTION_NAMES})
+    return _Match(model.file, architecture, source, layers).model(spec_from_config(alone, name, stored=family))
 
 
 class _Match:
@@ -123,15 +139,22 @@ class _Match:
         kinds: their types.
     """
 
-    def __init__(self, file: Gguf, architecture: Architecture, source: str) -> None:
-        self._file, self._architecture, self._source = file, architecture, source
+    def __init__(self, file: Gguf, architecture: Architecture, source: str, first: int = 0) -> None:
+        self._file, self._architecture, self._source, self._first = file, architecture, source, first
         self._used: set[str] = set()
         self.sizes: Counter[str] = Counter()
         self.tensors: dict[str, Tensor] = {}
         self.kinds: dict[str, str] = {}
 
+    def model(self, logical: ModelSpec) -> ModelSpec:
+        """Return a model, whose first layer is the file's block ``first``, as the file stores it."""
+        spec = rebuild(logical, self.stored)
+        kind = max(self.sizes, key=lambda kind: (self.sizes[kind], kind))
+        return evolve(spec, weight_format=f"{GGUF}{kind}", assumed="")
+
     def stored(self, parameter: Parameter, layer: int | None) -> tuple[Parameter, ...]:
         """Return a parameter of a layer as the file stores it."""
+        layer = None if layer is None else layer + self._first
         pattern = name_of(parameter.name, self._architecture)
         name = pattern.replace("{layer}", str(layer))
         tensor = self._file.tensors.get(name)

@@ -59,24 +59,24 @@ def _times(report: BenchReport, operation: str) -> dict[str, Timed]:
     return {timed.by: timed for timed in next(m for m in report.measured if m.operation == operation).timed}
 
 
-def test_without_links_nccl_has_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told by the environment, unless that says otherwise; every report says so from then on."""
+def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told by the environment, unless that says otherwise; every report says so from then on.
+
+    No report says that it obeys: who has used NCCL before in this process has it as it was.
+    """
+    variables = {"NCCL_P2P_DISABLE": ("links between GPUs", "1"), "NCCL_NVLS_ENABLE": ("NVLS", "0")}
+    notes = [
+        f"NCCL was told to go without {what}, which it heeds if it was not used before: {name}={value}"
+        for name, (what, value) in variables.items()
+    ]
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
-    assert list(bench._unlinked("host")) == []
-    monkeypatch.delenv("NCCL_P2P_DISABLE")
-    assert list(bench._unlinked("peer")) == []
-    told = ["NCCL was told to go without links between GPUs: NCCL_P2P_DISABLE=1"]
-    assert list(bench._unlinked("host")) == list(bench._unlinked("peer")) == told
-    assert os.environ["NCCL_P2P_DISABLE"] == "1"
-
-
-def test_nvls_is_off_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the environment has it on."""
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    assert list(bench._without_nvls()) == []
-    monkeypatch.delenv("NCCL_NVLS_ENABLE")
-    assert list(bench._without_nvls()) == list(bench._without_nvls()) == ["NVLS is off: NCCL_NVLS_ENABLE=0"]
-    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+    assert list(bench._told_nccl("host")) == []
+    for name in variables:
+        monkeypatch.delenv(name)
+    assert list(bench._told_nccl("peer")) == notes[1:]
+    assert list(bench._told_nccl("host")) == list(bench._told_nccl("peer")) == notes
+    assert {name: os.environ[name] for name in variables} == {name: value for name, (_, value) in variables.items()}
 
 
 def test_another_way_in_graphs_is_told() -> None:

@@ -87,6 +87,11 @@ class OfLayer:
     launch_recur: Launcher
     launch_gate: Launcher
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they keep on the device for all layers together."""
+        return self.turns.nbytes
+
     def recur(
         self,
         rows: Rows,
@@ -97,7 +102,7 @@ class OfLayer:
         goes_on_N: Tensor | None = None,
         fresh: bool = False,
     ) -> bool:
-        """Do it; see :meth:`tpplan.decoder.layer.recurrence.DeltaKernels.recur`."""
+        """Read rows into the states, as :meth:`tpplan.decoder.layer.recurrence.DeltaKernels.recur` says."""
         state, weights, mixed = self.state, self.weights, rows.mixed
         keys, group, parts = state.keys, state.group, mixed.shape[1]
         vectors = (mixed.data_ptr(), *(_ITEM * step for step in mixed.stride()[:-1]), weights.conv.data_ptr())

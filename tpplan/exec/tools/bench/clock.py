@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -13,13 +14,30 @@ from attrs import frozen
 from tpplan.reports.bench import Spread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 K = TypeVar("K")
 
 #: Target duration of a turn, and its maximum number of calls.
 _TURN_SECONDS = 0.005
 _MOST_CALLS = 50
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run torch in one thread, and restore its thread count and current device on exit.
+
+    Most tensors are small, and synchronising threads would take longer; the programs of virtual devices do the same.
+    """
+    threads = torch.get_num_threads()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.set_device(device)
 
 
 @frozen(eq=False)

@@ -6,7 +6,7 @@ Beside each time stand the least time that the links allow, and the time of even
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import pairwise, permutations
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from tpplan.exec.compiler import compile as compile_plan
 from tpplan.exec.explain import IN_GRAPH
 from tpplan.exec.programs.program import HOST
 from tpplan.exec.tools.bench.case import Cases
-from tpplan.exec.tools.bench.clock import Clock, Run
+from tpplan.exec.tools.bench.clock import Clock, Run, undisturbed
 from tpplan.exec.tools.bench.peers import OURS, contenders
 from tpplan.reports.bench import BenchReport, Limit, Measured, Timed
 
@@ -190,7 +190,7 @@ def bench(
         RequestError: the plan has room for none of the sizes.
         TpplanError: the plan cannot be compiled.
     """
-    with _undisturbed(), ExitStack() as stack:
+    with undisturbed(), ExitStack() as stack:
         context = make(transport)
         _closed_by(stack, context)
         cases = Cases(context)
@@ -213,7 +213,7 @@ def bench(
         except Exception as error:  # noqa: BLE001 (operations can be timed without it)
             notes.append(f"even slices were not timed: {_reason(error)}")
         if cases.places[0].type == "cuda":
-            notes += [*_unlinked(cases.explanation.transport), *_without_nvls()]
+            notes += _told_nccl(cases.explanation.transport)
         report = _head(cases, even, rounds, limits, notes)
         turns = _Turns(cases, even, limits, Clock(cases.places, rounds))
         for name in cases.makers:
@@ -379,18 +379,19 @@ def _reason(error: Exception) -> str:
     return " ".join(message.split())
 
 
-def _unlinked(transport: str) -> Iterator[str]:
-    """Disable NCCL's peer copies with the host transport, unless the environment decides; yield a note if disabled."""
+def _told_nccl(transport: str) -> Iterator[str]:
+    """Let NCCL go without NVLS, and without peer copies as the host transport does, unless the environment decides.
+
+    Yields:
+        A note on each that it was told to go without. It reads that at its first operation in this process, which may
+        have been long ago.
+    """
+    os.environ.setdefault(_NVLS, "0")
     if transport == "host":
         os.environ.setdefault(_NO_LINKS, "1")
-    if os.environ.get(_NO_LINKS) == "1":
-        yield f"NCCL was told to go without links between GPUs: {_NO_LINKS}=1"
-
-
-def _without_nvls() -> Iterator[str]:
-    """Disable NVLS in NCCL, unless the environment decides; yield a note if disabled."""
-    if os.environ.setdefault(_NVLS, "0") == "0":
-        yield f"NVLS is off: {_NVLS}=0"
+    for what, name, value in (("links between GPUs", _NO_LINKS, "1"), ("NVLS", _NVLS, "0")):
+        if os.environ.get(name) == value:
+            yield f"NCCL was told to go without {what}, which it heeds if it was not used before: {name}={value}"
 
 
 def _software(note: Callable[[str], None]) -> Iterator[str]:
@@ -401,14 +402,3 @@ def _software(note: Callable[[str], None]) -> Iterator[str]:
         yield f"NCCL {'.'.join(map(str, nccl.version()))}"  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 (a torch without NCCL)
         note(f"NCCL is not here: {_reason(error)}")
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Run torch in one thread, as the programs of virtual devices do, and restore its thread count on exit."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

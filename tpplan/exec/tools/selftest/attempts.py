@@ -47,10 +47,10 @@ class Attempt:
     """An operand size to test.
 
     Attributes:
-        axis: as the plan's :func:`~tpplan.exec.explain.cuts` call it.
+        axis: name of the axis, as in the plan's :func:`~tpplan.exec.explain.cuts`.
         lead: dimensions before the columns.
         dim: columns per element of the axis; of operations that cut nothing, the columns.
-        dtype: of the operands.
+        dtype: dtype of the operands.
         narrow: whether ``dim`` is not the plan's.
         how: the route it takes unless aside; empty if not known in advance.
         aside: whether the operation runs beside other work.

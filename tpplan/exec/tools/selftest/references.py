@@ -21,7 +21,7 @@ def _broadcast(scene: Scene, source: int) -> Trial:
     (x,) = scene.operands([(source, scene.dim)])
 
     def call(out: list[Tensor] | None) -> Sequence[Tensor]:
-        return scene.context.broadcast(x.given, scene.axis, layer=scene.layer, source=source, out=out)
+        return scene.context.broadcast(x.tensor, scene.axis, layer=scene.layer, source=source, out=out)
 
     right = scene.holding(x, scene.dim)
     return Trial(call, (x,), tuple((device, right) for device in scene.devices))
@@ -33,7 +33,7 @@ def _scatter(scene: Scene, source: int) -> Trial:
 
     def call(out: list[Tensor] | None) -> Sequence[Tensor]:
         context, axis = scene.context, scene.axis or ""
-        return context.scatter(x.given, axis, dim=scene.dim, layer=scene.layer, source=source, out=out)
+        return context.scatter(x.tensor, axis, dim=scene.dim, layer=scene.layer, source=source, out=out)
 
     right = scene.holding(x, size)
     return Trial(call, (x,), tuple((device, right[..., a:b]) for device, a, b in scene.slices))
@@ -50,7 +50,7 @@ def _gather(scene: Scene) -> Trial:
     parts, whole = _parts(scene)
 
     def call(out: list[Tensor] | None) -> Sequence[Gathered]:
-        given = [part.given for part in parts]
+        given = [part.tensor for part in parts]
         target = out[0] if out else None
         return (scene.context.gather(given, scene.axis or "", dim=scene.dim, layer=scene.layer, out=target),)
 
@@ -61,7 +61,7 @@ def _allgather(scene: Scene) -> Trial:
     parts, whole = _parts(scene)
 
     def call(out: list[Tensor] | None) -> Sequence[Tensor]:
-        given = [part.given for part in parts]
+        given = [part.tensor for part in parts]
         return scene.context.allgather(given, scene.axis or "", dim=scene.dim, layer=scene.layer, out=out)
 
     return Trial(call, parts, tuple((device, whole) for device in scene.context.all_devices))
@@ -78,8 +78,8 @@ def _all_reduce(scene: Scene) -> Trial:
         over = parts
 
     def call(out: list[Tensor] | None) -> Sequence[Tensor]:
-        added = [operand.given for operand in residual] or None
-        given = [part.given for part in parts]
+        added = [operand.tensor for operand in residual] or None
+        given = [part.tensor for part in parts]
         return scene.context.all_reduce(given, added, axis=scene.axis, layer=scene.layer, out=out)
 
     addends = [*parts, *residual[:1]]
@@ -104,7 +104,7 @@ def _add_residual(scene: Scene) -> Trial:
 
     def call(out: list[Tensor] | None) -> Sequence[Tensor]:
         target = out or []
-        given = [operand.given for operand in source]
+        given = [operand.tensor for operand in source]
         scene.context.add_residual(target, given, scene.axis or "", dim=scene.dim, layer=scene.layer)
         return target
 

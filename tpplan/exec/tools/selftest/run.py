@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import chain, cycle
 from math import prod
 from random import Random
@@ -19,6 +19,7 @@ from tpplan.exec.build import build
 from tpplan.exec.checks import name_of
 from tpplan.exec.cuda.graph import give_back
 from tpplan.exec.explain import Way, cuts, in_graphs
+from tpplan.exec.tools.bench.clock import undisturbed
 from tpplan.exec.tools.selftest.attempts import Attempts
 from tpplan.exec.tools.selftest.references import KINDS
 from tpplan.exec.tools.selftest.trial import FORMS, Noise, Scene, compared_bytes, issue, issue_again, judge, renew
@@ -158,7 +159,7 @@ def selftest(
     """
     tallies: list[Tally] = []
     errors: dict[str, ExecutionError] = {}
-    with _undisturbed():
+    with undisturbed():
         for transport in transports:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 give_back()
@@ -196,23 +197,6 @@ def _is_unverified(error: ExecutionError) -> bool:
     """Tell whether compiling failed only for requirements of a transport, which another one may not have."""
     _, *problems = error.message.splitlines()
     return bool(problems) and all(problem.strip().startswith("transport: ") for problem in problems)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Run torch in one thread, and restore its thread count and current device on exit.
-
-    Most tensors are small, and synchronising threads would take longer.
-    """
-    threads = torch.get_num_threads()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.set_device(device)
 
 
 def _called(context: TPContext, transport: str, busy: Callable[[str], AbstractContextManager[None]]) -> Iterator[Tally]:

@@ -82,13 +82,13 @@ class Operand:
 
     Attributes:
         device: index of its device, or HOST.
-        given: the tensor itself, a view of ``whole``.
+        tensor: the tensor itself, a view of ``whole``.
         whole: the larger tensor around it.
         right: contents of ``whole``, or those expected in the end, on the CPU.
     """
 
     device: int
-    given: Tensor
+    tensor: Tensor
     whole: Tensor
     right: Tensor
 
@@ -210,7 +210,7 @@ def issue(scene: Scene, trial: Trial) -> None:
 
 def issue_again(scene: Scene, trial: Trial) -> None:
     """Run an operation on the same tensors as before."""
-    outputs = [operand.given for operand in (*trial.over, *trial.outputs)]
+    outputs = [operand.tensor for operand in (*trial.over, *trial.outputs)]
     if not scene.aside:
         trial.results = trial.call(outputs or None)
         return
@@ -243,7 +243,7 @@ def _filled(operands: tuple[Operand, ...], others: tuple[Operand, ...]) -> tuple
     pairs = list(zip(operands, others, strict=True))
     for mine, other in pairs:
         mine.whole.copy_(other.whole)
-    return tuple(evolve(other, given=mine.given, whole=mine.whole) for mine, other in pairs)
+    return tuple(evolve(other, tensor=mine.tensor, whole=mine.whole) for mine, other in pairs)
 
 
 def judge(trial: Trial) -> Iterator[Wrong]:

@@ -1,0 +1,88 @@
+"""The tokenizer that a GGUF file holds is converted once, and again when the file or a converter changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+
+from tpplan.decoder.text import gguf as text
+from tpplan.errors import ModelError
+from tpplan.models.gguf.header import read_gguf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _write(path: Path, word: str) -> None:
+    """Write a model of one tensor with a byte-level vocabulary in which a word is one token."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key in ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"):
+        writer.add_uint32(f"llama.{key}", 8)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*"abcd", word[:2], word])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 6)
+    writer.add_token_merges([f"{word[0]} {word[1]}", f"{word[:2]} {word[2]}"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _id(data: bytes, word: str) -> int | None:
+    token: int | None = tokenizers.Tokenizer.from_buffer(data).token_to_id(word)
+    return token
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """Keep what is converted in a folder of this test, whose setting is returned."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    return monkeypatch
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tokenizer_is_converted_once(tmp_path: Path, settings: pytest.MonkeyPatch) -> None:
+    """A second start does without transformers' conversion; another vocabulary under the same name has its own."""
+    path = tmp_path / "model.gguf"
+    _write(path, "abc")
+    first = text.tokenizer_in(read_gguf(path))
+    assert (_id(first, "abc"), _id(first, "bcd")) == (5, None)
+    with settings.context() as patch:
+        patch.setattr(transformers.AutoTokenizer, "from_pretrained", None)
+        assert text.tokenizer_in(read_gguf(path)) == first
+    _write(path, "bcd")
+    assert _id(text.tokenizer_in(read_gguf(path)), "bcd") == 5
+    assert len([*(tmp_path / "kept/tpplan/tokenizers").iterdir()]) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_version_converts_again(tmp_path: Path, settings: pytest.MonkeyPatch) -> None:
+    """What an older transformers made of a vocabulary is not taken."""
+    path = tmp_path / "model.gguf"
+    _write(path, "abc")
+    text.tokenizer_in(read_gguf(path))
+    settings.setattr(text, "version", lambda _: "0")
+    settings.setattr(transformers.AutoTokenizer, "from_pretrained", None)
+    with pytest.raises(ModelError, match="transformers does not read"):
+        text.tokenizer_in(read_gguf(path))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inside", ["", "tpplan/tokenizers"])
+def test_without_a_place_it_is_converted_each_time(tmp_path: Path, settings: pytest.MonkeyPatch, inside: str) -> None:
+    """A cache that cannot be read or written costs time only."""
+    path, taken = tmp_path / "model.gguf", tmp_path / "taken"
+    _write(path, "abc")
+    (taken / inside).parent.mkdir(parents=True, exist_ok=True)
+    (taken / inside).touch()
+    settings.setenv("XDG_CACHE_HOME", str(taken))
+    assert _id(text.tokenizer_in(read_gguf(path)), "abc") == 5
