@@ -82,13 +82,9 @@ _MINIMAX: Final = Family(
     expert_key="intermediate_size",
     adapt=_with_decays,
 )
-_TEXT_01: Final = evolve(
+#: The same as it is on the hub, with code of its own.
+MINIMAX_TEXT_01: Final = evolve(
     _MINIMAX, architectures=("MiniMaxText01ForCausalLM",), linear_layer=(*NORMS, *_LIGHTNING), usual=_listed
 )
 
-LIGHTNING: Final[dict[str, Family]] = {
-    "minimax": _MINIMAX,
-    # As they are on the hub, with code of their own.
-    "minimax_text_01": _TEXT_01,
-    "minimax_m1": evolve(_TEXT_01, architectures=("MiniMaxM1ForCausalLM",)),
-}
+LIGHTNING: Final[dict[str, Family]] = {"minimax": _MINIMAX}

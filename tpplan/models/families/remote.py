@@ -14,6 +14,7 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.core.model import Segment
 from tpplan.models.families.dense import DENSE
+from tpplan.models.families.lightning import MINIMAX_TEXT_01
 from tpplan.models.families.rows import (
     ALWAYS,
     BIASED_ATTENTION,
@@ -104,6 +105,8 @@ def _minicpm(config: Config, layers: int) -> tuple[bool, ...]:
 _CONTEXT: Final = "max_position_embeddings"
 
 REMOTE: Final[dict[str, Family]] = {
+    "minimax_text_01": MINIMAX_TEXT_01,
+    "minimax_m1": evolve(MINIMAX_TEXT_01, architectures=("MiniMaxM1ForCausalLM",)),
     # Adapters for images and sound, beside each matrix, are loaded as adapters.
     "phi4mm": evolve(
         DENSE["phi4_multimodal"],
