@@ -253,7 +253,8 @@ def test_check_makes_plans_of_pools_again(asked: tuple[object, ...]) -> None:
 @pytest.mark.parametrize(
     ("gpus", "told", "one"),
     [
-        ("RTX3060", "this command makes a plan", "--gpus 2xRTX3060 "),
+        ("65x1MiB", "this command makes a plan", ",64x1MiB "),
+        ("RTX3060", "each of these commands makes a plan", "--gpus 2xRTX3060 "),
         ("RTX3090:16.3GiB", "each of these commands makes a plan", "--cache fp8 "),
     ],
 )
