@@ -2,7 +2,8 @@
 
 Sources of names and shapes: how vLLM and SGLang load them (``vllm/model_executor/models/``: ``qwen.py``,
 ``llama.py``, ``internlm2.py``, ``baichuan.py``, ``chatglm.py``, ``bailing_moe.py``, ``minicpm.py``, ``exaone.py``,
-``orion.py``, ``solar.py``, ``deepseek.py``, ``telechat2.py``, ``teleflm.py``, ``minimax_text_01.py``, ``phi4mm.py``; ``sglang/srt/models/bailing_moe.py``).
+``orion.py``, ``solar.py``, ``deepseek.py``, ``telechat2.py``, ``teleflm.py``, ``minimax_text_01.py``, ``phi4mm.py``;
+``sglang/srt/models/bailing_moe.py``).
 """
 
 from __future__ import annotations
