@@ -71,7 +71,7 @@ def test_the_readme_names_the_models() -> None:
     for start in ("Dense:", "With experts:", "And the text part of"):
         assert start in text
         text = text.replace(start, "")
-    assert set(re.findall("[a-z0-9_-]+", text)) - {"and"} == set(supported())
+    assert set(re.findall("[A-Za-z0-9_-]+", text)) - {"and"} == set(supported())
 
 
 def rows(page: str, title: str) -> list[list[str]]:

@@ -22,12 +22,13 @@ NO_PLAN = frozenset({
     *("BloomForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"),
     *("GptOssForCausalLM", "HunYuanDenseV1ForCausalLM", "OPTForCausalLM", "RWForCausalLM", "StableLmForCausalLM"),
     *("BambaForCausalLM", "BitNetForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
+    "Zamba2ForCausalLM",
     *CODE_OF_THEIR_OWN,
 })  # fmt: skip
 
 #: Those whose plan leaves attention whole on each device.
 WHOLE_ATTENTION = frozenset({"FlintForCausalLM",
-    *("AXK1ForCausalLM", "BailingHybridForCausalLM", "YoutuForCausalLM"),
+    *("AXK1ForCausalLM", "AXK2ForCausalLM", "BailingHybridForCausalLM", "BailingMoeV3ForCausalLM", "YoutuForCausalLM"),
     *("AfmoeForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     *("HunYuanMoEV1ForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
     *("DeepseekV4ForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM"),
