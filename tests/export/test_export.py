@@ -187,11 +187,9 @@ METHODS = {
         "eagle3": "--speculative-algorithm EAGLE3",
         "dflash": "--speculative-algorithm DFLASH",
     },
-    **dict.fromkeys(
-        ("llama.cpp", "llama.cpp-layer"),
-        {"eagle3": "--spec-type draft-eagle3", "dflash": "--spec-type draft-dflash"},
-    ),
+    "llama.cpp": {"eagle3": "--spec-type draft-eagle3", "dflash": "--spec-type draft-dflash"},
 }
+METHODS["llama.cpp-layer"] = METHODS["llama.cpp"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

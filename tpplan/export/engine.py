@@ -148,12 +148,10 @@ class Engine:
         if not request.mtp:
             kind, name = request.draft.kind, request.draft.name
             who = f"the {KINDS[kind].name.partition(' ')[2] if kind else 'draft model'} {name}"
-            told = self.draft(kind)
-            yield (
-                f"{room} {who}{included}: add {told}{more}"
-                if told
-                else f"{room} {who}, for which tpplan knows no option of it"
-            )
+            if told := self.draft(kind):
+                yield f"{room} {who}{included}: add {told}{more}"
+            else:
+                yield f"{room} {who}, for which tpplan knows no option of it"
         elif self.mtp:
             yield f"{room} {PREDICTION}{included}: add {self.mtp}{more}"
         else:
