@@ -225,6 +225,27 @@ def test_check_makes_room_for_what_drafts_again(gpus: str) -> None:
     assert command("check", "dm.json", "--model", deepseek, "--gpus", gpus).code == 0
 
 
+def test_check_plans_the_room_of_prediction_layers_again(tmp_path: Path) -> None:
+    """Prediction layers that the model has not had make a plan stale, as by a manifest; the command mends it."""
+    config = json.loads((ROOT / "examples/models/DeepSeek-V3/config.json").read_text())
+    model, plan = tmp_path / "config.json", tmp_path / "dm.json"
+    model.write_text(json.dumps(config))
+    assert command("plan", model, "--gpus", "8xH200", "--context", 4096, "--mtp", "-o", plan).code == 0
+    assert command("check", plan, "--model", model).code == 0
+    (before, *_) = codec.load(plan).request.draft.room_bytes  # type: ignore[union-attr]
+    model.write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    done = command("check", plan, "--model", model)
+    assert (done.code, "stale (draft)" in done.out) == (1, True), done.out
+    assert "their room is" in done.out
+    again = done.err.splitlines()[-1]
+    assert command(*shlex.split(again)[1:]).code == 0
+    assert command("check", plan, "--model", model).code == 0
+    (after, *_) = codec.load(plan).request.draft.room_bytes  # type: ignore[union-attr]
+    assert after > before
+    model.write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    assert "model has no prediction layers" in " ".join(command("check", plan, "--model", model).out.split())
+
+
 @pytest.mark.parametrize(
     "asked",
     [

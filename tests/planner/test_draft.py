@@ -209,7 +209,8 @@ def test_the_command(head: Path, tmp_path: Path) -> None:
     assert split.code == 0
     taken = [entry.used_bytes for entry in tpplan.load(beside).memory]
     assert [entry.draft_bytes for entry in tpplan.load(output).memory] == taken
-    assert command("check", output, "--model", LLAMA_8B).code == 0
+    checked = command("check", output, "--model", LLAMA_8B)
+    assert (checked.code, "the draft model head was not checked" in checked.err) == (0, True)
 
 
 def test_devices_without_a_part_of_a_draft_model(head: Path, tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ def test_suggested_commands_keep_reserves_beside_a_draft_model(inside: Path, hea
         made = tpplan.load("p.json")
         stale = attrs.evolve(made, request=attrs.evolve(made.request, max_rows=2049))
         Path("p.json").write_text(tpplan.dumps(stale))
-        hint, again = command("check", "p.json", "--model", LLAMA_8B).err.splitlines()
+        _, hint, again = command("check", "p.json", "--model", LLAMA_8B).err.splitlines()
         assert hint.endswith("that changes (DRAFT stands for the path of the draft model)")
         assert shlex.split(again)[3:-2] == [
             *("--reserve", "1GiB", "--draft", "DRAFT", *words, "--gpus", "2x24GiB", "--context", "4096"),
@@ -348,7 +349,7 @@ def test_a_plan_beside_a_draft_model_is_held_against_other_devices(inside: Path,
     assert counts == (gpus != "24GiB,20GiB")
     assert ("the room of head is for 2 devices that it is split over" in said(done)) == counts
     assert not [line for line in done.out.splitlines() if "request differs" in line]
-    for again in done.err.splitlines()[1:]:
+    for again in done.err.splitlines()[2:]:
         assert command(*shlex.split(again.replace("DRAFT", str(head)))[1:]).code == 0
     assert command("check", "whole.json", "split.json", "--model", LLAMA_8B, "--gpus", gpus).code == 0
     assert (inside / "whole.json").exists()
@@ -364,7 +365,7 @@ def test_what_fits_beside_the_room_that_a_plan_says(inside: Path, head: Path) ->
     assert command(*asked, "2x16GiB", "--draft-output", "d.json", "-o", "split.json").code == 0
     for name in ("whole.json", "split.json"):
         done = command("check", name, "--model", LLAMA_8B, "--gpus", "2x11GiB")
-        hint, *commands = done.err.splitlines()
+        _, hint, *commands = done.err.splitlines()
         assert (": stale (devices, infeasible) " in said(done), "makes a plan (DRAFT" in hint) == (True, True)
         assert any("--gpus 3x11GiB" in each for each in commands) == (name == "whole.json")
         for again in commands:

@@ -372,6 +372,7 @@ def check(
         json: print one JSON document.
     """
     from tpplan.hardware.spec import parse_devices  # noqa: PLC0415
+    from tpplan.models.reader import read_prediction_layers  # noqa: PLC0415
     from tpplan.render import github  # noqa: PLC0415
     from tpplan.render.verdicts import check as view  # noqa: PLC0415
     from tpplan.reports.check import check as compare  # noqa: PLC0415
@@ -388,8 +389,9 @@ def check(
         stored = {path: on_plans.plan_or_error(path) for path in on_plans.many(plans)}
         devices = parse_devices(gpus, on_plans.note) if gpus else ()
         spec = on_plans.read_model(model)
-        found = compare(stored, spec, devices)
+        found = compare(stored, spec, devices, lambda: read_prediction_layers(model))
         console.present(found, view, chosen, annotate=github.check)
+        on_plans.note_unread_drafts(stored.values())
         on_plans.advise_stale(found.plans, stored, spec, model, gpus)
         on_plans.advise(one.error.hint for one in found.plans if one.error)
     return FAILED if any(one.error for one in found.plans) else OK if found.current else NO

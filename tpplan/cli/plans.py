@@ -103,6 +103,13 @@ def note_draft(inputs: Inputs, plan: SplitPlan, of: str = "") -> None:
         note(text, of)
 
 
+def note_unread_drafts(plans: Iterable[SplitPlan | TpplanError]) -> None:
+    """Say which draft models beside plans' models were not read, as nobody named their paths."""
+    asked = [plan.request for plan in plans if not isinstance(plan, TpplanError)]
+    for name in dict.fromkeys(each.draft.name for each in asked if each.draft and not each.mtp):
+        note(f"the draft model {name} was not checked, only the rest: a manifest with draft = … checks it, too")
+
+
 def plan_or_error(path: str) -> SplitPlan | TpplanError:
     """Read a plan, or return why it cannot be read, for who judges others too."""
     try:

@@ -178,9 +178,13 @@ def _with_room(model: ModelSpec, devices: tuple[Device, ...], asked: Request, ro
         raise explain_draft(error, model, devices, resolve(model, asked), room) from error
 
 
-def replan(model: ModelSpec, old: SplitPlan) -> SplitPlan:
-    """Plan again with the request and the devices of an old plan, and predict what it predicts; see :func:`plan`."""
-    again = plan_request(model, old.devices, old.request)
+def replan(model: ModelSpec, old: SplitPlan, room: Room | None = None) -> SplitPlan:
+    """Plan again with the request and the devices of an old plan, and predict what it predicts; see :func:`plan`.
+
+    What drafts has the room of the old plan, or what ``room`` leaves to it, see :func:`plan_request`.
+    """
+    asked = evolve(old.request, draft=None) if room else old.request
+    again = plan_request(model, old.devices, asked, room=room)
     return with_speed(again, predict(again, model, old.speed.links)) if old.speed else again
 
 

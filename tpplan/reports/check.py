@@ -85,7 +85,10 @@ class CheckReport:
 
 
 def check(
-    plans: Mapping[str, SplitPlan | TpplanError], model: ModelSpec, devices: tuple[Device, ...] = ()
+    plans: Mapping[str, SplitPlan | TpplanError],
+    model: ModelSpec,
+    devices: tuple[Device, ...] = (),
+    predicting: Callable[[], ModelSpec] | None = None,
 ) -> CheckReport:
     """Plan each plan's request again, for ``model``, and compare the results.
 
@@ -93,8 +96,10 @@ def check(
         plans: for the path of each file its plan, or the error that kept it from being read.
         model: the model to plan for.
         devices: the devices to plan for; by default those of each plan.
+        predicting: function that reads the model's prediction layers; without it their room is that of the plan, as
+            that of a draft model always is.
     """
-    checks = tuple(_check(path, plan, model, devices) for path, plan in plans.items())
+    checks = tuple(_check(path, plan, model, devices, predicting) for path, plan in plans.items())
     return CheckReport(all(c.current for c in checks), checks)
 
 
@@ -116,11 +121,24 @@ def check_manifest(
     return CheckReport(all(c.current for c in checks), checks, manifest.path, unlisted)
 
 
-def _check(path: str, old: SplitPlan | TpplanError, model: ModelSpec, devices: tuple[Device, ...]) -> PlanCheck:
+def _check(
+    path: str,
+    old: SplitPlan | TpplanError,
+    model: ModelSpec,
+    devices: tuple[Device, ...],
+    predicting: Callable[[], ModelSpec] | None,
+) -> PlanCheck:
     if isinstance(old, TpplanError):
         return _unchecked(path, old)
-    held = attrs.evolve(old, devices=devices or old.devices)
-    return _compare(path, old, Inputs(model, held.devices), lambda inputs: replan(inputs.model, held))
+    held, draft = attrs.evolve(old, devices=devices or old.devices), None
+    if predicting and old.request.mtp and old.request.draft:
+        try:
+            draft = attrs.evolve(predicting(), name=old.request.draft.name)
+        except TpplanError as error:
+            if old.model.fingerprint == fingerprint(model):  # else it is another model, which is told
+                return _unchecked(path, error)
+    inputs = Inputs(model, held.devices, draft=draft, is_split=True)
+    return _compare(path, old, inputs, lambda now: replan(now.model, held, now.room(asked_strategy(old))))
 
 
 def _check_entry(entry: Entry, old: SplitPlan | TpplanError | None, inputs_of: Callable[[Entry], Inputs]) -> PlanCheck:
@@ -172,9 +190,11 @@ def _compare(
             if others:
                 reasons.append(StaleReason.OPTIONS)
                 texts.append(f"the manifest asks for {'; '.join(others)}")
-            if draft:
-                reasons.append(StaleReason.DRAFT)
-                texts.append(draft)
+        else:
+            draft = _other_room(old, inputs) if inputs.draft else ""
+        if draft:
+            reasons.append(StaleReason.DRAFT)
+            texts.append(draft)
         new = plan(attrs.evolve(inputs, model=model))
         changes = diff(old, new)
         if not reasons and old.speed and new.speed and old.speed.links != new.speed.links:
