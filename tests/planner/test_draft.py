@@ -108,7 +108,8 @@ def test_a_head_of_speculators(head: Path) -> None:
     head.write_text(json.dumps(config))
     assert tpplan.read_model(head).parameter_count == PARAMETERS
     head.write_text(json.dumps(config | {"target_hidden_size": 5120}))
-    assert tpplan.read_model(head).parameter_count == PARAMETERS + 4096 * 3 * (5120 - 4096)
+    embedding = 128_256 * 4096  # that of a model that is wider is none for the head
+    assert tpplan.read_model(head).parameter_count == PARAMETERS + 4096 * 3 * (5120 - 4096) + embedding
     layers["num_hidden_layers"] = 2
     head.write_text(json.dumps(config))
     second = 2 * 4096 + 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336  # reads one hidden state, not two
