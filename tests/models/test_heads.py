@@ -140,7 +140,7 @@ HEADS: dict[str, tuple[dict[str, Any], Shapes, int]] = {
             **_EAGLE3,
             "fc.weight": (H, 3 * H),
             "input_norm.weight": (3 * H,),
-            **at("midlayer.", _NORMS, _JOINING, _MLP, {"hidden_norm.weight": (H,)}),
+            **at("midlayer.", _NORMS, _JOINING, _MLP, {"hidden_norm.weight": (H,), "self_attn.o_proj.bias": (H,)}),
             **{name.replace("layers.0.", "midlayer."): shape for name, shape in _BIASES.items()},
         },
         H,
@@ -323,6 +323,9 @@ def test_files_tell_what_a_config_does_not(tmp_path: Path) -> None:
     """Biases, norms and an output matrix count if they are there; and Medusa's sizes are those of its matrices."""
     for name, more in (
         ("EAGLE-LLaMA3-Instruct-8B", _BIASES),
+        ("EAGLE-LLaMA3-Instruct-8B", {**_BIASES, "layers.0.self_attn.o_proj.bias": (H,)}),
+        ("P-EAGLE", {f"layers.0.mlp.{of}_proj.bias": (H if of == "down" else WIDE,) for of in ("gate", "up", "down")}),
+        ("DFlash", {name.replace("0", str(i)): shape for i in range(2) for name, shape in _BIASES.items()}),
         ("DFlash", {"lm_head.weight": (VOCAB, H), "mask_embedding": (H,)}),
         ("Medusa", {f"blocks.{head}.layers.{i}.bias": (H,) for head in range(3) for i in range(2)}),
     ):

@@ -66,13 +66,18 @@ _FUSES: Final = ("fc.weight", "fusion_fc.weight")
 #: Flags of rows: what joins embedding and hidden state, and what some heads have beside.
 _JOINS, _STATES, _QK_NORM, _OWN_HEAD, _OWN_EMBEDDING = "joins", "states", "qk_norm", "own_head", "own_embedding"
 _BIASED, _BIASED_FC, _SINKS, _MASK = "attention_bias", "fc_bias", "sinks", "mask"
+_BIASED_OUT, _BIASED_MLP = "output_bias", "mlp_bias"
 _NORMED_STATES, _NORMED_EACH, _NORMED_INPUTS, _MORE = "norm_before_fc", "fc_norm", "layernorms", "more"
 #: That the model's embedding is of another width than the head's layers, so that the head has one of its own.
 _OTHER_WIDTH: Final = "other_width"
+#: Flags of biases in layers.
+_BIASES: Final = (_BIASED, _BIASED_OUT, _BIASED_MLP)
 #: Flags, and the tensors of which a file has one if its head has what they stand for.
 _TOLD: Final = {
     _BIASED_FC: ("fc.bias", "fusion_fc.bias"),
     _BIASED: ("layers.0.self_attn.q_proj.bias", "midlayer.self_attn.q_proj.bias"),
+    _BIASED_OUT: ("layers.0.self_attn.o_proj.bias", "midlayer.self_attn.o_proj.bias"),
+    _BIASED_MLP: ("layers.0.mlp.down_proj.bias", "midlayer.mlp.down_proj.bias"),
     _NORMED_INPUTS: ("embedding_layernorm.weight",),
     _NORMED_STATES: ("input_norm.weight",),
     _NORMED_EACH: ("fc_norm.0.weight",),
@@ -117,7 +122,9 @@ def as_draft(config: Config, tensors: Mapping[str, Tensor], called: str) -> Conf
     if kind == MEDUSA and (matrices := [tensor.shape for tensor in tensors.values() if len(tensor.shape) == _MATRIX]):
         vocab, hidden = max(matrices)
         layers = {"vocab_size": vocab, "hidden_size": hidden}  # which first configs leave out
-    usual = {_BIASED: of_layers == "qwen2", "fusion_bias": not layers}  # what the first heads have; others say so
+    # What the first heads have; others say so.
+    usual: dict[str, object] = {_BIASED: of_layers == "qwen2", "fusion_bias": not layers}
+    usual[_BIASED_OUT] = config.data.get(_BIASED, layers.get(_BIASED))
     data = {**usual, **layers, **config.data, **told, BY_NAME: by_name}
     data |= {"model_type": kind, "architectures": [named]}
     return Config(data, config.source)
@@ -313,16 +320,16 @@ _EAGLE3: Final = Family(
         *_projection("q_proj", "Q"),
         *_projection("k_proj", "K"),
         *_projection("v_proj", "V"),
-        *linear("self_attn.o_proj", "RS", "O"),
+        *linear("self_attn.o_proj", "RS", "O", _BIASED_OUT),
         *head_norms(when=_QK_NORM),
     ),
-    dense=gated(),
+    dense=gated(bias=_BIASED_MLP),
     layers="layers.{layer}.",
     prefix="",
     renamed={"midlayer.": "layers.0."},
     ignored=("d2t", "t2d", "embed_tokens.weight", "verifier_*", _ROTARY),
     flags={
-        **dict.fromkeys((_BIASED, _QK_NORM, _NORMED_STATES, _NORMED_EACH), False),
+        **dict.fromkeys((*_BIASES, _QK_NORM, _NORMED_STATES, _NORMED_EACH), False),
         **dict.fromkeys((_JOINS, _OWN_EMBEDDING), True),
     },
     ties=False,
@@ -350,9 +357,9 @@ DRAFTS: Final[dict[str, Family]] = {
         layer=(
             *norm("input_layernorm", when=f"!{_JOINS}"),
             *norm("post_attention_layernorm"),
-            *attention(_BIASED),
+            *attention(_BIASED, _BIASED_OUT),
         ),
-        dense=gated(),
+        dense=gated(bias=_BIASED_MLP),
         layers="layers.{layer}.",
         prefix="",
         renamed={
@@ -362,7 +369,7 @@ DRAFTS: Final[dict[str, Family]] = {
             "pre_lm_head_layernorm.": "hidden_states_layernorm.",
         },
         ignored=("embed_tokens.weight", "lm_head.weight", _ROTARY),
-        flags={_BIASED: False, _JOINS: True, _BIASED_FC: True, _NORMED_INPUTS: False},
+        flags={**dict.fromkeys((*_BIASES, _NORMED_INPUTS), False), _JOINS: True, _BIASED_FC: True},
         ties=False,
         usual=_eagle,
         own=_first_joins,
@@ -388,7 +395,7 @@ DRAFTS: Final[dict[str, Family]] = {
         ),
         layer=(
             *NORMS,
-            *attention(_BIASED, _BIASED),
+            *attention(_BIASED, _BIASED_OUT),
             *head_norms(),
             Row("self_attn.attention_sink_bias", "q", _SINKS),
         ),
@@ -397,7 +404,7 @@ DRAFTS: Final[dict[str, Family]] = {
         prefix="",
         renamed={"model.": "", "midlayer.": "layers.0."},
         ignored=("d2t", "t2d", "embed_tokens.weight", "verifier_*", _ROTARY),
-        flags={**dict.fromkeys((_BIASED, _SINKS, _OWN_HEAD, _MASK), False), _OWN_EMBEDDING: True},
+        flags={**dict.fromkeys((_BIASED, _BIASED_OUT, _SINKS, _OWN_HEAD, _MASK), False), _OWN_EMBEDDING: True},
         ties=False,
         window=_dflash_windows,
         usual=_usual,
