@@ -678,6 +678,9 @@ def test_room_for_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     entry = f'[[plan]]\nfile = "plan.json"\nmodel = "{path}"\ngpus = "8xH200"\ncontext = 4096\nmtp = true\n'
     (tmp_path / "tpplan.toml").write_text(entry)
     assert command("check").code == 0
+    (tmp_path / "other.json").write_text(path.read_text())  # the same model by another name
+    (tmp_path / "tpplan.toml").write_text(entry.replace(f"{path}", "other.json"))
+    assert command("check").code == 0
     more = path.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 2')
     (tmp_path / "config.json").write_text(more)
     (tmp_path / "tpplan.toml").write_text(entry.replace(f"{path}", "config.json"))
