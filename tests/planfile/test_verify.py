@@ -119,7 +119,7 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP033", drafted(0, 0, 0, 0), "request.draft.room_bytes: is 0 on every device, expected the room of"),
     ("TP033", drafted(5, 0, 0, 0), "memory[0].draft_bytes: is 0, expected 5 for what drafts"),
     ("TP033", drafted(0, 0, 0, 5, on_3=5), f"memory[3].draft_bytes: is 5, expected {5 + 2**29} for what drafts"),
-    ("TP033", drafted(5, 5, 6, 5, split=False), "request.draft.room_bytes: is 5, 5, 6, 5, of what is whole on each"),
+    ("TP033", drafted(5, 5, 6, 5, split=False), "request.draft.room_bytes: is 5, 5, 6, 5, expected the same on each"),
     ("TP033", {"format_version": "1.4", "request.mtp": True}, "request.draft: is missing, expected the room of"),
     ("TP033", drafting("big") | {"request.mtp": True}, "request.mtp: is given in the plan of a draft model"),
     ("TP020", drafted(5, 0, 0, 0) | {"memory[0].draft_bytes": 5}, f"adds up to {VALID.devices[0].budget_bytes + 5}"),

@@ -156,7 +156,8 @@ def room_as_asked(plan: SplitPlan) -> Iterator[Finding]:
     elif not any(request.draft.room_bytes):
         yield "request.draft.room_bytes", "is 0 on every device, expected the room of what drafts"
     elif not request.draft.split and len({*request.draft.room_bytes}) > 1:
-        yield "request.draft.room_bytes", f"is {_listed([*request.draft.room_bytes])}, of what is whole on each device"
+        rooms = _listed([*request.draft.room_bytes])
+        yield "request.draft.room_bytes", f"is {rooms}, expected the same on each device, as it is not split"
     for i, (device, entry) in enumerate(zip(plan.devices, plan.memory, strict=False)):
         room = request.room(i)
         wanted = room + (device.overhead_bytes if room and i not in used else 0)
