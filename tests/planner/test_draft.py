@@ -373,6 +373,16 @@ def test_what_fits_beside_the_room_that_a_plan_says(inside: Path, head: Path) ->
             assert command(*shlex.split(again.replace("DRAFT", str(head)))[1:]).code == 0
 
 
+def test_a_draft_model_with_a_longer_context_is_planned_again(inside: Path) -> None:
+    """Its model may go beyond its own context, as it did."""
+    config = json.loads((LLAMA_8B / "config.json").read_text()) | {"num_hidden_layers": 2}
+    small = write_checkpoint(inside / "small", config | {"max_position_embeddings": 2**20}, {}) / "config.json"
+    asked = ("--context", 140_000, "--beyond", "--draft", small, "--draft-output", "d.json", "-o", "p.json")
+    assert command("plan", LLAMA_8B, "--gpus", "2x48GiB", *asked).code == 0
+    again = command("check", "d.json", "--model", small, "--gpus", "2x47GiB").err.splitlines()[-1]
+    assert command(*shlex.split(again.replace("MODEL", str(LLAMA_8B)))[1:]).code == 0
+
+
 def test_another_vocabulary_is_noted(tmp_path: Path) -> None:
     """A small model drafts for one with the same tokens."""
     config = json.loads((LLAMA_8B / "config.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 32000}

@@ -482,7 +482,8 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
     if not asked.context and {"--context", "--batch"} & {*words}:
         options.pop("--tokens", None)  # equal parts that leave a rest
     options.update(zip(words[::2], words[1::2], strict=True))
-    flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", asked.beyond)) if given]
+    beyond = asked.beyond or asked.drafts_for  # as far as a draft model's plan tells, its model may go beyond, too
+    flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", beyond)) if given]
     if asked.drafts_for:
         del options["--layout"], options["-o"]
     usual = {f"--{key}": value for key, value in USUAL.items()} | {"--layout": "reduce", "-o": console.STREAM}
