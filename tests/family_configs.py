@@ -92,6 +92,14 @@ _SOME_MAMBA2: Keys = {
     "layer_types": _types(("attention", "mamba")) | _types(_KINDS),
 }
 
+#: The smallest parts of Phi-4 that see and hear.
+PHI4_PARTS = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 4, "num_hidden_layers": 2, "num_attention_heads": 1}
+    | {"image_size": 28, "crop_size": 28},
+    "audio_config": {"hidden_size": 16, "num_blocks": 1, "num_attention_heads": 1, "intermediate_size": 4}
+    | {"ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16, "nemo_conv_channels": 4},
+}
+
 #: For each model type the keys that its config has besides the common ones: always, and sometimes.
 FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
     "llama": ({}, {**_BIASES, **_HEAD}),
@@ -208,7 +216,8 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         _BIASES,
     ),
     "phi": ({}, {"qk_layernorm": _FLAG}),
-    "phi3": ({}, _SLIDING),
+    **dict.fromkeys(("phi3", "phi4mm"), ({}, _SLIDING)),
+    "phi4_multimodal": ({key: st.just(part) for key, part in PHI4_PARTS.items()}, _SLIDING),
     "cohere": ({}, {"attention_bias": _FLAG, "use_qk_norm": _FLAG}),
     "cohere2": (
         {},
@@ -496,6 +505,10 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         },
     ),
     "qwen3_vl_moe_text": (_EXPERTS, {**_SPARSE, **_HEAD, "attention_bias": _FLAG}),
+    "deepseek_ocr2_text": (
+        {**_ROUTED, "mlp_layer_types": _types(_MLP_TYPES)},
+        {**_BIASES, "n_shared_experts": st.integers(1, 2)},
+    ),
     "axk1": (
         {key: drawn for key, drawn in _MLA.items() if key != "q_lora_rank"},
         {"attention_bias": _FLAG, "q_lora_rank": _SIZE, "mlp_layer_types": _types(_MLP_TYPES)},
@@ -559,8 +572,8 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
         {"attention_bias": _FLAG, "zero_expert_num": st.integers(1, 3)},
     ),
     "stablelm_epoch": ({}, {"use_qkv_bias": _FLAG}),
-    **dict.fromkeys(("aquila", "solar", "telechat3", "xverse"), ({}, {**_BIASES, **_HEAD})),
-    "orion": ({}, {}),
+    **dict.fromkeys(("aquila", "solar", "telechat3", "TeleFLM", "xverse"), ({}, {**_BIASES, **_HEAD})),
+    **dict.fromkeys(("orion", "telechat"), ({}, {})),
     "internlm": ({}, {"bias": _FLAG}),
     "exaone": ({}, {**_HEAD}),
     "minicpm": ({}, {}),
@@ -583,6 +596,89 @@ FAMILY_KEYS: dict[str, tuple[Keys, Keys]] = {
             "moe_shared_expert_intermediate_size": _SIZE,
             "first_k_dense_replace": st.integers(0, 3),
             **dict.fromkeys(("use_bias", "use_qkv_bias", "use_qk_norm", "moe_router_enable_expert_bias"), _FLAG),
+        },
+    ),
+    "minimax": (
+        _PACKED,
+        {**_HEAD, "block_size": st.integers(1, 9), "layer_types": _types(_KINDS)},
+    ),
+    **dict.fromkeys(
+        ("minimax_text_01", "minimax_m1"),
+        ({**_PACKED, "attn_type_list": st.lists(st.integers(0, 1), min_size=5, max_size=5)}, _HEAD),
+    ),
+    "axk2": (
+        {**{key: drawn for key, drawn in _MLA.items() if key != "q_lora_rank"}, "q_lora_rank": _SIZE},
+        {**_INDEXER, "attention_bias": _FLAG, "gated_norm_rank": _SIZE, "mlp_layer_types": _types(_MLP_TYPES)},
+    ),
+    "hy_v4": (
+        {**{key: drawn for key, drawn in _MLA.items() if key != "q_lora_rank"}, "q_lora_rank": _SIZE},
+        {
+            **_INDEXER,
+            "attention_bias": _FLAG,
+            "hc_mult": st.integers(1, 4),
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "indexer_types": _types(("full", "shared")).map(lambda kinds: ["full", *kinds[1:]]),
+        },
+    ),
+    "glm5_next_text": (
+        {
+            **{key: drawn for key, drawn in _MLA.items() if key not in {"q_lora_rank", "qk_rope_head_dim"}},
+            "q_lora_rank": _SIZE,
+            "linear_num_heads": st.integers(1, 4),
+            "linear_head_dim": st.sampled_from((3, 8)),
+        },
+        {
+            **_INDEXER,
+            "attention_bias": _FLAG,
+            "hc_mult": st.integers(1, 4),
+            "index_kpool": st.sampled_from((1, 2, 16)),
+            "linear_conv_kernel_dim": st.integers(2, 5),
+            "layer_types": _types((*_KINDS, "indexed_attention")),
+            "mlp_layer_types": _types(_MLP_TYPES),
+            "index_topk_pattern": _types(("F", "S")).map(lambda kinds: "".join(["F", *kinds[1:]])),
+        },
+    ),
+    "qwen4_exp_text": (
+        {
+            **_EXPERTS,
+            **_HEAD,
+            **_SHARED_EXPERT,
+            **_DELTA_NET,
+            "indexer_n_heads": st.integers(1, 3),
+            "indexer_kv_heads": st.just(1),
+            "indexer_head_dim": st.sampled_from((12, 16)),
+            "indexer_budget": st.just(8),
+            "indexer_compress_ratio": st.sampled_from((2, 4)),
+            "eos_token_id": st.just(1),
+            "ngram_vocab_size_base": st.just(50),
+            "make_ngram_vocab_size_divisible_by": st.just(8),
+            "split_ngram_parts": st.just(2),
+            "ple_embed_dim": st.just(48),
+        },
+        {
+            "linear_conv_kernel_dim": st.integers(2, 5),
+            "full_attention_interval": st.integers(2, 4),
+            "attention_bias": _FLAG,
+            "hc_count": st.integers(2, 4),
+            "hc_lowrank": _SIZE,
+            "ple_layer_ids": st.just([1]),
+            "ple_conv_kernel_size": st.integers(2, 4),
+            "ngram_size": st.sampled_from((2, 3)),
+        },
+    ),
+    "zamba2": (
+        {
+            "mamba_d_state": st.sampled_from((3, 8)),
+            "n_mamba_heads": st.sampled_from((4, 8)),
+            "layers_block_type": _types(("mamba", "hybrid")) | _types(("linear_attention", "hybrid")),
+        },
+        {
+            "mamba_ngroups": st.sampled_from((1, 2, 4)),
+            "mamba_expand": st.integers(1, 2),
+            "mamba_d_conv": st.integers(2, 5),
+            "num_mem_blocks": st.integers(1, 3),
+            "adapter_rank": _SIZE,
+            **dict.fromkeys(("add_bias_linear", "use_shared_attention_adapter", "use_long_context"), _FLAG),
         },
     ),
     "aria_text": (
@@ -688,6 +784,7 @@ _NAMES: dict[str, dict[str, str | None]] = {
         "num_key_value_heads": None,
     },
     "persimmon": {"num_key_value_heads": None},
+    "zamba2": {"num_key_value_heads": None},
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gptj": _GPT2,
@@ -731,6 +828,8 @@ VISION: dict[str, dict[str, Any]] = {
     "glm46v": _DEEP,
     "glm4v": _DEEP,
     "glm4v_moe": _DEEP,
+    "glm5_next": {**_DEEP, "projection_intermediate_size": 4},
+    "qwen4_exp": {"model_type": "qwen4_exp_vision", **_QWEN3},
     "got_ocr2": {**_TOWER, "mlp_dim": 4, "output_channels": 4, "global_attn_indexes": [0]},
     "idefics2": _TOWER,
     "idefics3": _TOWER,
@@ -869,10 +968,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
     },
     "voxtral": {"audio_config": _EARS},
     "voxtral_realtime": {"audio_config": {**_EARS, "num_key_value_heads": 1, "head_dim": 4}},
-    "internvl_chat": {"vision_config": _TOWER},
-    "kimi_vl": {"vision_config": _TOWER},
-    "minicpmo": {"vision_config": _TOWER, "audio_config": _EARS},
-    "minicpmv": {"vision_config": _TOWER},
 }
 SECTIONS |= {
     "granite4_vision": {
@@ -889,6 +984,13 @@ SECTIONS |= {
     "muse_spark": {"vision_config": {**_TOWER, "pos_emb_height": 2, "pos_emb_width": 2}, "audio_config": {}},
 }
 SECTIONS |= {model_type: {"vision_config": part} for model_type, part in VISION.items()}
+SECTIONS["deepseek_ocr2"] = {
+    "vision_config": {
+        "sam_config": {"hidden_size": 4, "output_channels": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+        | {"mlp_dim": 4, "global_attn_indexes": [0]},
+        "encoder_config": {**_TOWER, "num_key_value_heads": 1},
+    }
+}
 
 #: For sections in which sizes must be parts of the language model's hidden size, by what that is divided.
 _MATCHING: dict[str, dict[str, dict[str, int]]] = {
@@ -915,8 +1017,37 @@ def around(model_type: str, text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+#: Models around a language model that transformers lacks, with the language models that they are known to have.
+REMOTE: dict[str, tuple[str, ...]] = {
+    "deepseek_vl_v2": ("deepseek_v2", "deepseek"),
+    "dots_ocr": ("qwen2",),
+    "eagle_2_5_vl": ("qwen2", "llama"),
+    "h2ovl_chat": ("mistral",),
+    "internvl_chat": ("internlm2", "qwen2", "llama", "qwen3", "qwen3_moe"),
+    "interns1": ("qwen3", "qwen3_moe"),
+    "Keye": ("qwen3",),
+    "KeyeVL1_5": ("qwen3",),
+    "kimi_k3": ("kimi_linear",),
+    "kimi_vl": ("deepseek_v3",),
+    "Llama_Nemotron_Nano_VL": ("llama",),
+    "minicpmo": ("qwen2", "qwen3"),
+    "minicpmv": ("qwen2", "qwen3", "llama"),
+    "NemotronH_Nano_VL_V2": ("nemotron_h",),
+    "NVLM_D": ("qwen2",),
+    "opencua": ("qwen2",),
+    "ovis": ("qwen2", "llama", "gemma2"),
+    "ovis2_5": ("qwen3",),
+    "phi3_v": ("phi3",),
+    "skywork_chat": ("qwen2",),
+    "ultravox": ("llama", "gemma3_text", "qwen3"),
+}
+SECTIONS |= {model_type: {"vision_config": _TOWER} for model_type in REMOTE}
+SECTIONS["minicpmo"] |= {"audio_config": _EARS}
+SECTIONS["ultravox"] = {"audio_config": _EARS}
+
 #: And the language models that it is known to have.
 INNER = {
+    **REMOTE,
     "aya_vision": ("cohere2",),
     "cohere2_vision": ("cohere2",),
     "gemma3n": ("gemma3n_text",),
@@ -936,6 +1067,9 @@ INNER = {
     "glm46v": ("glm4v_text",),
     "glm4v": ("glm4v_text",),
     "glm4v_moe": ("glm4v_moe_text",),
+    "deepseek_ocr2": ("deepseek_ocr2_text",),
+    "glm5_next": ("glm5_next_text",),
+    "qwen4_exp": ("qwen4_exp_text",),
     "got_ocr2": ("qwen2",),
     "idefics2": ("mistral",),
     "idefics3": ("llama",),
@@ -960,7 +1094,6 @@ INNER = {
     "video_llava": ("llama",),
     "vipllava": ("llama",),
     "kimi_k25": ("deepseek_v3",),
-    "kimi_vl": ("deepseek_v3",),
     "llama4": ("llama4_text",),
     "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "audioflamingo3": ("qwen2",),
@@ -1000,9 +1133,6 @@ INNER = {
     "vibevoice_asr": ("qwen2",),
     "voxtral": ("llama",),
     "voxtral_realtime": ("voxtral_realtime_text",),
-    "internvl_chat": ("internlm2", "qwen2", "llama", "qwen3", "qwen3_moe"),
-    "minicpmo": ("qwen2", "qwen3"),
-    "minicpmv": ("qwen2", "qwen3", "llama"),
 }
 
 #: What these language models always have in wrappers, of which transformers writes or ties others in a way of its own.
@@ -1024,6 +1154,7 @@ _UNGROUPED = {
     *("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "bloom", "mpt", "opt", "gpt_neox", "persimmon"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "kimi_linear", "mistral4"),
     "mistral_large4_text",
+    *("axk2", "hy_v4", "glm5_next_text", "zamba2"),
     *("glm4_moe_lite", "qwen", "baichuan", "axk1", "minicpm3", "youtu", "longcat_flash"),
     "bailing_hybrid",
 }

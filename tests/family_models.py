@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from tests.family_configs import REMOTE
 from tests.later import transformers
 from tpplan.core.axes import Axis
 from tpplan.models import families
@@ -38,6 +39,13 @@ MISTRAL = {
 }
 
 
+#: Sizes of Qwen4's indexer, which its class does not have.
+QSA = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256}
+QSA |= {"indexer_budget": 2048, "indexer_compress_ratio": 64}
+
+#: What DeepSeek-OCR's class does not have either.
+DEEPSEEK_OCR = {"mlp_layer_types": ["dense", *["sparse"] * 31], "num_experts_per_tok": 6}
+
 #: Keys without which transformers itself cannot build or run a model of the family's default config.
 INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 48},
@@ -53,7 +61,11 @@ INCOMPLETE_DEFAULTS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
-    "dbrx": {"attn_config": {"rope_theta": 10_000.0}},
+    "qwen4_exp_text": QSA,
+    "qwen4_exp": {"text_config": QSA},
+    "deepseek_ocr2_text": DEEPSEEK_OCR,
+    "deepseek_ocr2": {"text_config": DEEPSEEK_OCR},
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0, "kv_n_heads": 8}},
     "granite4_vision": {"deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2"},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "fun_asr_nano": {"text_config": {"model_type": "qwen3", "hidden_size": 1024}},
@@ -75,8 +87,12 @@ VISION_OF_STEP = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers":
 NOT_IN_TRANSFORMERS = {
     *("nemotron-nas", "qwen", "internlm2", "baichuan", "chatglm", "bailing_moe"),
     *("aquila", "deepseek", "exaone", "internlm", "minicpm", "orion", "solar", "telechat3", "xverse"),
-    *("internvl_chat", "kimi_vl", "minicpmo", "minicpmv"),
+    *("minimax_text_01", "minimax_m1", "phi4mm", "telechat", "TeleFLM"),
+    *REMOTE,
 }
+
+#: Embeddings that no plan counts.
+NGRAMS = "*.ngram_embedding.*"
 
 #: Models whose part that reads images needs a library of its own in transformers.
 WITHOUT_TIMM = {"gemma3n", "fast_vlm", "perception_lm"}
@@ -171,8 +187,9 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     if model.config.model_type == "kimi_linear":  # writes layers without experts as those with them
         return {re.sub(r"block_sparse_moe\.(?=(gate|up|down)_proj)", "mlp.", name): t for name, t in tensors.items()}
     if wrapper is None:
-        return tensors
-    text = {name: tensor for name, tensor in tensors.items() if not any(fnmatch(name, p) for p in VISION)}
+        ignored = families.tolerated(model.config.model_type).ignored
+        return {name: tensor for name, tensor in tensors.items() if not any(fnmatch(name, p) for p in ignored)}
+    text = {name: tensor for name, tensor in tensors.items() if not any(fnmatch(name, p) for p in (*VISION, NGRAMS))}
     if model.config.model_type == "molmo2":  # writes the rows of both vocabularies in equal parts
         _apart(text, model.config.get_text_config().vocab_size)
     if model.config.model_type == "qwen3_vl_moe":  # reads experts as [expert, in, out] too, which the hub has

@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from tests.export_cases import ALIKE, EVEN, NAMES, ROOT, data_of, made, plan_of
-from tpplan.core.plan import CACHE_KINDS, Cache, Draft, Reserve
+from tpplan.core.plan import CACHE_KINDS, HEADS, Cache, Draft, Reserve
 from tpplan.errors import RequestError
 from tpplan.export.export import ENGINES, engine_of, export
 from tpplan.hardware.spec import parse_devices
@@ -172,18 +172,24 @@ DRAFTS = {
     "vllm": ('{"model": "DRAFT", "num_speculative_tokens": N}', '{"method": "mtp", "num_speculative_tokens": N}'),
     "sglang": ("--speculative-draft-model-path DRAFT", "--speculative-algorithm NEXTN"),
 }
-#: What those that name the methods of heads call them.
-HEADS = {
-    "vllm": (
-        '"method": "eagle" for an EAGLE-1 or 2 head',
-        '"method": "eagle3" for an EAGLE-3 head',
-        '"method": "eagle3", "parallel_drafting": true for a P-EAGLE head',
-        '"method": "dflash" for a DFlash head',
-        '"method": "medusa" for a Medusa head',
-        '"method": "mlp_speculator" for an MLP speculator',
-    ),
-    "sglang": ("EAGLE for an EAGLE-1 or 2 head", "EAGLE3 for an EAGLE-3 head", "DFLASH for a DFlash head"),
+#: What those that take heads are told of each kind, by their own documentation.
+METHODS = {
+    "vllm": {
+        "eagle": '{"model": "DRAFT", "method": "eagle", "num_speculative_tokens": N}',
+        "eagle3": '{"model": "DRAFT", "method": "eagle3", "num_speculative_tokens": N}',
+        "peagle": '{"model": "DRAFT", "method": "eagle3", "parallel_drafting": true, "num_speculative_tokens": N}',
+        "dflash": '{"model": "DRAFT", "method": "dflash", "num_speculative_tokens": N}',
+        "medusa": '{"model": "DRAFT", "method": "medusa", "num_speculative_tokens": N}',
+        "mlp_speculator": '{"model": "DRAFT", "method": "mlp_speculator", "num_speculative_tokens": N}',
+    },
+    "sglang": {
+        "eagle": "--speculative-algorithm EAGLE",
+        "eagle3": "--speculative-algorithm EAGLE3",
+        "dflash": "--speculative-algorithm DFLASH",
+    },
+    "llama.cpp": {"eagle3": "--spec-type draft-eagle3", "dflash": "--spec-type draft-dflash"},
 }
+METHODS["llama.cpp-layer"] = METHODS["llama.cpp"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -196,9 +202,24 @@ def test_what_drafts_is_told(engine: str, mtp: bool) -> None:
     assert len(told) == 1
     assert ("share of memory includes" in told[0]) == (engine in {"vllm", "sglang"})
     assert DRAFTS[engine][mtp] in told[0]
-    assert mtp or all(head in told[0] for head in HEADS.get(engine, ()))
     assert ("prediction layers" if mtp else "the draft model small") in told[0]
     assert not [text for text in export(alone, engine).differences if "the plan leaves 1.00 GiB" in text]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_is_told_by_the_method_of_its_kind(engine: str, kind: str) -> None:
+    """An engine is told of no head that it does not take."""
+    plan = beside_draft(2**30, 2**30)
+    assert plan.request.draft
+    head = attrs.evolve(plan.request.draft, kind=kind)
+    plan = attrs.evolve(plan, request=attrs.evolve(plan.request, draft=head))
+    (told,) = (
+        text for text in export(plan, engine).differences if "the plan leaves 1.00 GiB on each device to" in text
+    )
+    method = METHODS.get(engine, {}).get(kind)
+    assert told.partition(": add ")[2].startswith(("--model-draft", "--spec")) == bool(method)
+    assert (method or "small, for which tpplan knows no option of it") in told
 
 
 def beside_draft(*room: int, split: bool = False, reserve: tuple[Reserve, ...] = (), mtp: bool = False) -> SplitPlan:

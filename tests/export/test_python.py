@@ -78,7 +78,7 @@ def test_accelerate_takes_the_maps(model: tuple[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", sorted(FAMILIES.keys() - NOT_IN_TRANSFORMERS - {"bailing_hybrid", "nemotron_h", "step3p5"})
+    "model_type", sorted(FAMILIES.keys() - NOT_IN_TRANSFORMERS - {"bailing_hybrid", "nemotron_h", "step3p5", "zamba2"})
 )
 def test_modules_of_the_families(model_type: str) -> None:
     """What is outside the layers of transformers' model is what the map names, of every family."""

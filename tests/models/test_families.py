@@ -103,7 +103,7 @@ def test_families_of_two_names_are_one(model_type: str, same: str) -> None:
 
 #: Flags that are no keys of a config: what families make of theirs.
 DERIVED = {"one_kv_head", "two_norms", "q_lora_rank", "shared_experts", "biased", "xielu", "latent_experts"}
-DERIVED |= {"per_layer_inputs", "same_vocab", "gate_per_head", "more", "qwen3"}
+DERIVED |= {"attn_res_block_size", "per_layer_inputs", "same_vocab", "gate_per_head", "more", "qwen3"}
 
 
 @pytest.mark.parametrize(("model_type", "family"), families.LANGUAGE_MODELS.items())
@@ -141,8 +141,21 @@ def test_the_language_model_in_a_wrapper_says_what_is_tolerated() -> None:
 def test_extra_layers_are_tolerated_where_checkpoints_have_them() -> None:
     """DeepSeek-V3 comes with a layer for predicting a second token, which its config does not count."""
     assert {name for name in families.supported() if families.tolerated(name).extra_layers} == {
-        *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3"),
-        *("axk1", "bailing_hybrid", "bailing_moe", "kimi_k2", "kimi_k25", "kimi_vl", "minimax_m2", "step3p5"),
+        *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "hy_v4"),
+        *(
+            "axk1",
+            "axk2",
+            "bailing_hybrid",
+            "glm5_next",
+            "kimi_k3",
+            "kimi_linear",
+            "bailing_moe",
+            "kimi_k2",
+            "kimi_k25",
+            "kimi_vl",
+            "minimax_m2",
+            "step3p5",
+        ),
         "step3p7",
     }
 

@@ -92,6 +92,8 @@ def small(model_type: str, inner: str) -> dict[str, Any]:
             text[key] = text[key][:5]
     if inner == "ernie4_5_vl_moe_text":
         text["rope_parameters"]["mrope_section"] = [1, 1, 2]  # half of a head
+    if inner == "glm5_next_text":
+        text["num_key_value_heads"] = text["num_attention_heads"]
     if text.get("num_kv_shared_layers"):
         text["layer_types"] = [("full_attention", "sliding_attention")[layer % 2] for layer in range(5)]
     text.pop("per_layer_config", None)

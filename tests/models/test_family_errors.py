@@ -134,34 +134,6 @@ def test_keys_of_layers_that_are_wrong_are_named(model_type: str, change: dict[s
         spec_of(raw | change)
 
 
-#: Kimi K3's keys beside those of Kimi Linear, with its own values.
-KIMI_K3: dict[str, Any] = {
-    "routed_expert_hidden_size": 3584,
-    "latent_moe_use_norm": True,
-    "mla_use_output_gate": True,
-    "attn_res_block_size": 12,
-    "linear_attn_config": {"head_dim": 128, "num_heads": 96, "short_conv_kernel_size": 4, "use_full_rank_gate": True},
-}
-
-
-@pytest.mark.parametrize("key", KIMI_K3)
-def test_kimi_k3_is_no_kimi_linear(key: str) -> None:
-    """Its text part calls itself so, but has other tensors: any of its own keys is refused, null and false are not."""
-    shape = {"vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 4, "num_attention_heads": 96}
-    shape |= {"intermediate_size": 33792, "q_lora_rank": 1536, "kv_lora_rank": 512, "max_position_embeddings": 64}
-    shape |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    text = {"model_type": "kimi_linear", **shape}
-    spec = spec_of(text | {"linear_attn_config": {"use_full_rank_gate": False}, "attn_res_block_size": None})
-    assert spec.layer_count == 4
-    name = "use_full_rank_gate" if key == "linear_attn_config" else key
-    with pytest.raises(ModelError, match=f"{name} is .*, of which Kimi Linear has no tensors"):
-        spec_of(text | {key: KIMI_K3[key]})
-    with pytest.raises(ModelError, match=r"'kimi_k3' .*") as caught:
-        spec_of({"model_type": "kimi_k3", "text_config": text | {key: KIMI_K3[key]}, "vision_config": {}})
-    assert name in caught.value.hint
-    assert "save it" not in caught.value.hint
-
-
 @pytest.mark.parametrize(
     ("model_type", "near"),
     [("qwen4_next", ("qwen3_next",)), ("Llama", ("llama", "mllama", "llama4", "llava")), ("bert", ())],

@@ -13,6 +13,7 @@ import torch
 from attrs import evolve
 from safetensors.torch import save_file
 
+from tests.family_configs import PHI4_PARTS
 from tests.family_models import (
     NOT_IN_TRANSFORMERS,
     SAME,
@@ -219,6 +220,19 @@ FORMS: dict[str, dict[str, Any]] = {
     }
     | {"num_layers": 2, "ffn_hidden_size": 10, "expert_ffn_hidden_size": 7, "q_lora_rank": 9, "moe_topk": 2}
     | {"zero_expert_num": 0, "head_dim": 8},
+    "minimax": _NARROW | _PACKED | {"layer_types": ["linear_attention", "full_attention"], "block_size": 4},
+    "axk2": _MLA | {"q_lora_rank": 9, "index_n_heads": 3, "index_head_dim": 12, "index_topk": 4, "gated_norm_rank": 5},
+    "hy_v4": _MLA | {"q_lora_rank": 9, "index_n_heads": 3, "index_head_dim": 12, "index_topk": 4, "hc_mult": 2},
+    "qwen4_exp_text": _HYBRID
+    | _EXPERTS
+    | _SHARED
+    | {"hc_count": 2, "hc_lowrank": 5, "indexer_n_heads": 3, "indexer_kv_heads": 1, "indexer_head_dim": 12}
+    | {"indexer_budget": 8, "indexer_compress_ratio": 2},
+    "zamba2": _PLAIN
+    | {"num_hidden_layers": 3, "layers_block_type": ["hybrid", "linear_attention", "hybrid"]}
+    | {"n_mamba_heads": 6, "mamba_ngroups": 3, "mamba_d_state": 5, "use_shared_attention_adapter": True}
+    | {"adapter_rank": 7, "add_bias_linear": True},
+    "phi4_multimodal": _GROUPED | PHI4_PARTS,
     "kolibri1": _NARROW | _EXPERTS | _SHARED,
     "flint": _NARROW | _EXPERTS | _SHARED,
     "dbrx": {"vocab_size": VOCAB, "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 32}
@@ -250,13 +264,13 @@ def new_order(block: Block, known: dict[Attention, Order], *, heads: bool, withi
     """
     order: Order = {axis: torch.randperm(size) for axis, size in block.sizes()}
     alike = block.attention and evolve(block.attention, shared=False)
-    if alike in known:
-        return order | {axis: known[alike][axis] for axis in (Axis.KV_HEADS, Axis.Q_HEADS)}
     if block.linear and block.linear.shared_keys:
         group = block.linear.group
         order[Axis.LINEAR_HEADS] = torch.cat(
             [key * group + torch.randperm(group) for key in torch.randperm(block.linear.key_heads)]
         )
+    if alike in known:
+        return order | {axis: known[alike][axis] for axis in (Axis.KV_HEADS, Axis.Q_HEADS)}
     if block.attention:
         if not heads:
             order[Axis.KV_HEADS] = torch.arange(block.attention.kv_heads)

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.examples import examples
-from tests.family_configs import INNER, SECTIONS, configs
+from tests.family_configs import INNER, REMOTE, SECTIONS, configs
 from tests.family_models import assert_consistent, hub_config, meta_model, named, saved_tensors, spec_of
 from tpplan.core.axes import Axis
 from tpplan.errors import ModelError
+from tpplan.models.families.wrappers import WRAPPERS
 from tpplan.models.reader import read_model
-from tpplan.planner.ledger import cache_bytes_per_token
+from tpplan.planner.ledger import cache_bytes_per_token, state_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +29,8 @@ Shapes = dict[str, tuple[int, ...]]
 LIKE: dict[str, tuple[str, dict[str, str]]] = {
     **dict.fromkeys(("aquila", "minicpm", "solar", "telechat3", "xverse"), ("llama", {})),
     "orion": ("stablelm", {}),
+    "TeleFLM": ("llama", {}),
+    **dict.fromkeys(("minimax_text_01", "minimax_m1"), ("minimax", {"attn_type_list": "layer_types"})),
     "internlm": ("llama", {"bias": "attention_bias"}),
     "exaone": ("llama", {"num_layers": "num_hidden_layers"}),
     "deepseek": ("glm4_moe", {}),
@@ -125,6 +128,8 @@ def _like(model_type: str, raw: dict[str, Any]) -> dict[str, Any]:
         config.setdefault("tie_word_embeddings", True)
     if model_type in {"internlm", "internlm2"}:
         config["attention_bias"] = raw.get("bias", True)
+    if like == "minimax":
+        config["layer_types"] = [("linear_attention", "full_attention")[kind] for kind in raw["attn_type_list"]]
     if model_type == "chatglm":
         config["attention_bias"] = raw.get("add_qkv_bias", False)
     if model_type in {"bailing_moe", "deepseek"}:
@@ -144,6 +149,8 @@ def _renamed(model_type: str, raw: dict[str, Any], shapes: Shapes) -> Shapes:
     for name, (rows, *columns) in shapes.items():
         own = re.sub(r"self_attn\.[kv]_proj", "self_attn.q_proj", name) if fused else name
         if "shared_experts" in own and not (raw.get("num_shared_experts") or raw.get("n_shared_experts")):
+            continue
+        if own.endswith(("_decay", "slope_rate")):  # of which only transformers' files have copies
             continue
         if own.endswith("correction_bias") and not raw.get("moe_router_enable_expert_bias"):
             continue
@@ -228,21 +235,18 @@ def test_what_is_fused_is_cut_as_engines_cut_it() -> None:
     }
 
 
-def _config(model_type: str, **sizes: Any) -> dict[str, Any]:
-    return {"model_type": model_type, "tie_word_embeddings": False, **sizes}
+def _sized(model_type: str, *sizes: int, **others: Any) -> dict[str, Any]:
+    """Return a config of these sizes, in the order of the usual keys; 0 leaves a key out."""
+    keys = (
+        *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"),
+        *("intermediate_size", "max_position_embeddings"),
+    )
+    given = {key: size for key, size in zip(keys, sizes, strict=True) if size}
+    return {"model_type": model_type, "tie_word_embeddings": False, **given, **others}
 
 
-_HEADS_32 = {"hidden_size": 4096, "num_attention_heads": 32}
-_LING = {
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32_768,
-    "use_bias": False,
-    "use_qkv_bias": False,
-}
+_LING = {"use_bias": False, "use_qkv_bias": False}
 _GLM = {
-    **_HEADS_32,
     "ffn_hidden_size": 13_696,
     "kv_channels": 128,
     "multi_query_attention": True,
@@ -253,239 +257,157 @@ _GLM = {
     "rmsnorm": True,
     "original_rope": True,
 }
+_MINICPM = (40, 2304, 36, 36, 122_753, 5760)
+_LIGHTNING = {
+    "head_dim": 128,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 2,
+    "attn_type_list": [int(layer % 8 == 7) for layer in range(80)],
+    "shared_intermediate_size": 0,
+}
+#: The language model of DeepSeek-OCR, whose keys of latent attention say nothing.
+_DEEPSEEK_OCR = {
+    "kv_lora_rank": None,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 0,
+    "qk_rope_head_dim": 0,
+    "v_head_dim": 0,
+    "use_mla": False,
+    "moe_intermediate_size": 896,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+}
 
 #: Models as they are published: config.json as far as it tells of shapes, parameters, and elements of a token's cache.
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
     # The number of bytes that its index tells, over two.
     "Qwen-7B": (
-        _config(
-            "qwen",
-            **_HEADS_32,
-            vocab_size=151_936,
-            num_hidden_layers=32,
-            intermediate_size=22_016,
-            kv_channels=128,
-            seq_length=8192,
-            max_position_embeddings=32_768,
-            no_bias=True,
-        ),
+        _sized("qwen", 32, 4096, 32, 0, 151_936, 22_016, 32_768, kv_channels=128, seq_length=8192, no_bias=True),
         7_721_324_544,
         32 * 2 * 4096,
     ),
     # The same as its first config.json was.
     "Qwen-7B, early": (
-        _config(
-            "qwen",
-            padded_vocab_size=151_936,
-            n_embd=4096,
-            n_head=32,
-            n_layer=32,
-            n_positions=8192,
-            ffn_hidden_size=22_016,
-            kv_channels=128,
-            no_bias=True,
-        ),
+        _sized("qwen", *[0] * 7, padded_vocab_size=151_936, n_embd=4096, n_head=32, n_layer=32)
+        | {"n_positions": 8192, "ffn_hidden_size": 22_016, "kv_channels": 128, "no_bias": True},
         7_721_324_544,
         32 * 2 * 4096,
     ),
     "InternLM2-7B": (
-        _config(
-            "internlm2",
-            **_HEADS_32,
-            vocab_size=92_544,
-            num_hidden_layers=32,
-            num_key_value_heads=8,
-            intermediate_size=14_336,
-            bias=False,
-            max_position_embeddings=32_768,
-        ),
+        _sized("internlm2", 32, 4096, 32, 8, 92_544, 14_336, 32_768, bias=False),
         7_737_708_544,
         32 * 2 * 8 * 128,
     ),
     "Baichuan2-7B": (
-        _config(
-            "baichuan",
-            **_HEADS_32,
-            vocab_size=125_696,
-            num_hidden_layers=32,
-            intermediate_size=11_008,
-            max_position_embeddings=4096,
-            model_max_length=4096,
-        ),
+        _sized("baichuan", 32, 4096, 32, 0, 125_696, 11_008, 4096, model_max_length=4096),
         7_505_973_248,
         32 * 2 * 4096,
     ),
     # 13,264,901,120, as its card says.
     "Baichuan-13B": (
-        _config(
-            "baichuan",
-            hidden_size=5120,
-            num_attention_heads=40,
-            vocab_size=64_000,
-            num_hidden_layers=40,
-            intermediate_size=13_696,
-            model_max_length=4096,
-        ),
+        _sized("baichuan", 40, 5120, 40, 0, 64_000, 13_696, 0, model_max_length=4096),
         13_264_901_120,
         40 * 2 * 5120,
     ),
     "ChatGLM3-6B": (
-        _config("chatglm", **_GLM, padded_vocab_size=65_024, num_layers=28, seq_length=8192),
+        _sized("chatglm", 0, 4096, 32, 0, 0, 0, 0, **_GLM, padded_vocab_size=65_024, num_layers=28, seq_length=8192),
         6_243_584_000,
         28 * 2 * 2 * 128,
     ),
     "GLM-4-9B-Chat": (
-        _config("chatglm", **_GLM, padded_vocab_size=151_552, num_layers=40, seq_length=131_072),
+        _sized("chatglm", 0, 4096, 32, 0, 0, 0, 0, **_GLM, padded_vocab_size=151_552, num_layers=40)
+        | {"seq_length": 131_072},
         9_399_951_360,
         40 * 2 * 2 * 128,
     ),
     # 2.4 thousand millions beside the embedding, as its card says.
     "MiniCPM-2B": (
-        _config(
-            "minicpm",
-            hidden_size=2304,
-            num_attention_heads=36,
-            num_key_value_heads=36,
-            vocab_size=122_753,
-            num_hidden_layers=40,
-            intermediate_size=5760,
-            max_position_embeddings=2048,
-        )
-        | {"tie_word_embeddings": True},
+        _sized("minicpm", *_MINICPM, 2048) | {"tie_word_embeddings": True},
         40 * (4 * 2304**2 + 3 * 2304 * 5760 + 2 * 2304) + 122_753 * 2304 + 2304,
         40 * 2 * 2304,
     ),
     # 13.6 so.
     "MiniCPM-MoE-8x2B": (
-        _config(
-            "minicpm",
-            hidden_size=2304,
-            num_attention_heads=36,
-            num_key_value_heads=36,
-            vocab_size=122_753,
-            num_hidden_layers=40,
-            intermediate_size=5760,
-            num_experts=8,
-            num_experts_per_tok=2,
-            max_position_embeddings=4096,
-        ),
+        _sized("minicpm", *_MINICPM, 4096, num_experts=8, num_experts_per_tok=2),
         40 * (4 * 2304**2 + 8 * (3 * 2304 * 5760 + 2304) + 2 * 2304) + 2 * 122_753 * 2304 + 2304,
         40 * 2 * 2304,
     ),
     # 7,818,448,896, as its card says.
     "EXAONE-3.0-7.8B": (
-        _config(
-            "exaone",
-            **_HEADS_32,
-            num_key_value_heads=8,
-            vocab_size=102_400,
-            num_layers=32,
-            intermediate_size=14_336,
-            max_position_embeddings=4096,
-        ),
+        _sized("exaone", 0, 4096, 32, 8, 102_400, 14_336, 4096, num_layers=32),
         7_818_448_896,
         32 * 2 * 8 * 128,
     ),
     # 16,375,728,128, as its card says; the first layer is dense.
     "DeepSeek-MoE-16B": (
-        _config(
-            "deepseek",
-            hidden_size=2048,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            vocab_size=102_400,
-            num_hidden_layers=28,
-            intermediate_size=10_944,
-            moe_intermediate_size=1408,
-            n_routed_experts=64,
-            n_shared_experts=2,
-            num_experts_per_tok=6,
-            first_k_dense_replace=1,
-            moe_layer_freq=1,
-            max_position_embeddings=4096,
-        ),
+        _sized("deepseek", 28, 2048, 16, 16, 102_400, 10_944, 4096, moe_intermediate_size=1408, n_routed_experts=64)
+        | {"n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1},
         16_375_728_128,
         28 * 2 * 2048,
     ),
     "InternLM-20B": (
-        _config(
-            "internlm",
-            hidden_size=5120,
-            num_attention_heads=40,
-            num_key_value_heads=40,
-            vocab_size=103_168,
-            num_hidden_layers=60,
-            intermediate_size=13_824,
-            bias=False,
-            max_position_embeddings=4096,
-        ),
+        _sized("internlm", 60, 5120, 40, 40, 103_168, 13_824, 4096, bias=False),
         60 * (4 * 5120**2 + 3 * 5120 * 13_824 + 2 * 5120) + 2 * 103_168 * 5120 + 5120,
         60 * 2 * 5120,
     ),
     # 2,795,443,200, as its card says.
     "StableLM-3B-4E1T": (
-        _config(
-            "stablelm_epoch",
-            architectures=["StableLMEpochForCausalLM"],
-            hidden_size=2560,
-            intermediate_size=6912,
-            max_position_embeddings=4096,
-            norm_eps=1e-05,
-            num_attention_heads=32,
-            num_heads=32,
-            num_hidden_layers=32,
-            num_key_value_heads=32,
-            rope_pct=0.25,
-            rope_theta=10_000,
-            rotary_scaling_factor=1.0,
-            vocab_size=50_304,
-        ),
+        _sized("stablelm_epoch", 32, 2560, 32, 32, 50_304, 6912, 4096, architectures=["StableLMEpochForCausalLM"])
+        | {"norm_eps": 1e-05, "num_heads": 32, "rope_pct": 0.25, "rope_theta": 10_000, "rotary_scaling_factor": 1.0},
         2_795_443_200,
         32 * 2 * 2560,
     ),
     # 16.8 thousand millions, as its card says.
     "Ling-lite-1.5": (
-        _config(
-            "bailing_moe",
-            **_LING,
-            architectures=["BailingMoeForCausalLM"],
-            vocab_size=126_464,
-            num_hidden_layers=28,
-            intermediate_size=1408,
-            moe_intermediate_size=1408,
-            num_experts=64,
-            num_shared_experts=2,
-            num_experts_per_tok=6,
-            first_k_dense_replace=0,
-        ),
+        _sized("bailing_moe", 28, 2048, 16, 4, 126_464, 1408, 32_768, **_LING, architectures=["BailingMoeForCausalLM"])
+        | {"moe_intermediate_size": 1408, "num_experts": 64, "num_shared_experts": 2, "num_experts_per_tok": 6}
+        | {"first_k_dense_replace": 0},
         2 * 126_464 * 2048 + 2048 + 28 * (2048 * (2 * 2048 + 2 * 512) + 66 * 3 * 2048 * 1408 + 64 * 2048 + 2 * 2048),
         28 * 2 * 4 * 128,
     ),
     # 16.26; the first layer is dense, queries and keys are normed, and the router is corrected.
     "Ling-mini-2.0": (
-        _config(
-            "bailing_moe",
-            **_LING,
-            architectures=["BailingMoeV2ForCausalLM"],
-            vocab_size=157_184,
-            num_hidden_layers=20,
-            intermediate_size=5120,
-            moe_intermediate_size=512,
-            moe_shared_expert_intermediate_size=512,
-            num_experts=256,
-            num_shared_experts=1,
-            num_experts_per_tok=8,
-            first_k_dense_replace=1,
-            head_dim=128,
-            use_qk_norm=True,
-            moe_router_enable_expert_bias=True,
-        ),
+        _sized("bailing_moe", 20, 2048, 16, 4, 157_184, 5120, 32_768, **_LING)
+        | {"architectures": ["BailingMoeV2ForCausalLM"], "moe_intermediate_size": 512, "num_experts": 256}
+        | {"moe_shared_expert_intermediate_size": 512, "num_shared_experts": 1, "num_experts_per_tok": 8}
+        | {"first_k_dense_replace": 1, "head_dim": 128, "use_qk_norm": True, "moe_router_enable_expert_bias": True},
         2 * 157_184 * 2048
         + 2048
         + 20 * (2048 * (2 * 2048 + 2 * 512) + 2 * 128 + 2 * 2048)
         + 3 * 2048 * 5120
         + 19 * (257 * 3 * 2048 * 512 + 256 * 2048 + 256),
         20 * 2 * 4 * 128,
+    ),
+    # 456,089,655,296, as its card says; one layer of eight caches tokens.
+    "MiniMax-Text-01": (
+        _sized("minimax_text_01", 80, 6144, 64, 8, 200_064, 9216, 10_240_000, **_LIGHTNING),
+        456_089_655_296,
+        10 * 2 * 8 * 128,
+    ),
+    # 3,836,021,760 are those of Phi-4-mini, which it was made of.
+    "Phi-4-multimodal": (
+        _sized("phi4mm", 32, 3072, 24, 8, 200_064, 8192, 131_072) | {"tie_word_embeddings": True},
+        3_836_021_760,
+        32 * 2 * 8 * 128,
+    ),
+    "DeepSeek-OCR": (
+        _sized("deepseek_vl_v2", *[0] * 7, architectures=["DeepseekOCRForCausalLM"], max_position_embeddings=8192)
+        | {"language_config": _sized("deepseek_v2", 12, 1280, 10, 10, 129_280, 6848, 8192, **_DEEPSEEK_OCR)},
+        2 * 129_280 * 1280
+        + 1280
+        + 12 * (4 * 1280**2 + 2 * 1280)
+        + 3 * 1280 * 6848
+        + 11 * (66 * 3 * 1280 * 896 + 64 * 1280),
+        12 * 2 * 1280,
+    ),
+    "TeleChat2-7B": (
+        _sized(
+            "telechat", 0, 4096, 0, 0, 131_072, 0, 0, n_layer=30, n_head=32, ffn_hidden_size=12_288, seq_length=8192
+        ),
+        2 * 131_072 * 4096 + 4096 + 30 * (4 * 4096**2 + 3 * 4096 * 12_288 + 4 * 4096),
+        30 * 2 * 4096,
     ),
 }
 
@@ -514,43 +436,150 @@ def _as_stored(raw: dict[str, Any], start: str) -> Tensors:
     return {start + name: ("BF16", shape) for name, shape in _shapes(raw).items()}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "start", "beside"),
-    [
-        ("internvl_chat", "language_model.", {"vision_model.x.weight": "vision tower", "mlp1.0.weight": "projector"}),
-        (
-            "kimi_vl",
-            "language_model.",
-            {"vision_tower.x.weight": "vision tower", "multi_modal_projector.linear_1.weight": "projector"},
-        ),
-        ("minicpmv", "llm.", {"vpm.x.weight": "vision tower", "resampler.query": "other parts"}),
-        ("minicpmo", "llm.", {"apm.x.weight": "audio tower", "tts.emb.weight": "other parts"}),
-    ],
-)
+_SEES = {"vision_model.x.weight": "vision tower", "mlp1.0.weight": "projector"}
+_VERSIONS = {"minicpmo": {"qwen2": 2.6, "qwen3": 4.5}, "minicpmv": {"qwen2": 2.6, "qwen3": 4.5, "llama": 4.0}}
+
+#: What is beside the language model in others than InternVL, by the names of its tensors.
+BESIDE: dict[str, dict[str, str]] = {
+    "deepseek_vl_v2": {"vision.x.weight": "vision tower", "view_seperator": "projector", "sam_model.x": "other parts"},
+    "dots_ocr": {"vision_tower.x.weight": "vision tower"},
+    "interns1": {"vision_tower.x.weight": "vision tower", "multi_modal_projector.linear_1.weight": "projector"},
+    **{key: {"visual.x.weight": "vision tower", "mlp_AR.x.weight": "other parts"} for key in ("Keye", "KeyeVL1_5")},
+    "kimi_k3": {"vision_tower.x.weight": "vision tower", "mm_projector.proj.0.weight": "projector"},
+    "kimi_vl": {"vision_tower.x.weight": "vision tower", "multi_modal_projector.linear_1.weight": "projector"},
+    "minicpmv": {"vpm.x.weight": "vision tower", "resampler.query": "other parts"},
+    "minicpmo": {"apm.x.weight": "audio tower", "tts.emb.weight": "other parts"},
+    "opencua": {"vision_tower.x.weight": "vision tower"},
+    **{key: {"visual_tokenizer.x.weight": "other parts", "vte.weight": "other parts"} for key in ("ovis", "ovis2_5")},
+    "phi3_v": {"model.vision_embed_tokens.x.weight": "vision tower"},
+    "ultravox": {"audio_tower.x.weight": "audio tower", "multi_modal_projector.linear_1.weight": "projector"},
+}
+
+
+@pytest.mark.parametrize("model_type", REMOTE)
 @settings(max_examples=examples(4), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_wrappers_with_code_of_their_own(
-    tmp_path: Path, model_type: str, start: str, beside: dict[str, str], data: st.DataObject
-) -> None:
+def test_wrappers_with_code_of_their_own(tmp_path: Path, model_type: str, data: st.DataObject) -> None:
     """Their language model is what it is alone behind its names, and what is beside it is told by its size."""
+    wrapper, beside = WRAPPERS[model_type], BESIDE.get(model_type, _SEES)
     inner = data.draw(st.sampled_from(INNER[model_type]))
     text = {**data.draw(configs(inner)), "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
     around = {"model_type": model_type, **SECTIONS[model_type]}
-    if model_type == "internvl_chat":
-        raw = {**around, "llm_config": text}
-    elif model_type == "kimi_vl":
-        raw = {**around, "text_config": text}
-    else:
-        version = {"minicpmo": {"qwen2": 2.6, "qwen3": 4.5}, "minicpmv": {"qwen2": 2.6, "qwen3": 4.5, "llama": 4.0}}
-        raw = {**text, **around, "version": version[model_type][inner]}
-    tensors = _as_stored(text, start)
+    raw = {**text, **around} if wrapper.flat else {**around, wrapper.section: text}
+    if model_type in _VERSIONS:
+        raw["version"] = _VERSIONS[model_type][inner]
+    tensors = _as_stored(text, wrapper.root)
     others: Tensors = dict.fromkeys(beside, ("BF16", (3,)))
     spec = read_model(write_checkpoint(tmp_path, raw, tensors | others))
     assert spec.weight_bytes == tensor_bytes(tensors)
-    assert sum(part.bytes for part in spec.not_planned) == 2 * 2 * 3
+    assert sum(part.bytes for part in spec.not_planned) == len(beside) * 2 * 3
     found = " ".join(part.what for part in spec.not_planned)
     assert all(what in found for what in beside.values())
     assert cache_bytes_per_token(spec, "fp16") == cache_bytes_per_token(spec_of(text), "fp16")
+
+
+#: The language model of Kimi K3, of few layers and experts.
+_KIMI_K3 = _sized("kimi_linear", 3, 7168, 96, 96, 163_840, 33_792, 64, first_k_dense_replace=1, num_experts=4) | {
+    "num_experts_per_token": 2,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 3072,
+    "routed_expert_hidden_size": 3584,
+    "latent_moe_use_norm": True,
+    "mla_use_output_gate": True,
+    "attn_res_block_size": 12,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "linear_attn_config": {"head_dim": 128, "num_heads": 96, "short_conv_kernel_size": 4, "use_full_rank_gate": True}
+    | {"kda_layers": [1, 2], "full_attn_layers": [3]},
+}
+
+
+def test_kimi_k3_has_what_its_text_part_says_beside_kimi_linear() -> None:
+    """Experts of a narrower stream, gates of all channels, and sums of earlier layers, each by its key."""
+    h, heads = 7168, 96 * 128
+    delta = 4 * heads * h + 96 * h + 128 * h + heads * 128 + 3 * heads * 4 + heads + 96 + 128 + h * heads
+    latent = 1536 * h + 1536 + 96 * 192 * 1536 + (512 + 64) * h + 512 + 96 * 256 * 512 + 2 * heads * h
+    experts = 4 * 3 * 3584 * 3072 + 4 * h + 4 + 2 * 3 * h * 3072 + 2 * 3584 * h + 3584
+    layers = 2 * delta + latent + 3 * h * 33_792 + 2 * experts + 3 * (2 * h + 4 * h)
+    outside = 2 * 163_840 * h + h + 2 * h
+    raw = {"model_type": "kimi_k3", "text_config": _KIMI_K3, "vision_config": {}}
+    spec = spec_of(raw)
+    assert spec.parameter_count == layers + outside
+    assert cache_bytes_per_token(spec, "fp16") == 2 * (512 + 64)
+    assert state_bytes(spec) == 2 * (4 * 3 * heads * 2 + 96 * 128 * 128 * 4)
+    shapes = _shapes(raw)
+    start = "language_model.model.layers."
+    assert shapes[f"{start}1.block_sparse_moe.experts.3.w1.weight"] == (3072, 3584)
+    assert shapes[f"{start}1.block_sparse_moe.routed_expert_norm.weight"] == (3584,)
+    assert shapes[f"{start}0.self_attn.g_proj.weight"] == shapes[f"{start}2.self_attn.g_proj.weight"] == (heads, h)
+    assert shapes[f"{start}0.self_attn.A_log"] == (96,)
+    assert shapes["language_model.model.output_attn_res_proj.weight"] == (1, h)
+    assert shapes[f"{start}2.mlp_res_proj.weight"] == (1, h)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "gone"),
+    [
+        ("routed_expert_hidden_size", None, "routed_expert"),
+        ("latent_moe_use_norm", False, "routed_expert_norm"),
+        ("mla_use_output_gate", False, "2.self_attn.g_proj"),
+        ("attn_res_block_size", None, "res_proj"),
+        ("linear_attn_config", {**_KIMI_K3["linear_attn_config"], "use_full_rank_gate": False}, "0.self_attn.g_proj"),
+    ],
+)
+def test_without_a_key_kimi_k3_is_kimi_linear(key: str, value: Any, gone: str) -> None:
+    """What a key of Kimi K3 stands for is there with it, and not without."""
+    assert any(gone in name for name in _shapes(_KIMI_K3))
+    assert not any(gone in name for name in _shapes(_KIMI_K3 | {key: value}))
+
+
+def test_names_of_deepseek_ocr(tmp_path: Path) -> None:
+    """Its checkpoint has the language model under its own names, that of DeepSeek-VL2 behind ``language.``."""
+    raw = PUBLISHED["DeepSeek-OCR"][0]
+    text = raw["language_config"] | {"num_hidden_layers": 2, "hidden_size": 20, "vocab_size": 40, "n_routed_experts": 6}
+    shapes = _shapes(raw | {"language_config": text})
+    assert all(name.startswith("language.") for name in shapes)
+    tensors: Tensors = {name.removeprefix("language."): ("BF16", shape) for name, shape in shapes.items()}
+    others: Tensors = {"model.sam_model.x.weight": ("BF16", (3,)), "model.projector.layers.weight": ("BF16", (3,))}
+    spec = read_model(write_checkpoint(tmp_path, raw | {"language_config": text}, tensors | others))
+    assert spec.weight_bytes == tensor_bytes(tensors)
+
+
+def test_adapters_of_phi4_are_told(tmp_path: Path) -> None:
+    """Matrices are those of Phi-4-mini behind another name; those of adapters and towers are told, not planned."""
+    raw = _sized("phi4mm", 1, 16, 2, 1, 40, 24, 64, vision_lora={"r": 4}, speech_lora={"r": 4}, torch_dtype="bfloat16")
+    shapes = _shapes(raw)
+    tensors: Tensors = {
+        re.sub(r"(_proj)\.weight", r"\1.base_layer.weight", name): ("BF16", shape) for name, shape in shapes.items()
+    }
+    assert sum("base_layer" in name for name in tensors) == 4
+    others: Tensors = {
+        "model.layers.0.mlp.down_proj.lora_A.vision.weight": ("BF16", (4, 24)),
+        "model.embed_tokens_extend.image_embed.img_processor.x.weight": ("BF16", (3,)),
+        "model.embed_tokens_extend.audio_embed.encoder.x.weight": ("BF16", (5,)),
+    }
+    spec = read_model(write_checkpoint(tmp_path, raw, tensors | others))
+    assert spec.weight_bytes == tensor_bytes(tensors)
+    beside = {part.what: part.bytes for part in spec.not_planned}
+    assert beside == {"adapters": 192, "vision tower": 6, "audio tower": 10}
+
+
+def test_telechat_has_keys_and_values_of_a_head_side_by_side() -> None:
+    """A cut takes whole heads of both; matrices that lead back have biases."""
+    spec = spec_of(PUBLISHED["TeleChat2-7B"][0])
+    found = {p.name.split(".", 3)[-1]: p for p in spec.blocks[0].parameters}
+    (joined,) = found["self_attention.key_value.weight"].dims[0]
+    assert (joined.axis, joined.length) == (Axis.KV_HEADS, 2 * 4096)
+    biased = {name for name in found if name.endswith("bias")}
+    assert biased == {"self_attention.dense.bias", "mlp.down_proj.bias"}
+
+
+def test_lightning_attention_keeps_a_state_of_16_bits() -> None:
+    """Of each head a matrix of its size by its size, in 70 layers, and no convolution."""
+    assert state_bytes(spec_of(PUBLISHED["MiniMax-Text-01"][0])) == 70 * 64 * 128 * 128 * 2
 
 
 @pytest.mark.parametrize(
@@ -560,8 +589,11 @@ def test_wrappers_with_code_of_their_own(
         ({"model_type": "minicpmv", "hidden_size": 2304, "query_num": 64}, "key of MiniCPM-V 2"),
         ({"model_type": "chatglm", "inner_hidden_size": 16_384}, "the first ChatGLM"),
         ({"model_type": "chatglm", "rmsnorm": False}, "rmsnorm is false"),
+        (_sized("minimax_text_01", 1, 64, 4, 2, 9, 7, 8, attn_type_list=[2]), "attn_type_list has 2, known are 0"),
+        (_sized("minimax_text_01", 1, 64, 4, 2, 9, 7, 8), "attn_type_list is missing"),
+        (_sized("minimax_m1", 1, 64, 4, 2, 9, 7, 8, shared_intermediate_size=8), "shared_intermediate_size is 8"),
         (
-            _config("qwen", **_HEADS_32, vocab_size=9, num_hidden_layers=1, intermediate_size=7),
+            _sized("qwen", 1, 4096, 32, 0, 9, 7, 0),
             "is 7, which is not even",
         ),
     ],

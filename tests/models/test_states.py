@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.family_models import hub_config, spec_of
-from tests.later import transformers
+from tests.family_configs import VISION
+from tests.family_models import build, hub_config, spec_of
 from tests.weight_plans import request_of
 from tpplan.core.axes import Axis
 from tpplan.core.device import Device
@@ -82,6 +82,47 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 8,
     },
     "bamba": {**_MAMBA2, "attn_layer_indices": [2]},
+    "zamba2": {
+        "num_key_value_heads": None,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 16,
+        "layers_block_type": ["hybrid", "mamba", "hybrid", "mamba"],
+    },
+    "minimax": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "qwen4_exp_text": {
+        **_EXPERTS,
+        "head_dim": 8,
+        "num_experts": 2,
+        "shared_expert_intermediate_size": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "hc_lowrank": 4,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 12,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    # Beside keys the indexer keeps the gates of all tokens, and whether they count.
+    "glm5_next": {
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 2,
+        "linear_num_heads": 3,
+        "linear_head_dim": 8,
+        "linear_conv_kernel_dim": 3,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "index_head_dim": 8,
+        "index_n_heads": 2,
+        "index_topk": 32,
+        "vision_config": VISION["glm5_next"],
+    },
     "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 48},
     "jamba": {
         "num_experts": 2,
@@ -98,7 +139,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_the_state_is_what_transformers_keeps(model_type: str, dtype: str) -> None:
     """After prompts shorter and longer than the convolution, and after another token; tokens take keys and values."""
     raw = {"model_type": model_type, **_COMMON, **FAMILIES[model_type], "torch_dtype": dtype}
-    model = transformers.AutoModelForCausalLM.from_config(hub_config(raw), dtype=getattr(torch, dtype)).eval()
+    model = build(hub_config(raw), dtype=getattr(torch, dtype)).eval()
     spec = spec_of(raw)
     item = {"bfloat16": 1, "float32": 2}[dtype]  # times the 16 bits of the cache fp16
     for tokens in (1, 2, 9):
@@ -107,9 +148,12 @@ def test_the_state_is_what_transformers_keeps(model_type: str, dtype: str) -> No
             for length in (tokens, tokens + 1):
                 kinds = [getattr(layer, of, {}) for layer in cache.layers for of in ("conv_states", "recurrent_states")]
                 states = [state for kind in kinds for state in kind.values() if state is not None]
+                states += [state for state in getattr(cache, "linear_cache", ()) if len(state)]  # MiniMax
                 assert sum(state.nbytes for state in states) == 3 * state_bytes(spec)
                 keys = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
                 kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in keys)
+                indexed = [layer.indexer_keys for layer in keys if getattr(layer, "indexer_keys", None) is not None]
+                kept += sum(index.nbytes for index in indexed)
                 assert kept == 3 * length * item * cache_bytes_per_token(spec, "fp16")
                 model(torch.randint(96, (3, 1)), use_cache=True, past_key_values=cache)
 

@@ -71,7 +71,7 @@ def test_the_readme_names_the_models() -> None:
     for start in ("Dense:", "With experts:", "And the text part of"):
         assert start in text
         text = text.replace(start, "")
-    assert set(re.findall("[a-z0-9_-]+", text)) - {"and"} == set(supported())
+    assert set(re.findall("[A-Za-z0-9_-]+", text)) - {"and"} == set(supported())
 
 
 def rows(page: str, title: str) -> list[list[str]]:
@@ -97,7 +97,7 @@ def test_the_pages_name_heads() -> None:
         others = {name for other in KINDS if other != kind for name in DRAFTS[other].architectures}
         assert set(DRAFTS[kind].architectures) - others <= set(re.findall("`(.+?)`", known))
     assert rows("engines.md", "| head | vLLM") == [
-        [name, f"`{kind.vllm}`", f"`{kind.sglang}`" if kind.sglang else ""]
+        [name, *(f"`{method}`" if method else "" for method in (kind.vllm, kind.sglang, kind.llamacpp))]
         for name, kind in zip(names, KINDS.values(), strict=True)
     ]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 REFUSED = {
     *("granite_docling_text", "longcat_flash", "minimax_m3_vl_text", "mllama_text_model"),
     *("qwen2_5_omni_text", "qwen3_omni_moe_text", "voxtral_realtime_text"),
-    *("dbrx", "aria_text", "ernie4_5_vl_moe_text", "granite4_vision_text"),
+    *("minimax", "deepseek_ocr2_text", "aria_text", "ernie4_5_vl_moe_text", "granite4_vision_text"),
     *("hunyuan_vl_text", "molmo2_text", "muse_spark_text"),
 }
 

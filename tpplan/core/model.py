@@ -150,10 +150,11 @@ class LinearAttention:
         value_heads: number of value heads, a multiple of the key heads (Mamba: heads; channels where it has none).
         key_head_dim: elements of one query or key head (Mamba: the state of a channel); 0 if there are none.
         value_head_dim: elements of one value head.
-        kernel: number of tokens that the convolution spans.
+        kernel: number of tokens that the convolution spans, 0 without one.
         shared_keys: whether value heads are cut, so that devices share the key head of those that they both have; else
             key heads are cut, each with all of its value heads.
         plain_keys: whether queries and keys are not convolved (Mamba-1).
+        rounded: whether the state is kept in the dtype of the activations (lightning attention), else in 32 bits.
     """
 
     key_heads: int
@@ -163,6 +164,7 @@ class LinearAttention:
     kernel: int
     shared_keys: bool = False
     plain_keys: bool = False
+    rounded: bool = False
 
     @property
     def group(self) -> int:

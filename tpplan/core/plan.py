@@ -31,6 +31,9 @@ KV_MODES = ("idle", "replicate")
 #: Sixteenths of a byte per cached element (ExLlamaV2's cache classes: 16, 8, 8.5, 6.5 and 4.5 bits).
 CACHE_KINDS = {"fp16": 32, "fp8": 16, "q8": 17, "q6": 13, "q4": 9}
 
+#: Kinds of heads, which draft for a model by its hidden states; their names are a ``model_type`` of families.
+HEADS = ("eagle", "eagle3", "peagle", "dflash", "medusa", "mlp_speculator")
+
 
 @frozen
 class Cache:
@@ -71,11 +74,13 @@ class Draft:
         name: display name.
         room_bytes: its weights, cache and workspace on each device, without the overhead, which both models share.
         split: whether each device has a part of it, as a plan of its own says; else each has all of it.
+        kind: of a head, one of :data:`HEADS`; empty for a model that can run alone, and for prediction layers.
     """
 
     name: str
     room_bytes: tuple[int, ...]
     split: bool = False
+    kind: str = ""
 
     def on(self, count: int) -> Draft:
         """Return what is left to it on so many devices, if that is the same on each; else it is for its own devices."""

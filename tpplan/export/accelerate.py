@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.plan import CACHE_KINDS
 from tpplan.core.sizes import counted, listed
-from tpplan.export.engine import MODEL, CacheKind, Engine
+from tpplan.export.engine import MODEL, CacheKind, Engine, models_only
 from tpplan.export.facts import MIB, bytes_each
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
@@ -37,12 +37,19 @@ _NO_TABLES = frozenset({
     *("GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2MoeForCausalLM"),
 })  # fmt: skip
 #: Modules that transformers calls otherwise than the checkpoints, or has besides.
-_RENAMED = {"embed_out": "lm_head", "head": "lm_head"}
+_RENAMED = {"embed_out": "lm_head", "head": "lm_head", "model.hc_pre.hc_head": "model.hc_head"}
 #: Architectures that transformers does not have.
 CODE_OF_THEIR_OWN = frozenset(name for family in REMOTE.values() for name in family.architectures)
 #: Architectures whose layers transformers calls otherwise.
-OTHER_LAYERS = frozenset({"BailingHybridForCausalLM", "NemotronHForCausalLM", "Step3p5ForCausalLM"})
-_BESIDES = dict.fromkeys(("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"), ("model.rotary_embs",))
+OTHER_LAYERS = frozenset({
+    *("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM", "NemotronHForCausalLM", "Step3p5ForCausalLM"),
+})  # fmt: skip
+#: Architectures of which layers have weights in common, and which may have RoPE or not.
+SHARED_LAYERS = frozenset({"Zamba2ForCausalLM"})
+_BESIDES = {
+    **dict.fromkeys(("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"), ("model.rotary_embs",)),
+    "Phi4MultimodalForCausalLM": ("model.embed_tokens_extend",),
+}
 
 
 def family_of(architecture: str) -> Family | None:
@@ -76,6 +83,8 @@ def _refused(plan: Facts) -> Iterator[str]:
         yield f"transformers has no {plan.model.architecture}: its code comes with the model"
     if plan.model.architecture in OTHER_LAYERS:
         yield f"transformers calls the layers of {plan.model.architecture} otherwise than its checkpoints"
+    if plan.model.architecture in SHARED_LAYERS:
+        yield f"layers of {plan.model.architecture} share weights, which accelerate would copy to several devices"
     yield from layers(plan).obstacles()
 
 
@@ -136,6 +145,6 @@ ENGINE = Engine(
     refused=_refused,
     no_gguf=NO_GGUF,
     differs=_differs,
-    draft=ASSISTANT,
+    draft=models_only(ASSISTANT),
     mtp=USE_MTP,
 )

@@ -10,7 +10,7 @@ from attrs import frozen
 from tpplan.core.model import PREDICTION
 from tpplan.core.plan import CACHE_KINDS
 from tpplan.export.facts import Facts, apart, bytes_each
-from tpplan.models.families.drafts import is_head
+from tpplan.models.families.drafts import KINDS, is_head
 from tpplan.reports.export import TextFile, Variable
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ def with_fp8(name: str) -> dict[str, CacheKind]:
     return smaller | {"fp16": CacheKind(name="auto", sixteenths=32)}
 
 
+def models_only(words: str) -> Callable[[str], str]:
+    """Return how an engine that takes no heads is told of draft models."""
+    return lambda kind: "" if kind else words
+
+
 @frozen(kw_only=True)
 class Engine:
     """An engine's table.
@@ -64,7 +69,8 @@ class Engine:
         refused: why the engine cannot run a plan, a clause each.
         no_gguf: why it cannot where the plan's weights are in GGUF, which a clause ends with; empty if it can.
         differs: what only this engine does differently.
-        draft: how it is told of a draft model, for which :data:`DRAFT` stands.
+        draft: returns, of the kind of a head or nothing, how it is told of such a draft model, for which :data:`DRAFT`
+            stands; empty if no option of it is known.
         mtp: how it is told to use the model's own prediction layers; empty if it does not use them.
         counts_draft: whether its share of memory, a flag, is that of what drafts, too.
         cuts_evenly: whether every device has to get the same.
@@ -82,7 +88,7 @@ class Engine:
     refused: Sentences = _nothing
     no_gguf: str = ""
     differs: Sentences = _nothing
-    draft: str
+    draft: Callable[[str], str]
     mtp: str = ""
     counts_draft: bool = False
     cuts_evenly: bool = False
@@ -140,7 +146,12 @@ class Engine:
         included = ", which its share of memory includes" * self.counts_draft
         more = "" if self.counts_draft else ", and these bytes to its memory"
         if not request.mtp:
-            yield f"{room} the draft model {request.draft.name}{included}: add {self.draft}{more}"
+            kind, name = request.draft.kind, request.draft.name
+            who = f"the {KINDS[kind].name.partition(' ')[2] if kind else 'draft model'} {name}"
+            if told := self.draft(kind):
+                yield f"{room} {who}{included}: add {told}{more}"
+            else:
+                yield f"{room} {who}, for which tpplan knows no option of it"
         elif self.mtp:
             yield f"{room} {PREDICTION}{included}: add {self.mtp}{more}"
         else:

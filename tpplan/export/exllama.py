@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.axes import Axis
 from tpplan.core.sizes import counted, listed
-from tpplan.export.engine import DRAFT, MODEL, CacheKind, Engine
+from tpplan.export.engine import DRAFT, MODEL, CacheKind, Engine, models_only
 from tpplan.export.facts import GIB, gibibytes, round_up
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
@@ -140,7 +140,7 @@ V3 = Engine(
     refused=_refused_v3,
     no_gguf="which it does not read; its own format is EXL3",
     differs=_differs_v3,
-    draft=f"draft_model_name: {DRAFT} under draft_model:",
+    draft=models_only(f"draft_model_name: {DRAFT} under draft_model:"),
     mtp="draft_mode: mtp under draft_model: (it knows those of DeepSeek-V4, HY-V3 and Qwen3.5)",
 )
 
@@ -212,5 +212,5 @@ V2 = Engine(
     refused=_refused_v2,
     no_gguf="which it does not read; its own format is EXL2",
     differs=_differs_v2,
-    draft="draft_model=… and draft_cache=… to its generator",
+    draft=models_only("draft_model=… and draft_cache=… to its generator"),
 )

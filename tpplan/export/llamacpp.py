@@ -10,6 +10,7 @@ from tpplan.export.engine import DRAFT, MODEL, CacheKind, Engine
 from tpplan.export.facts import MIB, round_up
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
+from tpplan.models.families.drafts import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -182,6 +183,13 @@ def _differs_layer(plan: Facts) -> Iterator[str]:
     yield from _differs(plan)
 
 
+def _draft(kind: str) -> str:
+    words = f"--model-draft {DRAFT}.gguf --gpu-layers-draft all"
+    if not kind:
+        return words
+    return KINDS[kind].llamacpp and f"{words} --spec-type {KINDS[kind].llamacpp}"
+
+
 _COMMAND = ("llama-server", "--model", f"{MODEL}.gguf")
 
 TENSOR = Engine(
@@ -192,7 +200,7 @@ TENSOR = Engine(
     caches=_CACHES,
     refused=_refused_tensor,
     differs=_differs_tensor,
-    draft=f"--model-draft {DRAFT}.gguf --gpu-layers-draft all",
+    draft=_draft,
     mtp="--spec-type draft-mtp",
 )
 
@@ -204,6 +212,6 @@ LAYER = Engine(
     caches=_CACHES,
     refused=_refused_layer,
     differs=_differs_layer,
-    draft=f"--model-draft {DRAFT}.gguf --gpu-layers-draft all",
+    draft=_draft,
     mtp="--spec-type draft-mtp",
 )

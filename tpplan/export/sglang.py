@@ -9,7 +9,7 @@ from tpplan.export.engine import DRAFT, MODEL, Engine, with_fp8
 from tpplan.export.even import even_bytes, even_draft_bytes, uneven_parts
 from tpplan.export.facts import share
 from tpplan.export.names import EngineName
-from tpplan.models.families.drafts import methods
+from tpplan.models.families.drafts import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +37,11 @@ def _differs(plan: Facts) -> Iterator[str]:
     yield "it pads the vocabulary and does not cut the residual stream"
 
 
+def _draft(kind: str) -> str:
+    algorithm = KINDS[kind].sglang if kind else "STANDALONE"
+    return algorithm and f"--speculative-draft-model-path {DRAFT} --speculative-algorithm {algorithm}"
+
+
 ENGINE = Engine(
     name=EngineName.SGLANG,
     version="SGLang 0.5.23",
@@ -52,7 +57,7 @@ ENGINE = Engine(
     caches=_CACHES,
     allows_beyond="SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
     differs=_differs,
-    draft=f"--speculative-draft-model-path {DRAFT} --speculative-algorithm STANDALONE ({methods('sglang')})",
+    draft=_draft,
     mtp="--speculative-algorithm NEXTN",
     no_gguf="and tpplan does not know which GGUF files it reads, and by which cuts",
     counts_draft=True,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.sizes import counted
 from tpplan.export.accelerate import ASSISTANT, CACHES, CODE_OF_THEIR_OWN, NO_GGUF, USE_MTP
-from tpplan.export.engine import MODEL, Engine
+from tpplan.export.engine import MODEL, Engine, models_only
 from tpplan.export.even import uneven_parts
 from tpplan.export.names import EngineName
 from tpplan.reports.export import TextFile
@@ -22,12 +22,13 @@ NO_PLAN = frozenset({
     *("BloomForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"),
     *("GptOssForCausalLM", "HunYuanDenseV1ForCausalLM", "OPTForCausalLM", "RWForCausalLM", "StableLmForCausalLM"),
     *("BambaForCausalLM", "BitNetForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
+    "Zamba2ForCausalLM",
     *CODE_OF_THEIR_OWN,
 })  # fmt: skip
 
 #: Those whose plan leaves attention whole on each device.
 WHOLE_ATTENTION = frozenset({"FlintForCausalLM",
-    *("AXK1ForCausalLM", "BailingHybridForCausalLM", "YoutuForCausalLM"),
+    *("AXK1ForCausalLM", "AXK2ForCausalLM", "BailingHybridForCausalLM", "BailingMoeV3ForCausalLM", "YoutuForCausalLM"),
     *("AfmoeForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     *("HunYuanMoEV1ForCausalLM", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
     *("DeepseekV4ForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM"),
@@ -78,7 +79,7 @@ ENGINE = Engine(
     refused=_refused,
     no_gguf=NO_GGUF,
     differs=_differs,
-    draft=ASSISTANT,
+    draft=models_only(ASSISTANT),
     mtp=USE_MTP,
     cuts_evenly=True,
 )

@@ -9,7 +9,7 @@ from tpplan.export.engine import DRAFT, MODEL, Engine, with_fp8
 from tpplan.export.even import even_bytes, even_draft_bytes, uneven_parts
 from tpplan.export.facts import share
 from tpplan.export.names import EngineName
-from tpplan.models.families.drafts import methods
+from tpplan.models.families.drafts import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +51,11 @@ def _differs(plan: Facts) -> Iterator[str]:
     yield "it pads the vocabulary to a multiple of 64 and does not cut the residual stream"
 
 
+def _draft(kind: str) -> str:
+    method = f"{KINDS[kind].vllm}, " if kind else ""
+    return f'--speculative-config \'{{"model": "{DRAFT}", {method}"num_speculative_tokens": N}}\''
+
+
 ENGINE = Engine(
     name=EngineName.VLLM,
     version="vLLM 0.33.0",
@@ -66,7 +71,7 @@ ENGINE = Engine(
     caches=_CACHES,
     allows_beyond="VLLM_ALLOW_LONG_MAX_MODEL_LEN",
     differs=_differs,
-    draft=f'--speculative-config \'{{"model": "{DRAFT}", "num_speculative_tokens": N}}\' (in it {methods("vllm")})',
+    draft=_draft,
     mtp='--speculative-config \'{"method": "mtp", "num_speculative_tokens": N}\'',
     no_gguf="which it reads by a plugin only (vllm-gguf-plugin), of whose cuts and bytes tpplan knows nothing",
     counts_draft=True,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tpplan.core.limits import CAPABILITY, DTYPES, FINGERPRINT, LEAST, LONGEST_NAME, MOST
 from tpplan.core.plan import (
     CACHE_KINDS,
+    HEADS,
     KV_MODES,
     LAYOUTS,
     STRATEGIES,
@@ -97,8 +98,10 @@ def overhead_is_the_device_s(plan: SplitPlan) -> Iterator[Finding]:
 
 
 def known_choices(plan: SplitPlan) -> Iterator[Finding]:
-    """Layout, strategy, cache kind, kv mode and dtype are known ones."""
+    """Layout, strategy, cache kind, kv mode, dtype and the kind of a head are known ones."""
+    draft = plan.request.draft
     for path, value, known in (
+        *([("request.draft.kind", draft.kind, HEADS)] if draft and draft.kind else []),
         ("model.dtype", plan.model.dtype, DTYPES),
         ("request.layout", plan.request.layout, LAYOUTS),
         ("request.strategy", plan.request.strategy, STRATEGIES),

@@ -8,7 +8,7 @@ from attrs import evolve
 
 from tpplan.core.device import Device
 from tpplan.core.limits import MOST
-from tpplan.core.plan import AUTO, Draft
+from tpplan.core.plan import AUTO, HEADS, Draft
 from tpplan.core.sizes import format_bytes, listed
 from tpplan.planner.infeasible import InfeasibleError
 from tpplan.planner.plan import plan_request
@@ -51,7 +51,7 @@ def reserve_for_draft(request: Request, draft: ModelSpec, model: ModelSpec, devi
             kept = f" beside {listed(beside)}" if beside else ""
             hint = "take a smaller draft model, or split it over the devices: tpplan plan --draft-output FILE"
             raise InfeasibleError(f"{budget}, all of {draft.name} takes {format_bytes(needed)}{kept}", hint, (), ())
-    return evolve(request, draft=Draft(draft.name, (needed,) * len(devices)))
+    return evolve(request, draft=_drafting(draft, (needed,) * len(devices)))
 
 
 def split_draft(
@@ -82,7 +82,12 @@ def split_draft(
     if request.mtp and request.strategy == AUTO:  # nobody asks how fast a layer or two are
         asked = evolve(asked, strategy="balanced")
     plan = plan_request(draft, devices, asked, links, is_advised=False)
-    return evolve(request, draft=Draft(draft.name, tuple(entry.used_bytes for entry in plan.memory), split=True)), plan
+    room = tuple(entry.used_bytes for entry in plan.memory)
+    return evolve(request, draft=_drafting(draft, room, split=True)), plan
+
+
+def _drafting(draft: ModelSpec, room: tuple[int, ...], *, split: bool = False) -> Draft:
+    return Draft(draft.name, room, split, draft.model_type if draft.model_type in HEADS else "")
 
 
 def for_draft(request: Request, model: ModelSpec) -> Request:

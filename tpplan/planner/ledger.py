@@ -83,12 +83,13 @@ def _compressed_bytes(attention: Attention, kind: str, tokens: int) -> int:
 def _state_bytes(linear: LinearAttention, dtype: str) -> tuple[int, int]:
     """Return the bytes of the state of all value heads, and of all key heads, as transformers keeps it.
 
-    The inputs of the convolution are kept in the dtype of the activations, the recurrent state in 32 bits.
+    The inputs of the convolution are kept in the dtype of the activations, the recurrent state mostly in 32 bits.
     """
     values = linear.value_heads * linear.value_head_dim
     keys = 0 if linear.plain_keys else 2 * linear.key_heads * linear.key_head_dim
     inputs = linear.kernel * ITEM_BYTES[dtype]
-    return inputs * values + linear.key_head_dim * values * ITEM_BYTES["float32"], inputs * keys
+    each = ITEM_BYTES[dtype if linear.rounded else "float32"]
+    return inputs * values + linear.key_head_dim * values * each, inputs * keys
 
 
 @define

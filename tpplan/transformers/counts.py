@@ -96,6 +96,7 @@ BY_ATTRIBUTE: Final = frozenset(
     {
         *(
             "bloom",
+            "dbrx",
             "falcon",
             "gpt2",
             "gpt_bigcode",
@@ -129,6 +130,8 @@ def count_heads(layer: Any, counts: Counts, block: Block) -> None:
     """
     whole = dict(block.sizes())
     for module in layer.modules():
+        if getattr(module, "ffn_hidden_size", None) == whole.get(Axis.EXPERT_INTERMEDIATE, 0):  # DBRX
+            module.ffn_hidden_size = counts.size(Axis.EXPERT_INTERMEDIATE)
         if not any(name.endswith("proj") or name in _FUSED for name, _ in module.named_children()):
             continue
         for axis, names in _ATTRIBUTES.items():
@@ -137,7 +140,7 @@ def count_heads(layer: Any, counts: Counts, block: Block) -> None:
                     setattr(module, name, counts.size(axis))
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = max(1, counts.size(Axis.Q_HEADS) // counts.size(Axis.KV_HEADS))
-        for name in _COLUMNS:
+        for name in (*_COLUMNS, "hidden_size") if hasattr(module, "Wqkv") else _COLUMNS:
             if block.attention and getattr(module, name, None) == block.attention.q_heads * block.attention.head_dim:
                 setattr(module, name, counts.size(Axis.Q_HEADS) * block.attention.head_dim)
 

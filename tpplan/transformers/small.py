@@ -59,6 +59,17 @@ _MOST: Final[Mapping[str, int]] = {
     "shared_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 64,
     "moe_latent_size": 24,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "index_kpool": 2,
+    "indexer_n_heads": 4,
+    "indexer_head_dim": 16,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+    "gated_norm_rank": 8,
+    "adapter_rank": 8,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
     "mamba_n_heads": 8,
     "mamba_num_heads": 8,
     "mamba_head_dim": 8,
@@ -155,6 +166,10 @@ def _sizes(config: Any, layers: int) -> Mapping[str, int]:
         values["head_dim"] = values.get("qk_rope_head_dim", _HEAD)
     if getattr(config, "word_embed_proj_dim", None) == config.hidden_size:
         values["word_embed_proj_dim"] = values["hidden_size"]
+    if hasattr(config, "attention_hidden_size"):  # of blocks that take the hidden state joined with the embedding
+        width = 2 * values["hidden_size"]
+        values |= {"attention_hidden_size": width, "attention_head_dim": width // (few * group)}
+        values["mamba_headdim"] = config.mamba_expand * values["hidden_size"] // values["n_mamba_heads"]
     mamba = values.get("mamba_n_heads")
     if mamba and getattr(config, "mamba_d_ssm", None):
         values |= {"mamba_d_head": _HEAD, "mamba_d_ssm": mamba * _HEAD}
@@ -192,6 +207,11 @@ def _shrink_sections(made: Any) -> None:
     """Make small what a config says in sections of its own."""
     if isinstance(inner := getattr(made, "linear_attn_config", None), dict):
         made.linear_attn_config = inner | {"head_dim": made.linear_head_dim, "num_heads": made.linear_num_heads}
+    if hasattr(made, "hybrid_layer_ids"):
+        made.hybrid_layer_ids = [i for i, kind in enumerate(made.layers_block_type) if kind == "hybrid"]
+    if experts := getattr(made, "ffn_config", None):
+        experts.hidden_size, experts.ffn_hidden_size = made.hidden_size, min(experts.ffn_hidden_size, 64)
+        made.attn_config.kv_n_heads = made.num_key_value_heads
     if isinstance(rates := getattr(made, "compress_rates", None), dict):
         made.compress_rates = {kind: min(rate, 4) for kind, rate in rates.items()}
 

@@ -24,6 +24,7 @@ from tpplan.models.families.gemma import GEMMA
 from tpplan.models.families.hybrid import HYBRID
 from tpplan.models.families.latent import LATENT
 from tpplan.models.families.layered import LAYERED
+from tpplan.models.families.lightning import LIGHTNING
 from tpplan.models.families.mamba import MAMBA
 from tpplan.models.families.moe import MOE
 from tpplan.models.families.packed import PACKED
@@ -32,10 +33,12 @@ from tpplan.models.families.remote import REMOTE
 from tpplan.models.families.searched import SEARCHED
 from tpplan.models.families.seeing import SEEING
 from tpplan.models.families.shape import TIED, read_shape
+from tpplan.models.families.streams import STREAMS, STREAMS_SEEING
 from tpplan.models.families.table import Family
 from tpplan.models.families.twofold import TWOFOLD
 from tpplan.models.families.ungated import UNGATED
 from tpplan.models.families.wrappers import NESTED, WRAPPERS, around_text, text_part
+from tpplan.models.families.zamba import ZAMBA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +59,9 @@ FAMILIES: Final[dict[str, Family]] = {
     **SEARCHED,
     **HYBRID,
     **MAMBA,
+    **ZAMBA,
+    **LIGHTNING,
+    **STREAMS,
     **CONVOLVED,
     **TWOFOLD,
     **REMOTE,
@@ -65,7 +71,7 @@ FAMILIES: Final[dict[str, Family]] = {
 ENTRY_POINTS: Final = "tpplan.families"
 
 #: All language models, those that are no models of their own too.
-LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS, **SEEING, **BLOCKWISE}
+LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS, **SEEING, **BLOCKWISE, **STREAMS_SEEING}
 
 #: ``torch_dtype`` in a config.json, and the same in safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from tpplan.core.model import PREDICTION, NotPlanned
-from tpplan.models.families.wrappers import HEARS, SEES, WRAPPERS
+from tpplan.models.families.wrappers import HEARS, NGRAMS, SEES, WRAPPERS
 
 if TYPE_CHECKING:
     from tpplan.models.config import Config
@@ -18,8 +18,9 @@ PREDICTION_KEYS: Final = (
 
 #: Keys that configs of the hub have for each part: an object or a name for towers, a number of layers for predictions.
 _KEYS: Final = {
-    SEES: ("vision_config", "vision_tower", "mm_vision_tower", "vit_config", "visual"),
-    HEARS: ("audio_config", "audio_encoder_config", "speech_config"),
+    SEES: ("vision_config", "vision_tower", "mm_vision_tower", "vit_config", "visual", "vision_lora"),
+    HEARS: ("audio_config", "audio_encoder_config", "speech_config", "speech_lora"),
+    NGRAMS: ("ple_layer_ids",),
     PREDICTION: PREDICTION_KEYS,
 }
 

@@ -77,6 +77,8 @@ def _internlm3(config: Config, shape: Shape) -> Shape:
     return evolve(shape, flags=shape.flags | {"biased"}) if any(given.values()) else shape
 
 
+_PHI3: Final = (*NORMS, *linear("self_attn.qkv_proj", "Q+K+V", "RS"), *linear("self_attn.o_proj", "RS", "O"))
+
 DENSE: Final[dict[str, Family]] = {
     "llama": Family(
         architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
@@ -109,12 +111,17 @@ DENSE: Final[dict[str, Family]] = {
     "phi3": Family(
         architectures=("Phi3ForCausalLM",),
         outside=outside(),
-        layer=(
-            *NORMS,
-            *linear("self_attn.qkv_proj", "Q+K+V", "RS"),
-            *linear("self_attn.o_proj", "RS", "O"),
-        ),
+        layer=_PHI3,
         dense=FUSED_MLP,
+        window=windows(None, every_layer),
+    ),
+    "phi4_multimodal": Family(
+        architectures=("Phi4MultimodalForCausalLM",),
+        outside=outside(),
+        layer=_PHI3,
+        dense=FUSED_MLP,
+        ignored=("*.rotary_emb.inv_freq", "model.embed_tokens_extend.*"),
+        defaults={"num_key_value_heads": 8},
         window=windows(None, every_layer),
     ),
     "cohere": Family(

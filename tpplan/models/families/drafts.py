@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve, frozen
 
+from tpplan.core.plan import HEADS
 from tpplan.models.config import Config
 from tpplan.models.families.rows import ALWAYS, NORMS, attention, gated, head_norms, linear, norm
 from tpplan.models.families.shape import FULL, no_layer, renamed, windows
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from tpplan.models.checkpoint import Tensor
     from tpplan.models.families.table import Shape
 
-EAGLE, EAGLE3, PEAGLE, DFLASH = "eagle", "eagle3", "peagle", "dflash"
-MEDUSA, MLP_SPECULATOR = "medusa", "mlp_speculator"
+EAGLE, EAGLE3, PEAGLE, DFLASH, MEDUSA, MLP_SPECULATOR = HEADS
 
 
 @frozen
@@ -36,19 +36,21 @@ class Kind:
         name: for people, with its article.
         vllm: what vLLM's configuration has for it.
         sglang: SGLang's algorithm, empty if it has none.
+        llamacpp: llama.cpp's ``--spec-type``, empty if it has none.
     """
 
     name: str
     vllm: str
     sglang: str = ""
+    llamacpp: str = ""
 
 
 #: By ``model_type``.
 KINDS: Final[dict[str, Kind]] = {
     EAGLE: Kind("an EAGLE-1 or 2 head", '"method": "eagle"', "EAGLE"),
-    EAGLE3: Kind("an EAGLE-3 head", '"method": "eagle3"', "EAGLE3"),
+    EAGLE3: Kind("an EAGLE-3 head", '"method": "eagle3"', "EAGLE3", "draft-eagle3"),
     PEAGLE: Kind("a P-EAGLE head", '"method": "eagle3", "parallel_drafting": true'),
-    DFLASH: Kind("a DFlash head", '"method": "dflash"', "DFLASH"),
+    DFLASH: Kind("a DFlash head", '"method": "dflash"', "DFLASH", "draft-dflash"),
     MEDUSA: Kind("a Medusa head", '"method": "medusa"'),
     MLP_SPECULATOR: Kind("an MLP speculator", '"method": "mlp_speculator"'),
 }
@@ -458,12 +460,3 @@ def states_of(draft: ModelSpec) -> int | None:
 def is_head(architecture: str) -> bool:
     """Tell whether an architecture is that of a head, which cannot run without the model that it drafts for."""
     return any(architecture in family.architectures for family in DRAFTS.values())
-
-
-def methods(of: str) -> str:
-    """Return what an engine calls the methods of the kinds of heads, in words.
-
-    Args:
-        of: the engine's attribute of :class:`Kind`.
-    """
-    return ", ".join(f"{getattr(kind, of)} for {kind.name}" for kind in KINDS.values() if getattr(kind, of))

@@ -37,11 +37,13 @@ from tpplan.models.families.shape import (
     renamed,
 )
 from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_expert, sparse_steps
-from tpplan.models.families.table import Family, Row
+from tpplan.models.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
     from tpplan.models.config import Config
 
+
+_EXPERTS_HOME: Final = Axis.EXPERT_INTERMEDIATE
 
 #: What remote code calls the context.
 _CONTEXT: Final = {"model_max_length": "max_position_embeddings"}
@@ -63,14 +65,14 @@ def _delta_net(config: Config) -> LinearAttention:
 
 
 #: All layers of Qwen's have one but every ``full_attention_interval``-th.
-_QWEN_LINEAR = linear_layers(_delta_net, except_every(4, "full_attention_interval"))
+QWEN_LINEAR = linear_layers(_delta_net, except_every(4, "full_attention_interval"))
 
 
 #: Attention whose output is gated; the projection of the queries gives the gates too, head by head.
-_GATED_ATTENTION = (*attention("attention_bias", "attention_bias", q="Q2"), *head_norms())
+GATED_ATTENTION = (*attention("attention_bias", "attention_bias", q="Q2"), *head_norms())
 
 #: What all forms of the gated DeltaNet have between their projections.
-_DELTA_NET = (
+DELTA_NET = (
     Row("linear_attn.conv1d.weight", "LK+LK+LV 1 ck"),
     Row("linear_attn.dt_bias", "lh"),
     Row("linear_attn.A_log", "lh"),
@@ -79,7 +81,7 @@ _DELTA_NET = (
 )
 
 #: Projections that lie one behind the other, and those that lie head by head.
-_SEPARATE = (
+SEPARATE = (
     *linear("linear_attn.in_proj_qkv", "LK+LK+LV", "RS"),
     *linear("linear_attn.in_proj_z", "LV", "RS"),
     *linear("linear_attn.in_proj_b", "lh", "RS"),
@@ -106,24 +108,18 @@ _QWEN3_5 = {
 }
 
 
-#: Keys of Kimi K3, which has other tensors by them: experts of a narrower stream, gates, and sums over layers.
-_KIMI_K3: Final = (
-    *("routed_expert_hidden_size", "latent_moe_use_norm", "mla_use_output_gate"),
-    *("use_full_rank_gate", "attn_res_block_size"),
-)
+#: Kimi K3's keys beside those of Kimi Linear: its latents of experts, its full gates, and its sums over layers.
+_LATENT_WIDTH: Final = "routed_expert_hidden_size"
+_FULL_GATE: Final = "use_full_rank_gate"
+_SUMS: Final = "attn_res_block_size"
 
 
 def _kimi(config: Config) -> Config:
     """Read the section ``linear_attn_config``, which numbers layers from 1, and the context by its name.
 
     Raises:
-        ModelError: the config is of a later model with other tensors, or its layers are not all told.
+        ModelError: layers are not all told.
     """
-    parts = (config, config.section("linear_attn_config")) if config.raw("linear_attn_config") else (config,)
-    if told := next(((part, key) for part in parts for key in _KIMI_K3 if part.raw(key)), None):
-        part, key = told
-        problem = f"{key} is {str(part.raw(key))[:60]}, of which Kimi Linear has no tensors"
-        raise part.error(problem, "the model is a later one, which is not supported")
     config = renamed(config, _CONTEXT, keep=True)
     if config.raw("linear_attn_config") is None:
         return config
@@ -132,6 +128,7 @@ def _kimi(config: Config) -> Config:
         ("head_dim", "linear_head_dim"),
         ("num_heads", "linear_num_heads"),
         ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+        (_FULL_GATE, _FULL_GATE),
     ):
         config = config.having(own, inner.raw(key)) if key in inner else config
     if config.raw("layer_types") is not None or "full_attn_layers" not in inner or "kda_layers" not in inner:
@@ -149,7 +146,7 @@ def _kimi_linear(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG0
     return tuple(not layer or layer % 4 != 0 for layer in range(layers))
 
 
-def _kda(config: Config) -> LinearAttention:
+def kda(config: Config) -> LinearAttention:
     """Read the sizes of Kimi Delta Attention, whose heads have each a query, a key and a value of one size."""
     heads = config.count("linear_num_heads", default=32, maximum=MAX_PARTS)
     size = config.count("linear_head_dim", default=128)
@@ -163,8 +160,22 @@ def _three_convolutions(name: str) -> tuple[Row, ...]:
     )
 
 
+def _kimi_sizes(config: Config, shape: Shape) -> Shape:
+    """Add latent attention, and what routed experts read and give in Kimi K3."""
+    shape = with_latent(0, shared=1)(config, shape)
+    width = config.optional_count(_LATENT_WIDTH) or 0 if shape.experts else 0
+    flags = ("latent_experts",) * bool(width) + (_SUMS,) * bool(config.optional_count(_SUMS))
+    return evolve(shape, expert_rank=width).having(*flags, eh=width)
+
+
+def _summed(*names: str) -> tuple[Row, ...]:
+    """Return the rows of what weighs the sums of earlier layers (attention residuals, Kimi K3)."""
+    each = ((*norm(f"{name}_norm", when=_SUMS), *linear(f"{name}_proj", "1", "h", when=_SUMS)) for name in names)
+    return tuple(row for rows in each for row in rows)
+
+
 #: Gates of all channels go through a rank that is a head's size, which every device has that has any of the heads.
-_KDA = (
+KDA = (
     *linear("self_attn.q_proj", "LK", "RS"),
     *linear("self_attn.k_proj", "LK", "RS"),
     *linear("self_attn.v_proj", "LV", "RS"),
@@ -180,11 +191,25 @@ _KDA = (
     *linear("self_attn.o_proj", "RS", "LV"),
 )
 
-#: Experts as Mixtral calls them, and the shared ones as DeepSeek does.
+#: Of Kimi K3 gates have no rank, and each head's decay is a number of a vector.
+_KIMI_KDA = (
+    *(
+        evolve(row, when=f"{row.when} !{_FULL_GATE}".strip()) if ".g_" in row.name or "A_log" in row.name else row
+        for row in KDA
+    ),
+    *linear("self_attn.g_proj", "LV", "RS", when=_FULL_GATE),
+    Row("self_attn.A_log", "lh", _FULL_GATE),
+)
+
+#: Experts as Mixtral calls them, and the shared ones as DeepSeek does; what leads to the latent and from it is needed
+#: wherever experts are.
 _KIMI_EXPERTS = (
-    *MIXTRAL_EXPERTS,
+    *(evolve(row, dims=row.dims.replace("RS", "ER")) for row in MIXTRAL_EXPERTS),
     *correction("block_sparse_moe.gate.e_score_correction_bias"),
     *gated("block_sparse_moe.shared_experts", "SX", when=SHARED),
+    *linear("block_sparse_moe.routed_expert_down_proj", "ER", "RS", when="latent_experts", home=_EXPERTS_HOME),
+    *norm("block_sparse_moe.routed_expert_norm", "eh", when="latent_experts latent_moe_use_norm", home=_EXPERTS_HOME),
+    *linear("block_sparse_moe.routed_expert_up_proj", "RS", "ER", when="latent_experts", home=_EXPERTS_HOME),
 )
 
 
@@ -237,7 +262,7 @@ _BAILING_KDA = (
 
 HYBRID: Final[dict[str, Family]] = {
     "bailing_hybrid": Family(
-        architectures=("BailingHybridForCausalLM",),
+        architectures=("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM"),
         outside=outside("model.word_embeddings"),
         layer=(*NORMS, *_BAILING_MLA),
         linear_layer=(*NORMS, *_BAILING_KDA),
@@ -254,23 +279,34 @@ HYBRID: Final[dict[str, Family]] = {
         flags={"attention_bias": False},
         usual=_bailing,
         moe=mlp_types(after_dense(2)),
-        linear=linear_layers(_kda, except_every(6, "layer_group_size")),
+        linear=linear_layers(kda, except_every(6, "layer_group_size")),
         adapt=with_latent(0, shared=1),
     ),
     "kimi_linear": Family(
         architectures=("KimiLinearForCausalLM",),
-        outside=outside(),
-        layer=(*NORMS, *MLA),
-        linear_layer=(*NORMS, *_KDA),
+        outside=(*outside(), *_summed("model.output_attn_res")),
+        layer=(
+            *NORMS,
+            *MLA,
+            *linear("self_attn.g_proj", "O", "RS", when="mla_use_output_gate"),
+            *_summed("self_attention_res", "mlp_res"),
+        ),
+        linear_layer=(*NORMS, *_KIMI_KDA, *_summed("self_attention_res", "mlp_res")),
         dense=gated(),
         sparse=_KIMI_EXPERTS,
         defaults={"head_dim": 64, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024},
-        flags={"attention_bias": False},
+        flags={
+            "attention_bias": False,
+            "mla_use_output_gate": False,
+            "latent_moe_use_norm": False,
+            _FULL_GATE: False,
+        },
+        extra_layers=True,
         ties=False,
         usual=_kimi,
         moe=mlp_types(after_dense(1)),
-        linear=linear_layers(_kda, _kimi_linear),
-        adapt=with_latent(0, shared=1),
+        linear=linear_layers(kda, _kimi_linear),
+        adapt=_kimi_sizes,
     ),
     "olmo_hybrid": Family(
         architectures=("OlmoHybridForCausalLM",),
@@ -298,22 +334,22 @@ HYBRID: Final[dict[str, Family]] = {
     "qwen3_next": Family(
         architectures=("Qwen3NextForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_GATED_ATTENTION),
-        linear_layer=(*NORMS, *_INTERLEAVED, *_DELTA_NET),
+        layer=(*NORMS, *GATED_ATTENTION),
+        linear_layer=(*NORMS, *_INTERLEAVED, *DELTA_NET),
         dense=gated(),
         sparse=(*ROUTER, *EXPERTS, *SHARED_EXPERT),
         ignored=("mtp.*",),
         defaults={"num_key_value_heads": 2, "head_dim": 256},
         flags={"attention_bias": False},
-        linear=_QWEN_LINEAR,
+        linear=QWEN_LINEAR,
         moe=sparse_steps,
         adapt=shared_expert(512),
     ),
     "qwen3_5_text": Family(
         architectures=("Qwen3_5ForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_GATED_ATTENTION),
-        linear_layer=(*NORMS, *_SEPARATE, *_DELTA_NET),
+        layer=(*NORMS, *GATED_ATTENTION),
+        linear_layer=(*NORMS, *SEPARATE, *DELTA_NET),
         dense=gated(),
         ignored=_IGNORED,
         defaults={
@@ -324,13 +360,13 @@ HYBRID: Final[dict[str, Family]] = {
             "num_key_value_heads": 4,
         },
         flags={"attention_bias": False},
-        linear=_QWEN_LINEAR,
+        linear=QWEN_LINEAR,
     ),
     "qwen3_5_moe_text": Family(
         architectures=("Qwen3_5MoeForCausalLM",),
         outside=outside(),
-        layer=(*NORMS, *_GATED_ATTENTION),
-        linear_layer=(*NORMS, *_SEPARATE, *_DELTA_NET),
+        layer=(*NORMS, *GATED_ATTENTION),
+        linear_layer=(*NORMS, *SEPARATE, *DELTA_NET),
         sparse=(*ROUTER, *_EXPERTS, *SHARED_EXPERT),
         ignored=_IGNORED,
         defaults={
@@ -343,7 +379,7 @@ HYBRID: Final[dict[str, Family]] = {
             "moe_intermediate_size": 512,
         },
         flags={"attention_bias": False},
-        linear=_QWEN_LINEAR,
+        linear=QWEN_LINEAR,
         moe=every_layer,
         adapt=shared_expert(512),
     ),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.core.axes import Axis
+from tpplan.core.model import Segment
 from tpplan.models.families.corrected import CORRECTED_EXPERTS
 from tpplan.models.families.rows import EXPERTS, NORMS, ROUTER, gated, linear, norm, outside
 from tpplan.models.families.shape import are_of_kind
@@ -29,7 +30,7 @@ def with_latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape]
 
     def adapt(config: Config, shape: Shape) -> Shape:
         rank = config.optional_count("q_lora_rank", default=q_rank) or 0
-        rope = config.count("qk_rope_head_dim")
+        rope = config.count("qk_rope_head_dim", minimum=0)
         shape = evolve(
             shape,
             kv_heads=shape.q_heads,
@@ -45,7 +46,7 @@ def with_latent(q_rank: int = 1536, shared: int = 0) -> Callable[[Config, Shape]
     return adapt
 
 
-def _indexed(heads: int = 64, q_rank: int = 1536) -> Callable[[Config, Shape], Shape]:
+def with_indexer(heads: int = 64, q_rank: int = 1536) -> Callable[[Config, Shape], Shape]:
     """Add the indexer, which chooses the tokens that a query attends to by keys and a cache of its own.
 
     Args:
@@ -102,12 +103,32 @@ MLA = (
 )
 
 #: All heads attend to the tokens that the indexer's heads choose together, so it is needed wherever heads are.
-_INDEXER = (
+INDEXER = (
     *linear("self_attn.indexer.wq_b", "iq", "qr", when=INDEXED, home=Axis.KV_HEADS),
     *linear("self_attn.indexer.wk", "ik", "h", when=INDEXED, home=Axis.KV_HEADS),
     *norm("self_attn.indexer.k_norm", "ik", bias=True, when=INDEXED, home=Axis.KV_HEADS),
     *linear("self_attn.indexer.weights_proj", "ih", "h", when=INDEXED, home=Axis.KV_HEADS),
 )
+
+
+def _gated_norm(name: str) -> tuple[Row, ...]:
+    """Return the rows of a norm whose output a gate of a rank scales (A.X-K2)."""
+    return (
+        *norm(f"{name}.norm"),
+        *linear(f"{name}.W_down", "gated_norm_rank", "h"),
+        *linear(f"{name}.W_up", "h", "gated_norm_rank"),
+    )
+
+
+def _axk2(config: Config, shape: Shape) -> Shape:
+    """Add the indexer, the rank of gates of norms, and what queries and the gates of their outputs are made of."""
+    shape = with_indexer(16, 384)(config, shape)
+    columns = shape.q_heads * (shape.head_dim + shape.v_head_dim)
+    return shape.having(
+        gated_norm_rank=config.count("gated_norm_rank", default=16),
+        QG=Segment(Axis.Q_HEADS, columns),
+    )
+
 
 #: Heads have sizes of their own, so hidden sizes need not be multiples of heads.
 _HEAD = {"head_dim": 64}
@@ -130,14 +151,14 @@ _DEEPSEEK_V3 = Family(
 _DEEPSEEK_V32 = Family(
     architectures=("DeepseekV32ForCausalLM",),
     outside=outside(),
-    layer=(*NORMS, *MLA, *_INDEXER),
+    layer=(*NORMS, *MLA, *INDEXER),
     dense=gated(),
     sparse=CORRECTED_EXPERTS,
     extra_layers=True,
     defaults={"num_experts_per_tok": 8, **_HEAD},
     flags={"attention_bias": False, INDEXED: True},
     moe=mlp_types(after_dense(3)),
-    adapt=_indexed(),
+    adapt=with_indexer(),
 )
 
 LATENT: Final[dict[str, Family]] = {
@@ -156,7 +177,7 @@ LATENT: Final[dict[str, Family]] = {
     "kimi_k2": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V32,
     "glm_moe_dsa": evolve(
-        _DEEPSEEK_V32, architectures=("GlmMoeDsaForCausalLM",), own=indexers, adapt=_indexed(32, 2048)
+        _DEEPSEEK_V32, architectures=("GlmMoeDsaForCausalLM",), own=indexers, adapt=with_indexer(32, 2048)
     ),
     "mistral4": Family(
         architectures=("Mistral4ForCausalLM",),
@@ -192,6 +213,20 @@ LATENT: Final[dict[str, Family]] = {
         sparse=(*CORRECTED_EXPERTS, *norm("post_mlp_layernorm")),
         ignored=("*.rotary_emb.inv_freq", "*.mlp.post_mlp_layernorm.weight"),
         moe=mlp_types(after_dense(1)),
+    ),
+    # Queries and the gates of heads' outputs are projected together, from the latent before its norm and after it.
+    "axk2": evolve(
+        _DEEPSEEK_V32,
+        architectures=("AXK2ForCausalLM",),
+        layer=(
+            *_gated_norm("input_layernorm"),
+            *(evolve(row, dims="QG qr+qr") if "q_b_proj" in row.name else row for row in MLA),
+            *INDEXER,
+        ),
+        dense=(*gated(), *norm("post_attention_layernorm")),
+        sparse=(*CORRECTED_EXPERTS, *_gated_norm("post_attention_layernorm")),
+        moe=mlp_types(after_dense(1)),
+        adapt=_axk2,
     ),
     "minicpm3": Family(
         architectures=("MiniCPM3ForCausalLM",),

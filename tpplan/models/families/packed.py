@@ -146,7 +146,9 @@ PACKED: Final[dict[str, Family]] = {
         ),
         sparse=(
             *linear("ffn.router.layer", "e", "h", home=Axis.EXPERT_INTERMEDIATE),
-            *(Row(f"ffn.experts.mlp.{name}", "e*EX RS") for name in ("w1", "v1", "w2")),
+            Row("ffn.experts.mlp.w1", "e*EX RS"),
+            Row("ffn.experts.mlp.v1", "e*EX RS"),
+            Row("ffn.experts.mlp.w2", "e*EX RS", out=1),
         ),
         prefix="transformer.",
         defaults={

@@ -10,9 +10,11 @@ from tpplan.core.axes import Axis
 from tpplan.models.families.corrected import CORRECTED
 from tpplan.models.families.dense import DENSE
 from tpplan.models.families.moe import MOE
+from tpplan.models.families.remote import REMOTE
 from tpplan.models.families.rows import (
     ALWAYS,
     BIASED_ATTENTION,
+    EXPERTS,
     FUSED_MLP,
     NORMS,
     ROUTER,
@@ -24,7 +26,7 @@ from tpplan.models.families.rows import (
     outside,
 )
 from tpplan.models.families.shape import from_max_window_layers, last_of_four, windows
-from tpplan.models.families.sparse import sparse_steps
+from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_experts, sparse_steps
 from tpplan.models.families.table import SHARED_KV, Family, Row, Shape
 
 if TYPE_CHECKING:
@@ -134,6 +136,21 @@ PARTS: Final[dict[str, Family]] = {
         defaults={"num_key_value_heads": 16, "num_experts_per_tok": 4},
         flags={"attention_bias": False},
         moe=sparse_steps,
+    ),
+    "deepseek_ocr2_text": evolve(
+        REMOTE["deepseek"],
+        architectures=(),
+        dense=gated(bias="mlp_bias"),
+        sparse=(*ROUTER, *EXPERTS, *gated("mlp.shared_experts", "SX", "mlp_bias", when=SHARED)),
+        defaults={
+            **sizes(102_400, 4096, 11_008, 32, 32, 32, 2048),
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1407,
+        },
+        flags={"attention_bias": False, "mlp_bias": False},
+        moe=mlp_types(after_dense(0)),
+        adapt=shared_experts(default=2),
     ),
     "granite_docling_text": evolve(DENSE["granite"], defaults=sizes(133_800, 1024, 2048, 28, 16, 4, 32_768), tied=True),
     "mllama_text_model": Family(

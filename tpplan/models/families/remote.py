@@ -2,7 +2,8 @@
 
 Sources of names and shapes: how vLLM and SGLang load them (``vllm/model_executor/models/``: ``qwen.py``,
 ``llama.py``, ``internlm2.py``, ``baichuan.py``, ``chatglm.py``, ``bailing_moe.py``, ``minicpm.py``, ``exaone.py``,
-``orion.py``, ``solar.py``, ``deepseek.py``; ``sglang/srt/models/bailing_moe.py``).
+``orion.py``, ``solar.py``, ``deepseek.py``, ``telechat2.py``, ``teleflm.py``, ``minimax_text_01.py``, ``phi4mm.py``;
+``sglang/srt/models/bailing_moe.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.core.axes import Axis
+from tpplan.core.model import Segment
 from tpplan.models.families.dense import DENSE
+from tpplan.models.families.lightning import MINIMAX_TEXT_01
 from tpplan.models.families.rows import (
     ALWAYS,
     BIASED_ATTENTION,
@@ -103,10 +106,42 @@ def _minicpm(config: Config, layers: int) -> tuple[bool, ...]:
 _CONTEXT: Final = "max_position_embeddings"
 
 REMOTE: Final[dict[str, Family]] = {
+    "minimax_text_01": MINIMAX_TEXT_01,
+    "minimax_m1": evolve(MINIMAX_TEXT_01, architectures=("MiniMaxM1ForCausalLM",)),
+    # Adapters for images and sound, beside each matrix, are loaded as adapters.
+    "phi4mm": evolve(
+        DENSE["phi4_multimodal"],
+        architectures=("Phi4MMForCausalLM",),
+        renamed={".base_layer.": "."},
+        ignored=(*DENSE["phi4_multimodal"].ignored, "*.lora_A.*", "*.lora_B.*"),
+    ),
     "stablelm_epoch": evolve(DENSE["stablelm"], architectures=("StableLMEpochForCausalLM",)),
     "orion": evolve(DENSE["stablelm"], architectures=("OrionForCausalLM",), defaults={}),
     "aquila": evolve(DENSE["llama"], architectures=("AquilaForCausalLM", "AquilaModel")),
     "solar": evolve(DENSE["llama"], architectures=("SolarForCausalLM",)),
+    "TeleFLM": evolve(DENSE["llama"], architectures=("TeleFLMForCausalLM",)),
+    # Keys and values of each head are side by side.
+    "telechat": Family(
+        architectures=("TeleChat2ForCausalLM", "TelechatForCausalLM"),
+        outside=outside("transformer.word_embeddings", norm("transformer.ln_f")),
+        layers="transformer.h.{layer}.",
+        layer=(
+            *NORMS,
+            *linear("self_attention.query", "Q", "RS"),
+            *linear("self_attention.key_value", "KV2", "RS"),
+            *linear("self_attention.dense", "RS", "O", ALWAYS),
+        ),
+        dense=(
+            *linear("mlp.gate_proj", "ID", "RS"),
+            *linear("mlp.up_proj", "ID", "RS"),
+            *linear("mlp.down_proj", "RS", "ID", ALWAYS),
+        ),
+        prefix="transformer.",
+        defaults={_CONTEXT: 8192},
+        fixed_head=True,
+        usual=lambda config: renamed(config, {"seq_length": _CONTEXT}),
+        adapt=lambda _, shape: shape.having(KV2=Segment(Axis.KV_HEADS, 2 * shape.kv_heads * shape.head_dim)),
+    ),
     "telechat3": evolve(DENSE["llama"], architectures=("TeleChat3ForCausalLM",)),
     "xverse": evolve(DENSE["llama"], architectures=("XverseForCausalLM",)),
     "internlm": Family(
@@ -209,7 +244,7 @@ REMOTE: Final[dict[str, Family]] = {
         fixed_head=True,
     ),
     "chatglm": Family(
-        architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration"),
+        architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration", "GLM4VForCausalLM"),
         outside=outside(
             "transformer.embedding.word_embeddings",
             norm("transformer.encoder.final_layernorm", when="post_layer_norm"),

@@ -185,6 +185,7 @@ class Row:
         out: the dimension of the outputs, for tensors that are cut at all.
         heads: how many tensors ``{head}`` stands for, as a word.
         first: the number of the first of these, as a word; empty for 0.
+        step: by how much their numbers grow, as a word; empty for 1.
         lookup: when a token reads single rows of it, as flags like those of ``when``; None for never.
         dtype: as safetensors writes it, empty for the model's.
     """
@@ -196,6 +197,7 @@ class Row:
     out: int = 0
     heads: str = ""
     first: str = ""
+    step: str = ""
     lookup: str | None = None
     dtype: str = ""
 
@@ -209,8 +211,9 @@ class Row:
         lookup = self.lookup is not None and _hold(self.lookup, shape.flags)
         copies = shape.experts if "{expert}" in self.name else 1
         first = words[self.first].length if self.first else 0
+        step = words[self.step].length if self.step else 1
         for head in range(words[self.heads].length if self.heads else 1):
-            name = prefix + self.name.replace("{head}", str(first + head))
+            name = prefix + self.name.replace("{head}", str(first + head * step))
             yield Parameter(name, self.dtype or dtype, dims, out, self.home, copies, lookup)
 
 

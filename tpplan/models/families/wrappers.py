@@ -21,8 +21,11 @@ NESTED: Final = (TEXT, "llm_config", "language_config", "thinker_config", "text_
 #: How the names of the language model start in most models on the hub; in others they are those of a model alone.
 ROOT: Final = "language_model."
 
-#: And in MiniCPM's.
+#: And in MiniCPM's and Ovis'.
 LLM: Final = "llm."
+
+#: And in DeepSeek-VL2.
+LANGUAGE: Final = "language."
 
 #: How they start in models that speak, where it is next to what makes speech of its tokens.
 THINKER: Final = "thinker."
@@ -39,6 +42,11 @@ _RENAMED: Final[dict[str, dict[str, str]]] = {
     "": {"model.language_model.": "model.", "model.text_model.": "model."},
     THINKER: {},
     LLM: {},
+    # DeepSeek-OCR, which is of the same type, has the names of a model alone.
+    LANGUAGE: {
+        **{f"model.{name}.": f"{LANGUAGE}model.{name}." for name in ("embed_tokens", "layers", "norm")},
+        "lm_head.": f"{LANGUAGE}lm_head.",
+    },
 }
 
 #: What reads images or sound, leads from there to the language model, or makes images or sound of what that says.
@@ -59,6 +67,8 @@ _VISION: Final = (
     *("resampler_model.*", "vision_adapter.*", "vit.*"),  # ERNIE, Muse, HunYuan
     *("layerwise_projectors.*", "spatial_projectors.*", "vision_backbone.*"),  # Granite, Molmo
     *("vision_language_adapter.*", "patch_merger.*", "pre_mm_projector_norm.*"),  # Mistral
+    *("visual_tokenizer.*", "vte.*", "vision_embed_tokens.*"),  # Ovis, Phi-3-V
+    *("vision.*", "sam_model.*", "qwen2_model.*", "view_seperator"),  # DeepSeek-VL2 and OCR
     *("vpm.*", "resampler.*", "apm.*", "audio_avg_pooler.*", "audio_projection_layer.*", "tts.*"),  # MiniCPM
 )
 VISION: Final = (
@@ -74,6 +84,9 @@ _QUERIES_OF_V2: Final = 64
 #: What plans call the parts that read images, and sound.
 SEES: Final = "vision tower"
 HEARS: Final = "audio tower"
+
+#: And embeddings of n-grams, which stay in the host's memory.
+NGRAMS: Final = "n-gram embeddings"
 
 
 @frozen
@@ -212,6 +225,20 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
         flat=True,
         versions={"": "llama", "2.5": "llama", "2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"},
     ),
+    "dots_ocr": Wrapper(("DotsOCRForCausalLM",), "qwen2", root="", flat=True),
+    "eagle_2_5_vl": Wrapper(("Eagle2_5_VLForConditionalGeneration",), "qwen2"),
+    "h2ovl_chat": Wrapper(("H2OVLChatModel",), "mistral", section="llm_config"),
+    "interns1": Wrapper(("InternS1ForConditionalGeneration",), "qwen3"),
+    "Keye": Wrapper(("KeyeForConditionalGeneration",), "qwen3", root="", flat=True),
+    "KeyeVL1_5": Wrapper(("KeyeVL1_5ForConditionalGeneration",), "qwen3", root="", flat=True),
+    "Llama_Nemotron_Nano_VL": Wrapper(("Llama_Nemotron_Nano_VL",), "llama", section="llm_config"),
+    "NemotronH_Nano_VL_V2": Wrapper(("NemotronH_Nano_VL_V2",), "nemotron_h", section="llm_config"),
+    "NVLM_D": Wrapper(("NVLM_D",), "qwen2", section="llm_config"),
+    "opencua": Wrapper(("OpenCUAForConditionalGeneration",), "qwen2"),
+    "ovis": Wrapper(("Ovis",), "qwen2", LLM, section="llm_config"),
+    "ovis2_5": Wrapper(("Ovis2_5",), "qwen3", LLM, section="llm_config"),
+    "phi3_v": Wrapper(("Phi3VForCausalLM",), "phi3", root="", flat=True),
+    "skywork_chat": Wrapper(("SkyworkR1VChatModel",), "qwen2", section="llm_config"),
     "granite4_vision": Wrapper(("Granite4VisionForConditionalGeneration",), "granite4_vision_text", root=""),
     "hunyuan_vl": Wrapper(("HunYuanVLForConditionalGeneration",), "hunyuan_vl_text", root=""),
     "molmo2": Wrapper(("Molmo2ForConditionalGeneration",), "molmo2_text", root=""),
@@ -225,15 +252,28 @@ WRAPPERS: Final[dict[str, Wrapper]] = {
     ),
     "mistral_large4": Wrapper(("MistralLarge4ForConditionalGeneration",), "mistral_large4_text", root=""),
     "muse_spark": Wrapper(("MuseSparkForConditionalGeneration",), "muse_spark_text", root="", parts=(SEES, HEARS)),
+    "glm5_next": Wrapper(
+        ("Glm5NextForConditionalGeneration", "Glm5NextForCausalLM"), "glm5_next_text", root="", flat=True
+    ),
+    "qwen4_exp": Wrapper(("Qwen4ExpForConditionalGeneration",), "qwen4_exp_text", root=""),
     "glm4v_moe": Wrapper(("Glm4vMoeForConditionalGeneration",), "glm4v_moe_text", root=""),
     "kimi_k25": Wrapper(("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"), "deepseek_v3"),
+    "kimi_k3": Wrapper(("KimiK3ForConditionalGeneration",), "kimi_linear"),
     "kimi_vl": Wrapper(("KimiVLForConditionalGeneration",), "deepseek_v3"),
+    "deepseek_ocr2": Wrapper(("DeepseekOcr2ForConditionalGeneration",), "deepseek_ocr2_text", root=""),
+    "deepseek_vl_v2": Wrapper(
+        ("DeepseekVLV2ForCausalLM", "DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
+        "deepseek_v2",
+        LANGUAGE,
+        section="language_config",
+    ),
     "llama4": Wrapper(("Llama4ForConditionalGeneration",), "llama4_text"),
     "minimax_m3_vl": Wrapper(("MiniMaxM3SparseForConditionalGeneration",), "minimax_m3_vl_text"),
     "qwen3_vl_moe": Wrapper(("Qwen3VLMoeForConditionalGeneration",), "qwen3_vl_moe_text", root=""),
     # Those that hear.
     "audioflamingo3": _hearing("AudioFlamingo3ForConditionalGeneration", "qwen2"),
     "fun_asr_nano": _hearing("FunAsrNanoForConditionalGeneration", "qwen3", root=""),
+    "ultravox": _hearing("UltravoxModel", "llama"),
     "glmasr": _hearing("GlmAsrForConditionalGeneration", "llama", usual=_GLM_ASR),
     "granite_speech": _hearing("GraniteSpeechForConditionalGeneration", "granite"),
     "granite_speech_plus": _hearing("GraniteSpeechPlusForConditionalGeneration", "granite"),
@@ -334,6 +374,8 @@ def text_part(config: Config) -> tuple[str, Config]:
         return _version(config, wrapper) if wrapper.versions else wrapper.text, config
     text = around_text(config).section(wrapper.section)
     inner = text.text("model_type") or wrapper.text
+    if inner == "deepseek_v2" and text.raw("use_mla") is False:
+        inner = "deepseek"  # without latent attention it is that
     defaults = dict(zip(_KEYS, _DEFAULTS[inner], strict=True)) if inner in _DEFAULTS else {}
     defaults.update(_EXPERTS.get(inner, {}))
     defaults.update(wrapper.usual)

@@ -17,7 +17,7 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.core.model import PREDICTION, NotPlanned, Parameter, Segment
 from tpplan.errors import ModelError
-from tpplan.models.families.wrappers import HEARS, SEES
+from tpplan.models.families.wrappers import HEARS, NGRAMS, SEES
 from tpplan.models.formats.formula import rebuild
 from tpplan.models.formats.scheme import Form
 from tpplan.models.formats.storage import Stored, split_name, store
@@ -50,8 +50,9 @@ _PARTS: Final = {
     ),
     SEES: (
         r"(?:^|\.)(?:vision|vision_tower|vision_model|vision_encoder|visual|vision_embed_tokens|image_tower|image_encoder|"
-        r"img_processor|vision_embedder|vpm|vit)(?:\.|$)"
+        r"img_processor|image_embed|vision_embedder|vpm|vit)(?:\.|$)"
     ),
+    NGRAMS: r"(?:^|\.)ngram_embedding(?:\.|$)",
     PREDICTION: r"^(?:model\.|language_model\.)?mtp(?:[._]|$)|(?:^|\.)(?:mtp|nextn)(?:_\w+)?\.",
     BUFFERS: (
         r"(?:^|\.)(?:rotary_emb|rotary_pos_emb|rotary|rope|maybe_rotary)\."
