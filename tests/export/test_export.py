@@ -212,7 +212,7 @@ def test_a_head_is_told_by_the_method_of_its_kind(engine: str, kind: str) -> Non
     """An engine is told of no head that it does not take."""
     plan = beside_draft(2**30, 2**30)
     assert plan.request.draft
-    head = attrs.evolve(plan.request.draft, kind=kind)
+    head = attrs.evolve(plan.request.draft, head=kind)
     plan = attrs.evolve(plan, request=attrs.evolve(plan.request, draft=head))
     (told,) = (
         text for text in export(plan, engine).differences if "the plan leaves 1.00 GiB on each device to" in text
