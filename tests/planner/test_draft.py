@@ -140,7 +140,7 @@ def test_a_draft_model_split_like_the_model(head: Path) -> None:
     asked = Options(context=4096, strategy="balanced", reserve=("64MiB",)).request(model)
     request, plan = split_draft(asked, draft, model, devices)
     parts = [entry.weights_bytes + entry.cache_bytes + entry.workspace_bytes for entry in plan.memory]
-    assert request.draft == Draft("head", tuple(parts), split=True)
+    assert request.draft == Draft("head", tuple(parts), split=True, head="eagle3")
     assert request.reserve == asked.reserve
     assert [entry.overhead_bytes for entry in plan.memory] == [0, 0]
     assert plan.request.drafts_for == "Llama-3.1-8B"
@@ -464,6 +464,7 @@ def test_room_is_told_in_one_way(head: Path, tmp_path: Path, monkeypatch: pytest
         "request.draft.name": ("", "head"),
         "request.draft.room_bytes": ("nothing", f"{size} on every device"),
         "request.draft.split": ("false", "true"),
+        "request.draft.head": ("", "eagle3"),
     }
     screen = command("diff", "a.json", "b.json").out.splitlines()  # which cuts nothing out of these two
     assert "~  request.reserve: nothing → 1.00 GiB on device 1" in screen
