@@ -23,7 +23,7 @@ def _used_share(plan: Facts) -> str:
     """Return the largest part of a device's whole memory that the plan uses or leaves to what drafts.
 
     The engine loads a draft model, and caches its keys and values, within its share. It refuses a share that is not
-    free when it starts: then a part of the overhead is taken, so a plan that fills a device gets what the budgets allow.
+    free when it starts: then a part of the overhead is taken, so a plan that fills a device gets what budgets allow.
     """
     need, _ = even_bytes(plan, plan.count, _CACHES[plan.request.cache.kind].sixteenths)
     need += even_draft_bytes(plan, plan.count)
