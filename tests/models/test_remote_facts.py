@@ -14,11 +14,14 @@ from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.examples import examples
 from tests.family_configs import INNER, REMOTE, SECTIONS, configs
 from tests.family_models import assert_consistent, hub_config, meta_model, named, saved_tensors, spec_of
+from tests.weight_plans import plan_of, request_of
 from tpplan.core.axes import Axis
+from tpplan.core.plan import LAYOUTS
 from tpplan.errors import ModelError
 from tpplan.models.families.wrappers import WRAPPERS
 from tpplan.models.reader import read_model
-from tpplan.planner.ledger import cache_bytes_per_token, state_bytes
+from tpplan.planner.ledger import cache_bytes_per_token, demands, state_bytes
+from tpplan.weights import iter_slices
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -498,9 +501,12 @@ _KIMI_K3 = _sized("kimi_linear", 3, 7168, 96, 96, 163_840, 33_792, 64, first_k_d
 
 
 def test_kimi_k3_has_what_its_text_part_says_beside_kimi_linear() -> None:
-    """Experts of a narrower stream, gates of all channels, and sums of earlier layers, each by its key."""
+    """Experts of a narrower stream, gates of all channels, and sums of earlier layers, each by its key.
+
+    As on the hub, where decays of 96 heads are 128 numbers: SGLang and vLLM load the first 96.
+    """
     h, heads = 7168, 96 * 128
-    delta = 4 * heads * h + 96 * h + 128 * h + heads * 128 + 3 * heads * 4 + heads + 96 + 128 + h * heads
+    delta = 4 * heads * h + 96 * h + 128 * h + heads * 128 + 3 * heads * 4 + heads + 128 + 128 + h * heads
     latent = 1536 * h + 1536 + 96 * 192 * 1536 + (512 + 64) * h + 512 + 96 * 256 * 512 + 2 * heads * h
     experts = 4 * 3 * 3584 * 3072 + 4 * h + 4 + 2 * 3 * h * 3072 + 2 * 3584 * h + 3584
     layers = 2 * delta + latent + 3 * h * 33_792 + 2 * experts + 3 * (2 * h + 4 * h)
@@ -515,9 +521,23 @@ def test_kimi_k3_has_what_its_text_part_says_beside_kimi_linear() -> None:
     assert shapes[f"{start}1.block_sparse_moe.experts.3.w1.weight"] == (3072, 3584)
     assert shapes[f"{start}1.block_sparse_moe.routed_expert_norm.weight"] == (3584,)
     assert shapes[f"{start}0.self_attn.g_proj.weight"] == shapes[f"{start}2.self_attn.g_proj.weight"] == (heads, h)
-    assert shapes[f"{start}0.self_attn.A_log"] == (96,)
+    assert shapes[f"{start}0.self_attn.A_log"] == (128,)
     assert shapes["language_model.model.output_attn_res_proj.weight"] == (1, h)
     assert shapes[f"{start}2.mlp_res_proj.weight"] == (1, h)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_devices_have_the_decays_of_their_heads_and_the_zeros_behind_all(layout: str) -> None:
+    """Of 6 heads of 8 elements, whose decays are stored as 8 numbers, the third device has none."""
+    section = {"head_dim": 8, "num_heads": 6, "short_conv_kernel_size": 4, "use_full_rank_gate": True}
+    small = {"num_hidden_layers": 1, "hidden_size": 48, "vocab_size": 64, "intermediate_size": 16, "num_experts": 0}
+    raw = _KIMI_K3 | small | {"linear_attn_config": section | {"kda_layers": [1], "full_attn_layers": []}}
+    spec, request = spec_of(raw), request_of(layout=layout)
+    heads = [(0, 4, 6, 6) if d.axis is Axis.LINEAR_HEADS else (0, 0, 0, d.size) for d in demands(spec, request, 3).axes]
+    found = [each for each in iter_slices(plan_of(spec, request, heads), spec) if each.name.endswith("A_log")]
+    assert {each.device: each.ranges for each in found} == {0: ((0, 4), (6, 8)), 1: ((4, 6), (6, 8))}
+    wide = spec_of(raw | {"linear_attn_config": raw["linear_attn_config"] | {"num_heads": 8}})
+    assert {p.shape for _, p, _ in wide.tensors() if p.name.endswith("A_log")} == {(8,)}
 
 
 @pytest.mark.parametrize(
