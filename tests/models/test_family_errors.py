@@ -134,6 +134,28 @@ def test_keys_of_layers_that_are_wrong_are_named(model_type: str, change: dict[s
         spec_of(raw | change)
 
 
+@pytest.mark.parametrize("model_type", ["axk2", "deepseek_v32", "glm5_next_text", "glm_moe_dsa", "hy_v4"])
+def test_an_indexer_needs_the_latent_of_the_queries(model_type: str) -> None:
+    """Without it transformers builds no such model."""
+    sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8, "q_lora_rank": 8}
+    raw = MISTRAL | sizes | {"model_type": model_type, "num_key_value_heads": 32, "architectures": None}
+    raw |= {"n_routed_experts": 8, "moe_intermediate_size": 8, "sliding_window": None}
+    inner = {"model_type": "glm5_next", "text_config": raw} if model_type == "glm5_next_text" else raw
+    assert spec_of(inner).layer_count == 32
+    raw["q_lora_rank"] = None
+    with pytest.raises(ModelError, match="q_lora_rank is null, but the indexer reads the latent of the queries"):
+        spec_of(inner)
+
+
+def test_an_indexer_of_qwen4_has_one_key() -> None:
+    """Any other number is refused by transformers, too."""
+    sizes = {"num_hidden_layers": 4, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 64}
+    raw = {"model_type": "qwen4_exp_text", **sizes}
+    assert spec_of(raw).layer_count == 4
+    with pytest.raises(ModelError, match="indexer_kv_heads is 2, expected 1"):
+        spec_of(raw | {"indexer_kv_heads": 2})
+
+
 @pytest.mark.parametrize(
     ("model_type", "near"),
     [("qwen4_next", ("qwen3_next",)), ("Llama", ("llama", "mllama", "llama4", "llava")), ("bert", ())],

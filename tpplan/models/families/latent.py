@@ -52,12 +52,18 @@ def with_indexer(heads: int = 64, q_rank: int = 1536) -> Callable[[Config, Shape
     Args:
         heads: default of its heads.
         q_rank: default of the rank of the queries.
+
+    Raises:
+        ModelError: queries have no latent, which the indexer reads (when the result is called).
     """
     add_latent = with_latent(q_rank, shared=1)
 
     def adapt(config: Config, shape: Shape) -> Shape:
+        shape = add_latent(config, shape)
+        if INDEXED in shape.flags and not shape.q_rank:
+            raise config.error("q_lora_rank is null, but the indexer reads the latent of the queries")
         return evolve(
-            add_latent(config, shape),
+            shape,
             index_heads=config.count("index_n_heads", default=heads),
             index_dim=config.count("index_head_dim", default=128) if INDEXED in shape.flags else 0,
         )

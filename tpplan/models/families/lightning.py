@@ -9,7 +9,7 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.core.model import LinearAttention, Segment
 from tpplan.models.families.rows import MIXTRAL_EXPERTS, NORMS, attention, linear, norm, outside
-from tpplan.models.families.shape import FULL, LINEAR, MAX_PARTS, every_layer, linear_layers
+from tpplan.models.families.shape import FULL, LINEAR, MAX_PARTS, every_layer, except_first_of, linear_layers
 from tpplan.models.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
@@ -25,11 +25,6 @@ def _lightning(config: Config) -> LinearAttention:
     heads = config.count("num_attention_heads", maximum=MAX_PARTS)
     size = config.optional_count("head_dim") or config.count("hidden_size") // heads
     return LinearAttention(heads, heads, size, size, kernel=0, rounded=True)
-
-
-def _second_of_two(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (no key changes it)
-    """Select every other layer, beginning with the second."""
-    return tuple(layer % 2 == 1 for layer in range(layers))
 
 
 def _with_decays(config: Config, shape: Shape) -> Shape:
@@ -78,7 +73,7 @@ _MINIMAX: Final = Family(
     sparse=MIXTRAL_EXPERTS,
     defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2},
     moe=every_layer,
-    linear=linear_layers(_lightning, _second_of_two),
+    linear=linear_layers(_lightning, except_first_of(2)),
     expert_key="intermediate_size",
     adapt=_with_decays,
 )

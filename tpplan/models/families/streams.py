@@ -8,7 +8,7 @@ from attrs import evolve
 
 from tpplan.core.axes import Axis
 from tpplan.models.config import Config
-from tpplan.models.families.hybrid import DELTA_NET, GATED_ATTENTION, KDA, QWEN_LINEAR, SEPARATE, kda
+from tpplan.models.families.hybrid import DELTA_NET, GATED_ATTENTION, KDA, QWEN_LINEAR, SEPARATE, kda, kda_section
 from tpplan.models.families.latent import INDEXED, INDEXER, MLA, indexers, with_indexer
 from tpplan.models.families.parts import sizes
 from tpplan.models.families.rows import (
@@ -22,7 +22,7 @@ from tpplan.models.families.rows import (
     norm,
     outside,
 )
-from tpplan.models.families.shape import FULL, every_layer, linear_layers
+from tpplan.models.families.shape import FULL, every_layer, except_every, linear_layers
 from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_expert
 from tpplan.models.families.table import Family, Row, Shape
 
@@ -74,17 +74,7 @@ def _glm_usual(config: Config) -> Config:
     ``head_dim`` is of the rotary part of heads, which there is none of.
     """
     given = {key: value for key, value in _usual_kinds(config).data.items() if key != "head_dim"}
-    config = Config({**_GLM_GIVEN, **given}, config.source)
-    if config.raw("linear_attn_config") is None:
-        return config
-    inner = config.section("linear_attn_config")
-    for key, own in (
-        ("head_dim", "linear_head_dim"),
-        ("num_heads", "linear_num_heads"),
-        ("short_conv_kernel_size", "linear_conv_kernel_dim"),
-    ):
-        config = config.having(own, inner.raw(key)) if key in inner else config
-    return config
+    return kda_section(Config({**_GLM_GIVEN, **given}, config.source))
 
 
 def _glm(config: Config, shape: Shape) -> Shape:
@@ -112,12 +102,7 @@ _GLM_GIVEN: Final = {
 }
 
 
-def _glm_linear(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (no key changes it)
-    """Select all layers but every fourth."""
-    return tuple(layer % 4 != 3 for layer in range(layers))  # noqa: PLR2004 (the last of four)
-
-
-_GLM_LINEAR: Final = linear_layers(kda, _glm_linear)
+_GLM_LINEAR: Final = linear_layers(kda, except_every(4, ""))
 
 
 def _glm_layers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
@@ -141,8 +126,14 @@ def _qwen4_layers(config: Config, layers: int) -> tuple[Mapping[str, object], ..
 
 
 def _qwen4_sizes(config: Config, shape: Shape) -> Shape:
-    """Add the streams, the indexer, whose key of each token is cached beside keys and values, and n-grams."""
+    """Add the streams, the indexer, whose key of each token is cached beside keys and values, and n-grams.
+
+    Raises:
+        ModelError: the indexer has several keys for each token.
+    """
     shape = shared_expert(512)(config, shape)
+    if (keys := config.count("indexer_kv_heads", default=1)) != 1:
+        raise config.error(f"indexer_kv_heads is {keys}, expected 1: the indexer's queries share one key")
     streams, key = config.count("hc_count", default=4), config.count("indexer_head_dim")
     orders, each = config.count("ngram_size", default=3, minimum=2), config.count("heads_per_ngram", default=8)
     return evolve(
