@@ -107,8 +107,7 @@ _GLM_LINEAR: Final = linear_layers(kda, except_every(4, ""))
 
 def _glm_layers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
     """Tell which layers with latent attention have an indexer."""
-    each = zip(_GLM_LINEAR(config, layers), indexers(config, layers), strict=True)
-    return tuple({INDEXED: False} if is_linear else own for is_linear, own in each)
+    return indexers(config, layers, [bool(linear) for linear in _GLM_LINEAR(config, layers)])
 
 
 def _qwen4_layers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
