@@ -147,7 +147,7 @@ def test_an_indexer_needs_the_latent_of_the_queries(model_type: str) -> None:
         spec_of(inner)
 
 
-_GLM = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+_GLM: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
 _GLM |= {"model_type": "glm5_next_text", "n_routed_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -186,7 +186,7 @@ def test_kinds_of_layers_are_of_all_layers(raw: dict[str, Any], words: str) -> N
 def test_an_indexer_of_qwen4_has_one_key() -> None:
     """Any other number is refused by transformers, too."""
     sizes = {"num_hidden_layers": 4, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 64}
-    raw = {"model_type": "qwen4_exp_text", **sizes}
+    raw: dict[str, Any] = {"model_type": "qwen4_exp_text", **sizes}
     assert spec_of(raw).layer_count == 4
     with pytest.raises(ModelError, match="indexer_kv_heads is 2, expected 1"):
         spec_of(raw | {"indexer_kv_heads": 2})

@@ -568,6 +568,71 @@ def test_names_of_deepseek_ocr(tmp_path: Path) -> None:
     assert spec.weight_bytes == tensor_bytes(tensors)
 
 
+#: Hy4-preview as published, of two layers and small.
+_HY4 = _sized("hy_v4", 2, 24, 4, 4, 40, 20, 64, n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=8) | {
+    "q_lora_rank": 9,
+    "kv_lora_rank": 7,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "hc_mult": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_names_of_hy4_as_published(tmp_path: Path) -> None:
+    """What mixes streams, in 32 bits, and gates of MLPs have other names in published files than transformers saves.
+
+    These are the names that its ``conversion_mapping.py`` takes apart, and that converters to GGUF map.
+    """
+    h, streams = 24, 2
+    wide: dict[str, tuple[int, ...]] = {
+        **{f"hc_{part}_layer.hc_pre.hc_fn": (2 * streams, streams * h) for part in ("attn", "mlp")},
+        **{f"hc_{part}_layer.hc_pre.hc_base": (2 * streams,) for part in ("attn", "mlp")},
+        **{f"hc_{part}_layer.hc_pre.hc_scale": (2,) for part in ("attn", "mlp")},
+        "self_attn.learnable_sink_param": (4,),
+    }
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (h,),
+        "post_attention_layernorm.weight": (h,),
+        "self_attn.q_a_proj.weight": (9, h),
+        "self_attn.q_a_layernorm.weight": (9,),
+        "self_attn.q_b_proj.weight": (4 * 10, 9),
+        "self_attn.kv_a_proj_with_mqa.weight": (7 + 4, h),
+        "self_attn.kv_a_layernorm.weight": (7,),
+        "self_attn.kv_b_proj.weight": (4 * (6 + 5), 7),
+        "self_attn.o_proj.weight": (h, 4 * 5),
+        "self_attn.linear_gate.weight": (4 * 5, h),
+        "self_attn.indexer.wq_b.weight": (2 * 8, 9),
+        "self_attn.indexer.wk.weight": (8, h),
+        "self_attn.indexer.k_norm.weight": (8,),
+        "self_attn.indexer.k_norm.bias": (8,),
+        "self_attn.indexer.weights_proj.weight": (2, h),
+    }
+    mlp = {f"{name}_proj.weight": (20, h) for name in ("gate", "up")} | {"down_proj.weight": (h, 20)}
+    shared = {f"{name}_proj.weight": (8, h) for name in ("gate", "up")} | {"down_proj.weight": (h, 8)}
+    tensors: Tensors = {
+        **dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (40, h))),
+        "model.norm.weight": ("BF16", (h,)),
+        "model.hc_head.hc_head_fn": ("F32", (streams, streams * h)),
+        "model.hc_head.hc_head_base": ("F32", (streams,)),
+        "model.hc_head.hc_head_scale": ("F32", (1,)),
+        **{f"model.layers.{i}.{name}": ("F32", shape) for i in range(2) for name, shape in wide.items()},
+        **{f"model.layers.{i}.{name}": ("BF16", shape) for i in range(2) for name, shape in layer.items()},
+        **{f"model.layers.0.mlp.{name}": ("BF16", shape) for name, shape in mlp.items()},
+        **{f"model.layers.1.mlp.shared_experts.{name}": ("BF16", shape) for name, shape in shared.items()},
+        "model.layers.1.mlp.gate.weight": ("BF16", (3, h)),
+        "model.layers.1.mlp.gate.e_score_correction_bias": ("F32", (3,)),
+        "model.layers.1.mlp.experts.gate_up_proj": ("BF16", (3, 2 * 8, h)),
+        "model.layers.1.mlp.experts.down_proj": ("BF16", (3, h, 8)),
+    }
+    spec = read_model(write_checkpoint(tmp_path, _HY4, tensors))
+    assert spec.weight_bytes == spec_of(_HY4).weight_bytes == tensor_bytes(tensors)
+    assert [tuple(block.layers) for block in spec.blocks] == [(0,), (1,)]
+
+
 def test_adapters_of_phi4_are_told(tmp_path: Path) -> None:
     """Matrices are those of Phi-4-mini behind another name; those of adapters and towers are told, not planned."""
     raw = _sized("phi4mm", 1, 16, 2, 1, 40, 24, 64, vision_lora={"r": 4}, speech_lora={"r": 4}, torch_dtype="bfloat16")

@@ -49,13 +49,14 @@ def _hy(config: Config, shape: Shape) -> Shape:
     return shape.having(hm=streams, hs=2 * streams, hh=streams * shape.hidden, two=2)
 
 
-def _mixer(name: str, word: str, scales: str) -> tuple[Row, ...]:
+def _mixer(name: str, word: str, scales: str, dtype: str = "") -> tuple[Row, ...]:
     """Return the rows of what mixes all streams."""
-    return Row(f"{name}_fn", f"{word} hh"), Row(f"{name}_base", word), Row(f"{name}_scale", scales)
+    rows = Row(f"{name}_fn", f"{word} hh"), Row(f"{name}_base", word), Row(f"{name}_scale", scales)
+    return tuple(evolve(row, dtype=dtype) for row in rows)
 
 
 def _linear_gated(name: str, width: str, when: str = "") -> tuple[Row, ...]:
-    """Return the rows of a gated MLP as HY calls them."""
+    """Return the rows of a gated MLP as transformers saves those of HY."""
     rows = gated(name, width, when=when)
     return tuple(evolve(row, name=row.name.replace("gate_proj", "linear_gate")) for row in rows)
 
@@ -183,14 +184,14 @@ _QWEN4_NGRAMS: Final = (
 STREAMS: Final[dict[str, Family]] = {
     "hy_v4": Family(
         architectures=("HYV4ForCausalLM",),
-        outside=(*outside(), *_mixer("model.hc_pre.hc_head.hc_head", "hm", "1")),
+        outside=(*outside(), *_mixer("model.hc_pre.hc_head.hc_head", "hm", "1", "F32")),
         layer=(
-            *_mixer("hc_pre.hc_attn_layer.hc", "hs", "two"),
-            *_mixer("hc_pre.hc_mlp_layer.hc", "hs", "two"),
+            *_mixer("hc_pre.hc_attn_layer.hc", "hs", "two", "F32"),
+            *_mixer("hc_pre.hc_mlp_layer.hc", "hs", "two", "F32"),
             *NORMS,
             *MLA,
             *linear("self_attn.linear_gate", "O", "RS"),
-            Row("self_attn.learnable_sink_param", "q"),
+            Row("self_attn.learnable_sink_param", "q", dtype="F32"),
             *INDEXER,
         ),
         dense=_linear_gated("mlp", "ID"),
@@ -202,6 +203,12 @@ STREAMS: Final[dict[str, Family]] = {
             *_linear_gated("mlp.shared_experts", "SX", SHARED),
         ),
         extra_layers=True,
+        # The tables have the names that transformers saves, these are those of the published files.
+        renamed={
+            "model.hc_head.": "model.hc_pre.hc_head.",
+            **{f".hc_{part}_layer.hc_pre.": f".hc_pre.hc_{part}_layer." for part in ("attn", "mlp")},
+            **{f".{mlp}.gate_proj.": f".{mlp}.linear_gate." for mlp in ("mlp", "shared_experts")},
+        },
         ignored=("*.rotary_emb.inv_freq", "model.mtp_layers.*"),
         defaults={"head_dim": 64, "num_experts_per_tok": 8},
         flags={"attention_bias": False, INDEXED: True},
