@@ -556,6 +556,14 @@ def test_without_a_key_kimi_k3_is_kimi_linear(key: str, value: Any, gone: str) -
     assert not any(gone in name for name in _shapes(_KIMI_K3 | {key: value}))
 
 
+def test_the_language_model_of_ultravox_may_be_elsewhere() -> None:
+    """Its own code saves no config of a language model that it names, whose weights are not in its files either."""
+    raw = {"model_type": "ultravox", "audio_model_id": "openai/whisper-large-v3-turbo", "hidden_size": 4096}
+    with pytest.raises(ModelError, match=r"text_model_id is 'meta-llama/Llama-3\.3-70B-Instruct'") as caught:
+        spec_of(raw | {"text_model_id": "meta-llama/Llama-3.3-70B-Instruct"})
+    assert caught.value.hint.startswith("plan that model")
+
+
 def test_names_of_deepseek_ocr(tmp_path: Path) -> None:
     """Its checkpoint has the language model under its own names, that of DeepSeek-VL2 behind ``language.``."""
     raw = PUBLISHED["DeepSeek-OCR"][0]
