@@ -17,13 +17,13 @@ import torch
 from attrs import asdict, evolve
 
 import tpplan
-from benchmarks.common import children
 from benchmarks.common.rows import ROOT
 from benchmarks.decode import profiling
 from benchmarks.decode.checkpoint import checkpoint_of
 from benchmarks.decode.options import numbers_of, parser_of
 from benchmarks.decode.order import CUTS, Order
 from benchmarks.decode.rows import HEAD, Row, cells, compared, reason
+from tpplan.exec.tools.bench.between import children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -3,14 +3,10 @@
 One row of 8192 in bfloat16, as in decoding, on eight uneven devices. There is next to no data, so that the times are
 those of the code around it. Copies take one thread, for more would measure the machine's other work. At last the same
 calls on two devices where nothing is run: what the host does before a device has anything to do.
-
-With ``--processes``, operations between processes with a GPU each, in turns with NCCL's and those of torch's symmetric
-memory, all checked first; with ``--cpu`` too, processes have virtual devices, and gloo stands in for NCCL.
 """
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -18,8 +14,7 @@ from unittest.mock import patch
 import torch
 
 import tpplan
-from benchmarks.common.rows import GPUS, MODEL, TOKENS, Row, add_rounds, measure, rounds_of
-from benchmarks.exec import processes
+from benchmarks.common.rows import GPUS, MODEL, TOKENS, Row, measure, rounds_wanted
 from tpplan.core.axes import Axis
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.backends.cpu import Pending, VirtualDevices
@@ -112,16 +107,8 @@ def by_hand(plan: SplitPlan, devices: int) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    """Measure on virtual devices, or between processes."""
-    asked = _parse()
-    if asked.processes:
-        processes.main(asked.gpus or 2, on_gpus=not asked.cpu)
-    else:
-        on_virtual_devices(rounds_of(asked))
-
-
-def on_virtual_devices(rounds: int) -> None:
     """Measure compiling, and every operation by hand and by each transport."""
+    rounds = rounds_wanted(__doc__)
     torch.set_num_threads(1)
     model = tpplan.read_model(MODEL)
     plan = tpplan.plan(model, tpplan.parse_devices(GPUS), cache=tpplan.Cache("q8", tokens=TOKENS), layout="reduce")
@@ -136,19 +123,6 @@ def on_virtual_devices(rounds: int) -> None:
     alone = [row(f"{name}, nothing run", call, 100) for name, call in calls_alone().items()]
     with patch.object(VirtualDevices, "run", nothing):
         measure(alone, rounds, "µs")
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    either = parser.add_mutually_exclusive_group()
-    add_rounds(either)
-    either.add_argument("--processes", action="store_true", help="measure between processes")
-    parser.add_argument("--gpus", type=int, default=0, help="processes, with a GPU each (default: 2)")
-    parser.add_argument("--cpu", action="store_true", help="virtual devices, and gloo, in the processes")
-    asked = parser.parse_args()
-    if (asked.gpus or asked.cpu) and not asked.processes:
-        parser.error("--gpus and --cpu are for --processes")
-    return asked
 
 
 if __name__ == "__main__":

@@ -58,18 +58,8 @@ class Row:
 def rounds_wanted(doc: str | None) -> int:
     """Read the command line, say where we are, and return how often to run each line."""
     parser = argparse.ArgumentParser(description=doc)
-    add_rounds(parser)
-    return rounds_of(parser.parse_args())
-
-
-def add_rounds(to: argparse._ActionsContainer) -> None:
-    """Add the option that says how often to run each line, to a parser or a group of options."""
-    to.add_argument("--rounds", type=int, default=15, help="runs of each line, at least 2 (default 15)")
-
-
-def rounds_of(asked: argparse.Namespace) -> int:
-    """Say where we are, and return how often to run each line."""
-    rounds: int = max(2, asked.rounds)
+    parser.add_argument("--rounds", type=int, default=15, help="runs of each line, at least 2 (default 15)")
+    rounds: int = max(2, parser.parse_args().rounds)
     machine = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     print(f"{machine}; {rounds} rounds")
     return rounds

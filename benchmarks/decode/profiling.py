@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from benchmarks.common import children
 from benchmarks.common.rows import ROOT
 from benchmarks.decode.checkpoint import checkpoint_of
 from benchmarks.decode.options import numbers_of, parser_of
 from benchmarks.decode.order import Order
+from tpplan.exec.tools.bench.between import children
 
 if TYPE_CHECKING:
     import argparse

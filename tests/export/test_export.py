@@ -212,7 +212,7 @@ def test_a_head_is_told_by_the_method_of_its_kind(engine: str, kind: str) -> Non
     """An engine is told of no head that it does not take."""
     plan = beside_draft(2**30, 2**30)
     assert plan.request.draft
-    head = attrs.evolve(plan.request.draft, kind=kind)
+    head = attrs.evolve(plan.request.draft, head=kind)
     plan = attrs.evolve(plan, request=attrs.evolve(plan.request, draft=head))
     (told,) = (
         text for text in export(plan, engine).differences if "the plan leaves 1.00 GiB on each device to" in text
@@ -250,6 +250,22 @@ def test_shares_of_memory_have_a_draft_model_in_them_and_no_reserve(split: bool,
         assert shares[1] - shares[0] == pytest.approx(2**31 / of, abs=0.0011)
     (most,) = (text for text in export(plan, "vllm").differences if "the budgets allow" in text)
     assert float(most.split()[-1]) == pytest.approx((whole - overhead - 2**30) / whole, abs=0.0011)
+
+
+def test_a_share_is_free_when_the_engine_starts() -> None:
+    """A plan that fills a GPU gets the share that is left beside its overhead, by which vLLM would refuse to start."""
+    plan = plan_request(
+        read_model(MODELS / "Llama-3.1-8B"),
+        parse_devices("RTX3090"),
+        Options(context=61440).request(read_model(MODELS / "Llama-3.1-8B")),
+    )
+    (entry,), (device,) = plan.memory, plan.devices
+    assert entry.free_bytes < entry.overhead_bytes
+    found = export(plan, "vllm")
+    given = float(found.argv[found.argv.index("--gpu-memory-utilization") + 1])
+    assert given <= (device.budget_bytes - entry.overhead_bytes) / device.budget_bytes
+    assert given > (entry.used_bytes - entry.overhead_bytes) / device.budget_bytes - 0.001
+    assert any(text.endswith("the budgets allow no more") for text in found.differences)
 
 
 def test_an_even_part_with_a_draft_model_has_to_fit() -> None:

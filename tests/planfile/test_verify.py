@@ -124,6 +124,11 @@ VIOLATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("TP020", drafted(5, 0, 0, 0) | {"memory[0].draft_bytes": 5}, f"adds up to {VALID.devices[0].budget_bytes + 5}"),
     ("TP008", drafted(-1, 5, 0, 0, on_0=-1, on_1=5), "request.draft.room_bytes[0]: is -1, expected 0 or more"),
     ("TP026", drafted(5, 0, 0, 0, name=" ", on_0=5), "request.draft.name: is empty"),
+    (
+        "TP023",
+        {**drafted(5, 0, 0, 0, on_0=5), "request.draft": Draft("d", (5, 0, 0, 0), split=True, head="eagle4")},
+        "request.draft.head: is 'eagle4', expected eagle, eagle3, peagle, dflash, medusa or mlp_speculator",
+    ),
     ("TP026", drafting(" "), "request.drafts_for: is empty"),
     ("TP022", {"format_version": "1.4", "request.drafts_for": "big"}, "is 650117120, the model's plan has it"),
     (

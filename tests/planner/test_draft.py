@@ -855,3 +855,18 @@ def test_no_engine_serves_a_head_alone(
     assert done.err.startswith("hint: export the plan of the model that it drafts for")
     assert done.err.count("hint: ") == 1
     assert "has no embedding" not in command("export", "p.json", "--for", engine).out
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_plan_says_that_its_draft_model_is_a_head(split: bool, head: Path) -> None:
+    """By its kind; of another model the key is left out, and not asked for."""
+    model, devices = tpplan.read_model(LLAMA_8B), tpplan.parse_devices("2xH100")
+    for path, kind in ((head, "eagle3"), (ROOT / "examples/models/Qwen2.5-7B", "")):
+        draft, asked = tpplan.read_model(path), Options(context=2048).request(model)
+        room = (
+            split_draft(asked, draft, model, devices)[0] if split else reserve_for_draft(asked, draft, model, devices)
+        )
+        plan = plan_request(model, devices, room)
+        text = tpplan.dumps(plan)
+        assert json.loads(text)["request"]["draft"].get("head", "") == kind
+        assert tpplan.loads(text) == plan

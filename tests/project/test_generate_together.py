@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tpplan
-from benchmarks.common import children
 from tests.decoder_cases import LENGTH, model_of
 from tpplan.cli.main import main
+from tpplan.exec.tools.bench.between import children
 
 if TYPE_CHECKING:
     import pytest

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tpplan
-from benchmarks.common import children, random_checkpoint
+from benchmarks.common import random_checkpoint
 from tests.bench_decode_cases import CONFIG
+from tpplan.exec.tools.bench.between import children
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import children
 from tests.transformers.cases import model_of
+from tpplan.exec.tools.bench.between import children
 from tpplan.transformers.trial import uneven_plan
 from tpplan.weights.source import Source
 

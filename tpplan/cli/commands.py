@@ -430,6 +430,7 @@ def bench(
     sizes: str = "",
     rounds: Whole = 7,
     transport: TransportOrAuto = "auto",
+    processes: bool = False,
     json: bool = False,
 ) -> int:
     """Time every operation of a plan on this machine, beside torch, NCCL, and ways through the host.
@@ -440,6 +441,7 @@ def bench(
         sizes: that a device holds in the end, rounded up to rows; by default those of 8KiB,64KiB,1MiB,16MiB that fit.
         rounds: in which all take turns; 7 by default.
         transport: auto by default.
+        processes: start one for each device, and measure between them, beside NCCL and torch's symmetric memory.
         json: print one JSON document.
     """
     from tpplan.exec import options  # noqa: PLC0415 (before what needs torch)
@@ -448,11 +450,20 @@ def bench(
     asked, turns = options.payloads(sizes) if sizes else (), options.checked_rounds(rounds)
     found = on_plans.read_plan(plan)
     with needing("running a plan"):
-        from tpplan.exec.compiler import compiler  # noqa: PLC0415
+        from tpplan.exec.compiler import compiler, usable  # noqa: PLC0415
         from tpplan.exec.tools.bench import run as times  # noqa: PLC0415
     console.show_log()
-    make, told = compiler(found, backend, on_plans.note), (lambda _: None) if json else console.growing(view)
-    report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)
+    told = (lambda _: None) if json else console.growing(view)
+    if processes:
+        from tpplan.exec.tools.bench.between import run as between  # noqa: PLC0415
+
+        where, say = usable(found, backend, on_plans.note), on_plans.note
+        report = between.bench(
+            found, where, transport, sizes=asked, rounds=turns, busy=console.busy, told=told, note=say
+        )
+    else:
+        make = compiler(found, backend, on_plans.note)
+        report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)
     if json:
         console.answer(report, view, json=True)
     return OK if any(timed.time for one in report.measured for timed in one.timed) else FAILED

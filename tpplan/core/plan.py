@@ -74,13 +74,14 @@ class Draft:
         name: display name.
         room_bytes: its weights, cache and workspace on each device, without the overhead, which both models share.
         split: whether each device has a part of it, as a plan of its own says; else each has all of it.
-        kind: of a head, one of :data:`HEADS`; empty for a model that can run alone, and for prediction layers.
+        head: its kind, one of :data:`HEADS`, if it is a head; empty for a model that can run alone, and for prediction
+            layers.
     """
 
     name: str
     room_bytes: tuple[int, ...]
     split: bool = False
-    kind: str = ""
+    head: str = ""
 
     def on(self, count: int) -> Draft:
         """Return what is left to it on so many devices, if that is the same on each; else it is for its own devices."""

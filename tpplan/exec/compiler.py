@@ -203,6 +203,15 @@ def _has_several(group: ProcessGroup) -> bool:
     return Meeting(group).count > 1
 
 
+def usable(plan: SplitPlan, backend: str, note: Callable[[str], None]) -> str:
+    """Return a backend as it is asked for, but ``cpu`` for ``auto`` if there are too few GPUs; see :func:`compiler`."""
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "auto" and here < len(plan.devices):
+        note(f"on virtual devices, because the plan has {len(plan.devices)} and this machine {here} CUDA devices")
+        return "cpu"
+    return backend
+
+
 def compiler(
     plan: SplitPlan, backend: str, note: Callable[[str], None], *, scratch: bool = True
 ) -> Callable[[str], TPContext]:
@@ -214,10 +223,7 @@ def compiler(
         note: called with the reason if the devices are virtual.
         scratch: whether to allocate scratch memory.
     """
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if backend == "auto" and here < len(plan.devices):
-        note(f"on virtual devices, because the plan has {len(plan.devices)} and this machine {here} CUDA devices")
-        backend = "cpu"
+    backend = usable(plan, backend, note)
 
     def make(transport: str) -> TPContext:
         try:

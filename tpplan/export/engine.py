@@ -146,7 +146,7 @@ class Engine:
         included = ", which its share of memory includes" * self.counts_draft
         more = "" if self.counts_draft else ", and these bytes to its memory"
         if not request.mtp:
-            kind, name = request.draft.kind, request.draft.name
+            kind, name = request.draft.head, request.draft.name
             who = f"the {KINDS[kind].name.partition(' ')[2] if kind else 'draft model'} {name}"
             if told := self.draft(kind):
                 yield f"{room} {who}{included}: add {told}{more}"

@@ -101,7 +101,7 @@ def known_choices(plan: SplitPlan) -> Iterator[Finding]:
     """Layout, strategy, cache kind, kv mode, dtype and the kind of a head are known ones."""
     draft = plan.request.draft
     for path, value, known in (
-        *([("request.draft.kind", draft.kind, HEADS)] if draft and draft.kind else []),
+        *([("request.draft.head", draft.head, HEADS)] if draft and draft.head else []),
         ("model.dtype", plan.model.dtype, DTYPES),
         ("request.layout", plan.request.layout, LAYOUTS),
         ("request.strategy", plan.request.strategy, STRATEGIES),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common import children
+from tpplan.exec.tools.bench.between import children
 
 ROOT = Path(__file__).parents[3]
 

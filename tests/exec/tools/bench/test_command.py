@@ -75,7 +75,7 @@ def test_where_nothing_has_a_time_there_is_no_answer(path: Path, monkeypatch: py
 def test_usual_sizes_are_taken_as_far_as_there_is_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody asked for is left out with one note, and where nothing is left all rows of the plan are taken."""
     for usual, rows in (((80, 160, 2**20), [1, 2]), ((2**20, 2**24), [MAX_ROWS])):
-        monkeypatch.setattr(bench, "_USUAL", usual)
+        monkeypatch.setattr(bench, "USUAL", usual)
         done = command("bench", path, "--backend", "cpu", "--rounds", "2", "--json")
         document = json.loads(done.out)
         assert [one["rows"] for one in document["measured"]] == rows * len(OPERATIONS)

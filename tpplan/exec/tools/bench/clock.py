@@ -92,7 +92,7 @@ class Clock:
                 except Exception as error:  # noqa: BLE001 (from any library)
                     del seen[key]
                     failed(key, error)
-        return {key: _spread(seconds) for key, seconds in seen.items()}
+        return {key: spread(seconds) for key, seconds in seen.items()}
 
     def _turn(self, run: Run, calls: int) -> float:
         """Return the seconds that ``calls`` consecutive calls take, until their last result is complete."""
@@ -104,7 +104,8 @@ class Clock:
         return time.perf_counter() - start
 
 
-def _spread(seconds: list[float]) -> Spread:
+def spread(seconds: list[float]) -> Spread:
+    """Return the median of several times, and the times that a tenth of them is below and above."""
     tenths = statistics.quantiles(seconds, n=10, method="inclusive")
     low, median, high = (round(x * 10**9) for x in (tenths[0], statistics.median(seconds), tenths[-1]))
     return Spread(median_ns=median, low_ns=low, high_ns=high)

@@ -158,7 +158,7 @@ def even_plan(plan: SplitPlan) -> SplitPlan | None:
 
 
 #: Default payloads in bytes.
-_USUAL = (8 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
+USUAL = (8 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 #: Disables peer copies in NCCL, and enables sums in NVLink's switches; NCCL reads both at its first operation.
 _NO_LINKS, _NVLS = "NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE"
 
@@ -195,10 +195,10 @@ def bench(
         _closed_by(stack, context)
         cases = Cases(context)
         notes: list[str] = []
-        counts = sorted({-(-size // cases.row_bytes) for size in sizes or _USUAL})
+        counts = sorted({-(-size // cases.row_bytes) for size in sizes or USUAL})
         if not sizes:
-            counts = _with_room(counts, cases, notes.append)
-        _check_room(counts, cases)
+            counts = with_room(counts, cases.context.max_rows, cases.row_bytes, notes.append)
+        check_room(counts, cases.context.max_rows, cases.row_bytes)
         limits: tuple[Limit, ...] = ()
         try:
             with busy("measuring the links"):
@@ -226,26 +226,25 @@ def bench(
         return report
 
 
-def _with_room(counts: list[int], cases: Cases, note: Callable[[str], None]) -> list[int]:
-    """Return the row counts that fit the plan and note the others; if none fits, return the plan's maximum."""
-    most = cases.context.max_rows
+def with_room(counts: list[int], most: int, row_bytes: int, note: Callable[[str], None]) -> list[int]:
+    """Return the row counts up to the plan's maximum and note the others; if none fits, return that."""
     found = [rows for rows in counts if rows <= most]
     if len(found) < len(counts):
-        left = ", ".join(format_bytes(rows * cases.row_bytes) for rows in counts[len(found) :])
-        note(f"{left} left out: the plan has room for {most} rows, {format_bytes(most * cases.row_bytes)}")
+        left = ", ".join(format_bytes(rows * row_bytes) for rows in counts[len(found) :])
+        note(f"{left} left out: the plan has room for {most} rows, {format_bytes(most * row_bytes)}")
     return found or [most]
 
 
-def _check_room(counts: list[int], cases: Cases) -> None:
-    """Check that the plan has room for at least one of the row counts, which are ascending.
+def check_room(counts: list[int], most: int, row_bytes: int) -> None:
+    """Check that a plan with a maximum of rows has room for at least one of the row counts, which are ascending.
 
     Raises:
         RequestError: it has room for none.
     """
-    most, least = cases.context.max_rows, counts[0]
+    least = counts[0]
     if least > most:
-        takes = f"{format_bytes(least * cases.row_bytes)} takes {least} rows"
-        message = f"none of --sizes fits: {takes}, the plan has room for {most}, {format_bytes(most * cases.row_bytes)}"
+        takes = f"{format_bytes(least * row_bytes)} takes {least} rows"
+        message = f"none of --sizes fits: {takes}, the plan has room for {most}, {format_bytes(most * row_bytes)}"
         raise RequestError(message, "leave out --sizes for those that fit, or plan with more --max-rows")
 
 
@@ -263,7 +262,7 @@ def _head(cases: Cases, even: Cases | None, rounds: int, limits: tuple[Limit, ..
     """Return the report without measurements."""
     devices, is_cuda = cases.context.devices, cases.places[0].type == "cuda"
     names = [torch.cuda.get_device_name(each.device) if is_cuda else each.name for each in devices.values()]
-    software = tuple(_software(notes.append)) if is_cuda else (f"torch {torch.__version__}",)
+    versions = tuple(software(notes.append)) if is_cuda else (f"torch {torch.__version__}",)
     return BenchReport(
         model=cases.context.plan.model.name,
         backend="cuda" if is_cuda else "cpu",
@@ -275,7 +274,7 @@ def _head(cases: Cases, even: Cases | None, rounds: int, limits: tuple[Limit, ..
         even_columns=_widths(even) if even else (),
         rounds=rounds,
         in_a_graph=cases.in_a_step,
-        software=software,
+        software=versions,
         limits=limits,
         measured=(),
         notes=tuple(notes),
@@ -394,7 +393,7 @@ def _told_nccl(transport: str) -> Iterator[str]:
             yield f"NCCL was told to go without {what}, which it heeds if it was not used before: {name}={value}"
 
 
-def _software(note: Callable[[str], None]) -> Iterator[str]:
+def software(note: Callable[[str], None]) -> Iterator[str]:
     """Yield the versions of torch, CUDA and NCCL."""
     yield f"torch {torch.__version__}"
     yield f"CUDA {torch.version.cuda}"

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import distributed
 
-from benchmarks.exec import processes
-from benchmarks.exec.contender import OPERATIONS, Case, Contender
-from benchmarks.exec.nccl import Nccl
-from benchmarks.exec.processes import Turns, cells, plan_for
+from tests.contexts import ALONE
 from tpplan import exec as tpx
+from tpplan.exec.tools.bench.between.case import Case, Contender
+from tpplan.exec.tools.bench.between.peers import Nccl
+from tpplan.exec.tools.bench.between.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def _cases(operation: str, widths: tuple[int, ...]) -> list[Case]:
     """Return the case of each process, with its residual filled."""
-    cases = [Case(operation, 2, widths, process, CPU) for process in range(len(widths))]
+    cases = [Case(operation, 2, widths, process, place=CPU) for process in range(len(widths))]
     for case in cases:
         case.refill()
     return cases
@@ -37,7 +37,7 @@ def _given(case: Case) -> torch.Tensor:
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_sums_are_those_of_all_operands(count: int) -> None:
     """Of one call and of many in place, with and without a residual; beyond the dtype's range they are infinite."""
-    plain, more = (_cases(operation, (4,) * count) for operation in OPERATIONS[:2])
+    plain, more = (_cases(operation, (4,) * count) for operation in ("all_reduce", "all_reduce with residual"))
     total = sum((_given(case) for case in plain[1:]), _given(plain[0]))
     assert torch.equal(plain[0].expected(1).double(), total)
     assert torch.equal(plain[1].expected(3).double(), (total * count**2).bfloat16().double())
@@ -101,32 +101,46 @@ def test_a_peer_that_is_wrong_or_fails_is_left_out(monkeypatch: pytest.MonkeyPat
     """And told with its reason; the others are timed."""
 
     def broken(self: Nccl, case: Case) -> Iterator[Contender]:
-        operand = self._operand[: 2 * processes.COLUMNS].view(2, -1)
+        operand = self._operand[: 2 * case.widths[0]].view(2, -1)
 
         def fail() -> torch.Tensor:
             raise OSError("no\nlink")
 
         yield Contender(who="NCCL", operand=operand, call=lambda: operand + 1, in_place=True)
-        yield Contender(who="other", operand=operand, call=fail)
+        yield Contender(who="symm_mem one-shot", operand=operand, call=fail)
 
     monkeypatch.setattr(Nccl, "contenders", broken)
-    with tpx.compile(plan_for(1), backend="cpu", group=distributed.group.WORLD) as ctx:
-        turns = Turns(ctx, CPU)
-        ((how, found),) = turns.measured("all_reduce", 2)
-    assert how == "called"
-    assert {who: len(times) for who, times in found.items()} == {"tpplan": processes.ROUNDS}
-    reasons = turns.left_out
-    assert reasons["NCCL"] == "all_reduce of 2 rows: ValueError: 8192 of 8192 elements are wrong"
-    assert reasons["other"] == "all_reduce of 2 rows: OSError: no link"
+    with tpx.compile(ALONE, backend="cpu", group=distributed.group.WORLD, scratch=False) as ctx:
+        found = Turns(ctx, CPU, 2, rounds=2).measured("all_reduce", 2)
+    assert (found.rows, found.payload_bytes) == (2, 2 * 16 * ctx.dtype.itemsize)
+    (ours, *others) = found.timed
+    assert ours.by == "tpplan"
+    assert ours.time is not None
+    assert ours.time.low_ns <= ours.time.median_ns <= ours.time.high_ns
+    reasons = {each.by: each.failed for each in others if each.time is None}
+    assert reasons["NCCL"] == "ValueError: 32 of 32 elements are wrong"
+    assert reasons["symm_mem one-shot"] == "OSError: no link"
     assert "gloo" in reasons["NCCL window"]
-    assert reasons["symm_mem copies"].startswith("RuntimeError: SymmetricMemory")
+    assert reasons["symm_mem two-shot"].startswith("RuntimeError: SymmetricMemory")
 
 
-def test_rows_say_who_is_the_best() -> None:
-    """Medians, and how many times as long as tpplan the others take."""
-    found = {"tpplan": [3.0, 2.0, 9.0], "NCCL": [12.0, 12.0], "symm_mem": [1.5]}
-    row = cells(8192, "called", ["tpplan", "NCCL", "gone", "symm_mem"], found)
-    assert row == "| 8 KiB | called | 3.00 (2.00-9.00) | 12.00 (4.00) | - | 1.50 (0.50) | 0.50, symm_mem |"
-    del found["tpplan"]
-    row = cells(8192, "called", ["tpplan", "NCCL", "gone", "symm_mem"], found)
-    assert row == "| 8 KiB | called | failed | 12.00 | - | 1.50 | - |"
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("off", [False, True])
+def test_sums_of_sums_are_rounded_where_they_have_to(count: int, off: bool) -> None:
+    """As many as a decoding step has: exact between two processes, rounded between three."""
+    cases = [Case("all_reduce", 4, (8,) * count, process, place=CPU) for process in range(count)]
+    operand = torch.zeros(4, 8 * count).bfloat16()
+
+    def run() -> torch.Tensor:
+        total = sum((_given(case) for case in cases[1:]), _given(cases[0])).bfloat16()
+        for _ in range(64):
+            total = (count * total.float()).bfloat16()
+        total[3, 5] *= 1 + 3 * off
+        return total
+
+    contender = Contender(who="sums", operand=operand, call=run, in_place=True)
+    if off:
+        with pytest.raises(ValueError, match="1 of"):
+            contender.check(cases[0], run, 65, lambda: None)
+    else:
+        contender.check(cases[0], run, 65, lambda: None)

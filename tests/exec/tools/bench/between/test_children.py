@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.common import children
+from tpplan.exec.tools.bench.between import children
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from tempfile import TemporaryFile
 from threading import Thread
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,7 +34,13 @@ def end_when_asked() -> None:
 
 
 def run(
-    command: Sequence[str], world: int, seconds: float, tell: Callable[[str], None], cwd: str | os.PathLike[str]
+    command: Sequence[str],
+    world: int,
+    seconds: float,
+    tell: Callable[[str], None],
+    cwd: str | os.PathLike[str],
+    *,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Run a command in as many processes, each told by its environment which one it is, as torch.distributed wants it.
 
@@ -45,6 +52,7 @@ def run(
         seconds: time after which they are ended; Python's fault handler then says where they were.
         tell: called with each line that the first process prints.
         cwd: directory of the processes.
+        more: further variables of their environment.
 
     Returns:
         Why they failed, and behind that what they said; empty if they did not.
@@ -52,10 +60,10 @@ def run(
     port = _free_port()
     with TemporaryFile() as noise:
         processes = [
-            subprocess.Popen(
+            subprocess.Popen(  # noqa: S603 - of who calls this
                 command,
                 cwd=cwd,
-                env=_environment(rank, world, port),
+                env={**_environment(rank, world, port), **more},
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 stderr=noise,
                 text=True,

@@ -1,1 +1,0 @@
-"""The part of ``bench_exec`` that runs in several processes."""

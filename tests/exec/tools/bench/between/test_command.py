@@ -1,0 +1,75 @@
+"""The command that times operations between processes: its screen, its document, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tpplan
+from tests.command import command
+from tests.contexts import UNEVEN
+from tests.exec.tools.bench.cases import SCHEMA
+from tpplan.exec.tools.bench.between import run
+from tpplan.exec.tools.bench.between.case import OPERATIONS
+
+MODEL = Path(__file__).parents[5] / "examples/models/Llama-3.1-8B"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return the file of a plan for two devices."""
+    model = tpplan.read_model(MODEL)
+    devices = tpplan.parse_devices("12GiB,9GiB")
+    tpplan.plan(model, devices, cache=tpplan.Cache(tokens=512), max_rows=16).save(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_operations_between_two_processes(path: Path) -> None:
+    """Every one on two sizes; peers that need GPUs are told with what they lack."""
+    words = ("--processes", "--backend", "cpu", "--rounds", "2", "--sizes", "8KiB,64KiB", "--json")
+    done = command("bench", path, *words)
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    SCHEMA.validate(document)
+    assert [(one["operation"], one["rows"]) for one in document["measured"]] == [
+        (operation, rows) for operation in OPERATIONS for rows in (1, 8)
+    ]
+    assert len(document["devices"]) == 2
+    assert sum(document["slice_columns"]) == 4096
+    for one in document["measured"]:
+        times = {timed["by"]: timed.get("time") for timed in one["timed"]}
+        assert [by for by, time in times.items() if time] == ["tpplan", "NCCL"]
+        sums = one["operation"].startswith("all_reduce")
+        assert ("symm_mem two-shot" in times) == sums
+        assert ("symm_mem copies" in times) == (one["operation"] == "allgather")
+        lacking = {timed["by"]: timed["failed"] for timed in one["timed"] if "failed" in timed}
+        assert "gloo" in lacking["NCCL window"]
+        assert all("SymmetricMemory" in why for by, why in lacking.items() if by.startswith("symm_mem"))
+    assert "gloo stands in for NCCL" in document["notes"]
+
+
+def test_a_device_without_a_part_is_no_process(tmp_path: Path) -> None:
+    """It is named, before a process is started."""
+    UNEVEN.save(tmp_path / "plan.json")
+    done = command("bench", tmp_path / "plan.json", "--processes", "--backend", "cpu")
+    assert (done.code, done.out) == (2, "")
+    assert "error: device 1 (" in done.err
+    assert "hint: leave out --processes, or plan without what holds no part" in done.err
+
+
+def test_too_few_gpus_are_told(path: Path) -> None:
+    """With how many there are."""
+    done = command("bench", path, "--processes", "--backend", "cuda")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: the plan has 2 devices, this machine ")
+
+
+def test_processes_that_fail_say_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last line of what they said."""
+    monkeypatch.setattr(run, "_WORKER", "tpplan.nowhere")
+    done = command("bench", path, "--processes", "--backend", "cpu", "--sizes", "8KiB")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: the processes ended with [")
+    assert "No module named tpplan.nowhere" in done.err

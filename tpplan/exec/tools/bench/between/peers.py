@@ -1,0 +1,181 @@
+"""Who runs operations between processes: tpplan, NCCL, its kernels for windows, and torch's symmetric memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import distributed
+from torch.distributed import _symmetric_memory as symm_mem
+
+from tpplan.core.axes import Axis
+from tpplan.exec.tools.bench.between.case import OPERATIONS, Case, Contender
+from tpplan.exec.tools.bench.peers import OURS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from tpplan.exec.context import TPContext
+
+_ONE_SHOT, _TWO_SHOT = "symm_mem one-shot", "symm_mem two-shot"
+
+
+class Ours:
+    """tpplan, which sums in place.
+
+    Attributes:
+        WAYS: who runs each operation.
+    """
+
+    WAYS: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(OPERATIONS, (OURS,))
+
+    def __init__(self, ctx: TPContext) -> None:
+        """Take a context."""
+        self._ctx = ctx
+
+    def contenders(self, case: Case) -> Iterator[Contender]:
+        """Yield the implementation of a case."""
+        ctx = self._ctx
+        (device,) = ctx.devices.values()
+        new = partial(torch.zeros, case.rows, dtype=case.dtype, device=device.device)
+        whole = new(sum(case.widths))
+        if case.operation == "allgather":
+            part = new(case.widths[case.process])
+            gather = partial(ctx.allgather, [part], Axis.RESIDUAL, out=[whole])
+            yield Contender(who=OURS, operand=part, call=lambda: gather()[0])
+        elif case.operation == "broadcast":
+            operand = new(sum(case.widths))
+            given = operand if case.given is not None else operand.to("meta")
+            broadcast = partial(ctx.broadcast, given, source=ctx.all_devices[0], out=[whole])
+            yield Contender(who=OURS, operand=operand, call=lambda: broadcast()[0])
+        else:
+            more = None if case.residual is None else [case.residual]
+            add_up = partial(ctx.all_reduce, [whole], more, out=[whole])
+            yield Contender(who=OURS, operand=whole, call=lambda: add_up()[0], in_place=True)
+
+
+class Nccl:
+    """NCCL; gloo in processes without GPUs.
+
+    Attributes:
+        WAYS: who runs each operation.
+    """
+
+    who: ClassVar = "NCCL"
+    WAYS: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(OPERATIONS, (who,))
+
+    def __init__(self, place: torch.device, elements: int, dtype: torch.dtype) -> None:
+        """Allocate the tensors for operations of up to so many elements, of which an allgather's parts are even."""
+        self._operand, self._result = (torch.zeros(elements, dtype=dtype, device=place) for _ in range(2))
+
+    def contenders(self, case: Case) -> Iterator[Contender]:
+        """Yield the implementations of a case, as :attr:`WAYS` names them."""
+        width = max(case.widths) if case.operation == "allgather" else sum(case.widths)
+        operand = self._operand[: case.rows * width].view(case.rows, width)
+        contender = partial(Contender, who=self.WAYS[case.operation][0], operand=operand)
+        if case.operation == "allgather":
+            result = self._result[: len(case.widths) * operand.numel()].view(-1, width)
+
+            def gather() -> Tensor:
+                distributed.all_gather_into_tensor(result, operand)
+                return result
+
+            yield contender(call=gather, arrange=case.assembled)
+        elif case.operation == "broadcast":
+
+            def broadcast() -> Tensor:
+                distributed.broadcast(operand, 0)
+                return operand
+
+            yield contender(call=broadcast, in_place=True)
+        else:
+
+            def add_up() -> Tensor:
+                distributed.all_reduce(operand)
+                return operand if case.residual is None else operand.add_(case.residual)
+
+            yield contender(call=add_up, in_place=True)
+
+
+class Window(Nccl):
+    """NCCL on memory of its own, which all processes register as windows: it has kernels for these."""
+
+    who: ClassVar = "NCCL window"
+    WAYS: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(OPERATIONS, (who,))
+
+    def __init__(self, place: torch.device, elements: int, dtype: torch.dtype) -> None:
+        """Allocate and register the tensors."""
+        distributed.all_reduce(torch.zeros(1, device=place))  # a communicator has to be there
+        backend: Any = distributed.distributed_c10d._get_default_group()._get_backend(place)  # noqa: SLF001
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool):
+            super().__init__(place, elements, dtype)
+        backend.register_mem_pool(self._pool, symm=True)
+
+
+class Symmetric:
+    """torch.ops.symm_mem on symmetric tensors, without multicast.
+
+    Attributes:
+        WAYS: who runs each operation.
+    """
+
+    WAYS: ClassVar[Mapping[str, Sequence[str]]] = {
+        "all_reduce": (_ONE_SHOT, _TWO_SHOT),
+        "all_reduce with residual": (_ONE_SHOT, _TWO_SHOT),
+        "allgather": ("symm_mem low-contention", "symm_mem copies"),
+    }
+
+    def __init__(self, place: torch.device, elements: int, dtype: torch.dtype) -> None:
+        """Allocate a symmetric tensor of so many elements, and an ordinary one."""
+        if symm_mem.get_backend(place) != "CUDA":  # which may be none that can be set, but is the one by default
+            symm_mem.set_backend("CUDA")
+        self._group = distributed.distributed_c10d._get_default_group().group_name  # noqa: SLF001
+        self._operand = symm_mem.empty(elements, dtype=dtype, device=place).zero_()
+        self._handle = symm_mem.rendezvous(self._operand, self._group)
+        self._result = torch.zeros_like(self._operand)
+
+    def contenders(self, case: Case) -> Iterator[Contender]:
+        """Yield the implementations of a case, as :attr:`WAYS` names them."""
+        ops, group = torch.ops.symm_mem, self._group
+        if case.operation == "allgather":
+            width = max(case.widths)
+            operand = self._operand[: case.rows * width].view(case.rows, width)
+            low, copies = (
+                partial(Contender, who=who, operand=operand, arrange=case.assembled) for who in self.WAYS["allgather"]
+            )
+            wait = torch.ops._c10d_functional.wait_tensor  # noqa: SLF001
+            yield low(call=lambda: wait(ops._low_contention_all_gather(operand, group)))  # noqa: SLF001
+            yield copies(call=partial(self._copies, case, operand))
+            return
+        if case.operation not in self.WAYS:
+            return
+        size = case.rows * sum(case.widths)
+        operand, result = (x[:size].view(case.rows, -1) for x in (self._operand, self._result))
+
+        def plus(total: Tensor) -> Tensor:
+            return total if case.residual is None else total.add_(case.residual)
+
+        yield Contender(
+            who=_ONE_SHOT,
+            operand=operand,
+            call=lambda: plus(ops.one_shot_all_reduce_out(operand, "sum", group, result)),
+        )
+        yield Contender(
+            who=_TWO_SHOT,
+            operand=operand,
+            call=lambda: plus(ops.two_shot_all_reduce_(operand, "sum", group)),
+            in_place=True,
+        )
+
+    def _copies(self, case: Case, operand: Tensor) -> Tensor:
+        """Copy all processes' parts on the current stream, between two barriers of the devices."""
+        result = self._result[: len(case.widths) * operand.numel()].view(-1, operand.shape[1])
+        self._handle.barrier()
+        for process, part in enumerate(result.chunk(len(case.widths))):
+            part.copy_(self._handle.get_buffer(process, operand.shape, case.dtype))
+        self._handle.barrier()
+        return result
