@@ -238,6 +238,18 @@ def test_more_memory_is_advised_where_it_helps() -> None:
         assert [line for line in done.err.splitlines() if line.startswith("hint: ")] == hints
 
 
+def test_devices_that_are_left_out_change_the_numbers_of_reserves() -> None:
+    """What is advised gives each device the reserve that it had."""
+    asked = ("plan", LLAMA_8B, "--context", 4096, "-o", "x.json", "--gpus")
+    done = command(*asked, "900MiB,24GiB,12GiB", "--reserve", "1GiB@2", "--reserve", "2GiB", "--reserve", "1MiB@0")
+    hint = next(line for line in done.err.splitlines() if line.startswith("hint: leave it out"))
+    words = hint.partition("as in --gpus ")[2].partition(", or ")[0].split()
+    assert words == ["24GiB,12GiB", "--reserve", "1GiB@1", "--reserve", "2GiB"]
+    memory = codec.load("x.json").memory
+    assert command(*asked, *words).code == 0
+    assert [entry.reserved_bytes for entry in codec.load("x.json").memory] == [e.reserved_bytes for e in memory[1:]]
+
+
 def test_infeasible_says_what_is_missing_and_what_helps() -> None:
     """What does not fit exits 1, with a table by device and bucket and options that, followed, do give a plan."""
     asked = ["plan", str(LLAMA_8B), "--gpus", "12GiB,6GiB"]

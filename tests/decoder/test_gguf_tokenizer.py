@@ -12,14 +12,14 @@ import transformers
 
 from tpplan.decoder.text import gguf as text
 from tpplan.errors import ModelError
-from tpplan.models.gguf.header import read_gguf
+from tpplan.models.gguf.header import Gguf, GgufTensor, read_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _write(path: Path, word: str) -> None:
-    """Write a model of one tensor with a byte-level vocabulary in which a word is one token."""
+def _write(path: Path, word: str, *tensors: str) -> None:
+    """Write a model of tensors of eight elements with a byte-level vocabulary in which a word is one token."""
     writer = gguf.GGUFWriter(path, "llama")
     for key in ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"):
         writer.add_uint32(f"llama.{key}", 8)
@@ -30,7 +30,8 @@ def _write(path: Path, word: str) -> None:
     writer.add_token_merges([f"{word[0]} {word[1]}", f"{word[:2]} {word[2]}"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
+    for name in tensors:
+        writer.add_tensor(name, np.ones(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -53,13 +54,13 @@ def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPa
 def test_a_tokenizer_is_converted_once(tmp_path: Path, settings: pytest.MonkeyPatch) -> None:
     """A second start does without transformers' conversion; another vocabulary under the same name has its own."""
     path = tmp_path / "model.gguf"
-    _write(path, "abc")
+    _write(path, "abc", "output_norm.weight")
     first = text.tokenizer_in(read_gguf(path))
     assert (_id(first, "abc"), _id(first, "bcd")) == (5, None)
     with settings.context() as patch:
         patch.setattr(transformers.AutoTokenizer, "from_pretrained", None)
         assert text.tokenizer_in(read_gguf(path)) == first
-    _write(path, "bcd")
+    _write(path, "bcd", "output_norm.weight")
     assert _id(text.tokenizer_in(read_gguf(path)), "bcd") == 5
     assert len([*(tmp_path / "kept/tpplan/tokenizers").iterdir()]) == 2
 
@@ -68,7 +69,7 @@ def test_a_tokenizer_is_converted_once(tmp_path: Path, settings: pytest.MonkeyPa
 def test_another_version_converts_again(tmp_path: Path, settings: pytest.MonkeyPatch) -> None:
     """What an older transformers made of a vocabulary is not taken."""
     path = tmp_path / "model.gguf"
-    _write(path, "abc")
+    _write(path, "abc", "output_norm.weight")
     text.tokenizer_in(read_gguf(path))
     settings.setattr(text, "version", lambda _: "0")
     settings.setattr(transformers.AutoTokenizer, "from_pretrained", None)
@@ -81,8 +82,21 @@ def test_another_version_converts_again(tmp_path: Path, settings: pytest.MonkeyP
 def test_without_a_place_it_is_converted_each_time(tmp_path: Path, settings: pytest.MonkeyPatch, inside: str) -> None:
     """A cache that cannot be read or written costs time only."""
     path, taken = tmp_path / "model.gguf", tmp_path / "taken"
-    _write(path, "abc")
+    _write(path, "abc", "output_norm.weight")
     (taken / inside).parent.mkdir(parents=True, exist_ok=True)
     (taken / inside).touch()
     settings.setenv("XDG_CACHE_HOME", str(taken))
     assert _id(text.tokenizer_in(read_gguf(path)), "abc") == 5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_first_file_without_tensors(tmp_path: Path, settings: pytest.MonkeyPatch) -> None:
+    """The first of several files may have the vocabulary alone, which is converted once, too."""
+    path = tmp_path / "model-00001-of-00002.gguf"
+    _write(path, "abc")
+    others = {"output_norm.weight": GgufTensor("F32", (8,), 1, 4, "model-00002-of-00002.gguf", 0)}
+    file = Gguf(path, {}, {}, others, path.stat().st_size)
+    first = text.tokenizer_in(file)
+    assert _id(first, "abc") == 5
+    settings.setattr(transformers.AutoTokenizer, "from_pretrained", None)
+    assert text.tokenizer_in(file) == first

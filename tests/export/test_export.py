@@ -252,6 +252,22 @@ def test_shares_of_memory_have_a_draft_model_in_them_and_no_reserve(split: bool,
     assert float(most.split()[-1]) == pytest.approx((whole - overhead - 2**30) / whole, abs=0.0011)
 
 
+def test_a_share_is_free_when_the_engine_starts() -> None:
+    """A plan that fills a GPU gets the share that is left beside its overhead, by which vLLM would refuse to start."""
+    plan = plan_request(
+        read_model(MODELS / "Llama-3.1-8B"),
+        parse_devices("RTX3090"),
+        Options(context=61440).request(read_model(MODELS / "Llama-3.1-8B")),
+    )
+    (entry,), (device,) = plan.memory, plan.devices
+    assert entry.free_bytes < entry.overhead_bytes
+    found = export(plan, "vllm")
+    given = float(found.argv[found.argv.index("--gpu-memory-utilization") + 1])
+    assert given <= (device.budget_bytes - entry.overhead_bytes) / device.budget_bytes
+    assert given > (entry.used_bytes - entry.overhead_bytes) / device.budget_bytes - 0.001
+    assert any(text.endswith("the budgets allow no more") for text in found.differences)
+
+
 def test_an_even_part_with_a_draft_model_has_to_fit() -> None:
     """It is refused where the room of the draft model is what lacks, and told."""
     plan = beside_draft(9 * 2**30, 7 * 2**30, split=True)

@@ -103,7 +103,7 @@ def test_families_of_two_names_are_one(model_type: str, same: str) -> None:
 
 #: Flags that are no keys of a config: what families make of theirs.
 DERIVED = {"one_kv_head", "two_norms", "q_lora_rank", "shared_experts", "biased", "xielu", "latent_experts"}
-DERIVED |= {"attn_res_block_size", "per_layer_inputs", "same_vocab", "gate_per_head", "more", "qwen3"}
+DERIVED |= {"attn_res_block_size", "per_layer_inputs", "same_vocab", "gate_per_head", "more", "qwen3", "padded_decays"}
 
 
 @pytest.mark.parametrize(("model_type", "family"), families.LANGUAGE_MODELS.items())

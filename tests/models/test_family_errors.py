@@ -134,6 +134,64 @@ def test_keys_of_layers_that_are_wrong_are_named(model_type: str, change: dict[s
         spec_of(raw | change)
 
 
+@pytest.mark.parametrize("model_type", ["axk2", "deepseek_v32", "glm5_next_text", "glm_moe_dsa", "hy_v4"])
+def test_an_indexer_needs_the_latent_of_the_queries(model_type: str) -> None:
+    """Without it transformers builds no such model."""
+    sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8, "q_lora_rank": 8}
+    raw = MISTRAL | sizes | {"model_type": model_type, "num_key_value_heads": 32, "architectures": None}
+    raw |= {"n_routed_experts": 8, "moe_intermediate_size": 8, "sliding_window": None}
+    inner = {"model_type": "glm5_next", "text_config": raw} if model_type == "glm5_next_text" else raw
+    assert spec_of(inner).layer_count == 32
+    raw["q_lora_rank"] = None
+    with pytest.raises(ModelError, match="q_lora_rank is null, but the indexer reads the latent of the queries"):
+        spec_of(inner)
+
+
+_GLM: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+_GLM |= {"model_type": "glm5_next_text", "n_routed_experts": 8, "num_experts_per_tok": 2}
+
+
+def test_layers_of_linear_attention_have_no_indexer_to_share() -> None:
+    """Of GLM-5.3 every fourth layer has attention: the first of these has an indexer, whatever is said before it."""
+    types = ["shared", "shared", "shared", "full"]
+    (last,) = [
+        block
+        for block in spec_of({"model_type": "glm5_next", "text_config": _GLM | {"indexer_types": types}}).blocks
+        if any("indexer" in parameter.name for parameter in block.parameters)
+    ]
+    assert last.layers == (3,)
+    with pytest.raises(ModelError, match=r"layer 3 shares an indexer \(indexer_types\), but no layer before it"):
+        spec_of({"model_type": "glm5_next", "text_config": _GLM | {"indexer_types": types[::-1]}})
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (
+            {"model_type": "zamba2", "num_hidden_layers": 38, "n_mamba_heads": 64},
+            "layers_block_type is missing, which 38 layers",
+        ),
+        (
+            {"model_type": "minimax_text_01", "num_hidden_layers": 32, "attn_type_list": [0, 1]},
+            "attn_type_list has 2 entries for 32 layers",
+        ),
+    ],
+)
+def test_kinds_of_layers_are_of_all_layers(raw: dict[str, Any], words: str) -> None:
+    """An error names the key that the config has, or lacks."""
+    with pytest.raises(ModelError, match=words):
+        spec_of(MISTRAL | {"architectures": None, "num_local_experts": 4} | raw)
+
+
+def test_an_indexer_of_qwen4_has_one_key() -> None:
+    """Any other number is refused by transformers, too."""
+    sizes = {"num_hidden_layers": 4, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 64}
+    raw: dict[str, Any] = {"model_type": "qwen4_exp_text", **sizes}
+    assert spec_of(raw).layer_count == 4
+    with pytest.raises(ModelError, match="indexer_kv_heads is 2, expected 1"):
+        spec_of(raw | {"indexer_kv_heads": 2})
+
+
 @pytest.mark.parametrize(
     ("model_type", "near"),
     [("qwen4_next", ("qwen3_next",)), ("Llama", ("llama", "mllama", "llama4", "llava")), ("bert", ())],

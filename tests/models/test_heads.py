@@ -128,6 +128,7 @@ HEADS: dict[str, tuple[dict[str, Any], Shapes, int]] = {
             **{f"fc_norm.{i}.weight": (96,) for i in range(4)},
             **at("layers.0.", _NORMS, _JOINING, _HEAD_NORMS, _MLP, {"hidden_norm.weight": (H,)}),
             **at("layers.1.", _NORMS, _ATTENTION, _HEAD_NORMS, _MLP),
+            **_COPIES,  # which is none of the model's, as that has another width
         },
         96,
     ),
@@ -139,7 +140,7 @@ HEADS: dict[str, tuple[dict[str, Any], Shapes, int]] = {
             **_EAGLE3,
             "fc.weight": (H, 3 * H),
             "input_norm.weight": (3 * H,),
-            **at("midlayer.", _NORMS, _JOINING, _MLP, {"hidden_norm.weight": (H,)}),
+            **at("midlayer.", _NORMS, _JOINING, _MLP, {"hidden_norm.weight": (H,), "self_attn.o_proj.bias": (H,)}),
             **{name.replace("layers.0.", "midlayer."): shape for name, shape in _BIASES.items()},
         },
         H,
@@ -169,6 +170,11 @@ HEADS: dict[str, tuple[dict[str, Any], Shapes, int]] = {
         },
         {**_DFLASH, "lm_head.weight": (80, H)},
         H,
+    ),
+    "DFlash of another width": (
+        _DFLASH_CONFIG | {"target_hidden_size": 96, "draft_vocab_size": 80},
+        {**_DFLASH, "fc.weight": (H, 4 * 96), "lm_head.weight": (80, H), **_COPIES},
+        96,
     ),
     "DFlash with sinks": (
         _DFLASH_CONFIG
@@ -317,6 +323,9 @@ def test_files_tell_what_a_config_does_not(tmp_path: Path) -> None:
     """Biases, norms and an output matrix count if they are there; and Medusa's sizes are those of its matrices."""
     for name, more in (
         ("EAGLE-LLaMA3-Instruct-8B", _BIASES),
+        ("EAGLE-LLaMA3-Instruct-8B", {**_BIASES, "layers.0.self_attn.o_proj.bias": (H,)}),
+        ("P-EAGLE", {f"layers.0.mlp.{of}_proj.bias": (H if of == "down" else WIDE,) for of in ("gate", "up", "down")}),
+        ("DFlash", {name.replace("0", str(i)): shape for i in range(2) for name, shape in _BIASES.items()}),
         ("DFlash", {"lm_head.weight": (VOCAB, H), "mask_embedding": (H,)}),
         ("Medusa", {f"blocks.{head}.layers.{i}.bias": (H,) for head in range(3) for i in range(2)}),
     ):
@@ -326,6 +335,23 @@ def test_files_tell_what_a_config_does_not(tmp_path: Path) -> None:
     first = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
     path = write_checkpoint(tmp_path / "first", first, stored(HEADS["Medusa's first"][1]))
     assert tpplan.read_model(path).vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("shape", [(VOCAB,), (2, VOCAB, H)])
+def test_medusa_files_without_matrices(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """They tell no sizes; an error says what there is not."""
+    path = write_checkpoint(tmp_path / "odd", {"medusa_num_heads": 3}, stored({"0.0.linear.weight": shape}))
+    with pytest.raises(ModelError, match="hidden_size and vocab_size missing"):
+        tpplan.read_model(path)
+
+
+def test_a_bias_that_is_null(tmp_path: Path) -> None:
+    """It is none, as any flag that is null."""
+    name = "EAGLE-LLaMA3-Instruct-8B"
+    path = alone(name, tmp_path)
+    biased = tpplan.read_model(path).parameter_count
+    path.write_text(json.dumps(HEADS[name][0] | {"fusion_bias": None}))
+    assert tpplan.read_model(path).parameter_count == biased - H
 
 
 def test_layers_with_windows(tmp_path: Path) -> None:
@@ -349,6 +375,7 @@ def test_layers_with_windows(tmp_path: Path) -> None:
         ("Medusa", {"num_heads": 17}, "outside 1 to 16"),
         ("MLP speculator", {"tie_weights": True, "n_predict": 1}, "tie_weights is true, but n_predict is 1"),
         ("EAGLE-3 of gpt-oss", {"draft_vocab_size": 321}, "draft_vocab_size is 321, more than the 320 of vocab_size"),
+        ("DFlash", {"draft_vocab_size": 321}, "draft_vocab_size is 321, more than the 320 of vocab_size"),
         ("DFlash", {"architectures": ["Qwen3DSparkModel"]}, "architecture 'Qwen3DSparkModel' of model type qwen3"),
     ],
 )

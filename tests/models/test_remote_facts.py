@@ -14,11 +14,14 @@ from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.examples import examples
 from tests.family_configs import INNER, REMOTE, SECTIONS, configs
 from tests.family_models import assert_consistent, hub_config, meta_model, named, saved_tensors, spec_of
+from tests.weight_plans import plan_of, request_of
 from tpplan.core.axes import Axis
+from tpplan.core.plan import LAYOUTS
 from tpplan.errors import ModelError
 from tpplan.models.families.wrappers import WRAPPERS
 from tpplan.models.reader import read_model
-from tpplan.planner.ledger import cache_bytes_per_token, state_bytes
+from tpplan.planner.ledger import cache_bytes_per_token, demands, state_bytes
+from tpplan.weights import iter_slices
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -498,9 +501,12 @@ _KIMI_K3 = _sized("kimi_linear", 3, 7168, 96, 96, 163_840, 33_792, 64, first_k_d
 
 
 def test_kimi_k3_has_what_its_text_part_says_beside_kimi_linear() -> None:
-    """Experts of a narrower stream, gates of all channels, and sums of earlier layers, each by its key."""
+    """Experts of a narrower stream, gates of all channels, and sums of earlier layers, each by its key.
+
+    As on the hub, where decays of 96 heads are 128 numbers: SGLang and vLLM load the first 96.
+    """
     h, heads = 7168, 96 * 128
-    delta = 4 * heads * h + 96 * h + 128 * h + heads * 128 + 3 * heads * 4 + heads + 96 + 128 + h * heads
+    delta = 4 * heads * h + 96 * h + 128 * h + heads * 128 + 3 * heads * 4 + heads + 128 + 128 + h * heads
     latent = 1536 * h + 1536 + 96 * 192 * 1536 + (512 + 64) * h + 512 + 96 * 256 * 512 + 2 * heads * h
     experts = 4 * 3 * 3584 * 3072 + 4 * h + 4 + 2 * 3 * h * 3072 + 2 * 3584 * h + 3584
     layers = 2 * delta + latent + 3 * h * 33_792 + 2 * experts + 3 * (2 * h + 4 * h)
@@ -515,9 +521,23 @@ def test_kimi_k3_has_what_its_text_part_says_beside_kimi_linear() -> None:
     assert shapes[f"{start}1.block_sparse_moe.experts.3.w1.weight"] == (3072, 3584)
     assert shapes[f"{start}1.block_sparse_moe.routed_expert_norm.weight"] == (3584,)
     assert shapes[f"{start}0.self_attn.g_proj.weight"] == shapes[f"{start}2.self_attn.g_proj.weight"] == (heads, h)
-    assert shapes[f"{start}0.self_attn.A_log"] == (96,)
+    assert shapes[f"{start}0.self_attn.A_log"] == (128,)
     assert shapes["language_model.model.output_attn_res_proj.weight"] == (1, h)
     assert shapes[f"{start}2.mlp_res_proj.weight"] == (1, h)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_devices_have_the_decays_of_their_heads_and_the_zeros_behind_all(layout: str) -> None:
+    """Of 6 heads of 8 elements, whose decays are stored as 8 numbers, the third device has none."""
+    section = {"head_dim": 8, "num_heads": 6, "short_conv_kernel_size": 4, "use_full_rank_gate": True}
+    small = {"num_hidden_layers": 1, "hidden_size": 48, "vocab_size": 64, "intermediate_size": 16, "num_experts": 0}
+    raw = _KIMI_K3 | small | {"linear_attn_config": section | {"kda_layers": [1], "full_attn_layers": []}}
+    spec, request = spec_of(raw), request_of(layout=layout)
+    heads = [(0, 4, 6, 6) if d.axis is Axis.LINEAR_HEADS else (0, 0, 0, d.size) for d in demands(spec, request, 3).axes]
+    found = [each for each in iter_slices(plan_of(spec, request, heads), spec) if each.name.endswith("A_log")]
+    assert {each.device: each.ranges for each in found} == {0: ((0, 4), (6, 8)), 1: ((4, 6), (6, 8))}
+    wide = spec_of(raw | {"linear_attn_config": raw["linear_attn_config"] | {"num_heads": 8}})
+    assert {p.shape for _, p, _ in wide.tensors() if p.name.endswith("A_log")} == {(8,)}
 
 
 @pytest.mark.parametrize(
@@ -536,6 +556,14 @@ def test_without_a_key_kimi_k3_is_kimi_linear(key: str, value: Any, gone: str) -
     assert not any(gone in name for name in _shapes(_KIMI_K3 | {key: value}))
 
 
+def test_the_language_model_of_ultravox_may_be_elsewhere() -> None:
+    """Its own code saves no config of a language model that it names, whose weights are not in its files either."""
+    raw = {"model_type": "ultravox", "audio_model_id": "openai/whisper-large-v3-turbo", "hidden_size": 4096}
+    with pytest.raises(ModelError, match=r"text_model_id is 'meta-llama/Llama-3\.3-70B-Instruct'") as caught:
+        spec_of(raw | {"text_model_id": "meta-llama/Llama-3.3-70B-Instruct"})
+    assert caught.value.hint.startswith("plan that model")
+
+
 def test_names_of_deepseek_ocr(tmp_path: Path) -> None:
     """Its checkpoint has the language model under its own names, that of DeepSeek-VL2 behind ``language.``."""
     raw = PUBLISHED["DeepSeek-OCR"][0]
@@ -546,6 +574,71 @@ def test_names_of_deepseek_ocr(tmp_path: Path) -> None:
     others: Tensors = {"model.sam_model.x.weight": ("BF16", (3,)), "model.projector.layers.weight": ("BF16", (3,))}
     spec = read_model(write_checkpoint(tmp_path, raw | {"language_config": text}, tensors | others))
     assert spec.weight_bytes == tensor_bytes(tensors)
+
+
+#: Hy4-preview as published, of two layers and small.
+_HY4 = _sized("hy_v4", 2, 24, 4, 4, 40, 20, 64, n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=8) | {
+    "q_lora_rank": 9,
+    "kv_lora_rank": 7,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "hc_mult": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_names_of_hy4_as_published(tmp_path: Path) -> None:
+    """What mixes streams, in 32 bits, and gates of MLPs have other names in published files than transformers saves.
+
+    These are the names that its ``conversion_mapping.py`` takes apart, and that converters to GGUF map.
+    """
+    h, streams = 24, 2
+    wide: dict[str, tuple[int, ...]] = {
+        **{f"hc_{part}_layer.hc_pre.hc_fn": (2 * streams, streams * h) for part in ("attn", "mlp")},
+        **{f"hc_{part}_layer.hc_pre.hc_base": (2 * streams,) for part in ("attn", "mlp")},
+        **{f"hc_{part}_layer.hc_pre.hc_scale": (2,) for part in ("attn", "mlp")},
+        "self_attn.learnable_sink_param": (4,),
+    }
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (h,),
+        "post_attention_layernorm.weight": (h,),
+        "self_attn.q_a_proj.weight": (9, h),
+        "self_attn.q_a_layernorm.weight": (9,),
+        "self_attn.q_b_proj.weight": (4 * 10, 9),
+        "self_attn.kv_a_proj_with_mqa.weight": (7 + 4, h),
+        "self_attn.kv_a_layernorm.weight": (7,),
+        "self_attn.kv_b_proj.weight": (4 * (6 + 5), 7),
+        "self_attn.o_proj.weight": (h, 4 * 5),
+        "self_attn.linear_gate.weight": (4 * 5, h),
+        "self_attn.indexer.wq_b.weight": (2 * 8, 9),
+        "self_attn.indexer.wk.weight": (8, h),
+        "self_attn.indexer.k_norm.weight": (8,),
+        "self_attn.indexer.k_norm.bias": (8,),
+        "self_attn.indexer.weights_proj.weight": (2, h),
+    }
+    mlp = {f"{name}_proj.weight": (20, h) for name in ("gate", "up")} | {"down_proj.weight": (h, 20)}
+    shared = {f"{name}_proj.weight": (8, h) for name in ("gate", "up")} | {"down_proj.weight": (h, 8)}
+    tensors: Tensors = {
+        **dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (40, h))),
+        "model.norm.weight": ("BF16", (h,)),
+        "model.hc_head.hc_head_fn": ("F32", (streams, streams * h)),
+        "model.hc_head.hc_head_base": ("F32", (streams,)),
+        "model.hc_head.hc_head_scale": ("F32", (1,)),
+        **{f"model.layers.{i}.{name}": ("F32", shape) for i in range(2) for name, shape in wide.items()},
+        **{f"model.layers.{i}.{name}": ("BF16", shape) for i in range(2) for name, shape in layer.items()},
+        **{f"model.layers.0.mlp.{name}": ("BF16", shape) for name, shape in mlp.items()},
+        **{f"model.layers.1.mlp.shared_experts.{name}": ("BF16", shape) for name, shape in shared.items()},
+        "model.layers.1.mlp.gate.weight": ("BF16", (3, h)),
+        "model.layers.1.mlp.gate.e_score_correction_bias": ("F32", (3,)),
+        "model.layers.1.mlp.experts.gate_up_proj": ("BF16", (3, 2 * 8, h)),
+        "model.layers.1.mlp.experts.down_proj": ("BF16", (3, h, 8)),
+    }
+    spec = read_model(write_checkpoint(tmp_path, _HY4, tensors))
+    assert spec.weight_bytes == spec_of(_HY4).weight_bytes == tensor_bytes(tensors)
+    assert [tuple(block.layers) for block in spec.blocks] == [(0,), (1,)]
 
 
 def test_adapters_of_phi4_are_told(tmp_path: Path) -> None:

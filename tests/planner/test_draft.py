@@ -108,7 +108,8 @@ def test_a_head_of_speculators(head: Path) -> None:
     head.write_text(json.dumps(config))
     assert tpplan.read_model(head).parameter_count == PARAMETERS
     head.write_text(json.dumps(config | {"target_hidden_size": 5120}))
-    assert tpplan.read_model(head).parameter_count == PARAMETERS + 4096 * 3 * (5120 - 4096)
+    embedding = 128_256 * 4096  # that of a model that is wider is none for the head
+    assert tpplan.read_model(head).parameter_count == PARAMETERS + 4096 * 3 * (5120 - 4096) + embedding
     layers["num_hidden_layers"] = 2
     head.write_text(json.dumps(config))
     second = 2 * 4096 + 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336  # reads one hidden state, not two
@@ -139,7 +140,7 @@ def test_a_draft_model_split_like_the_model(head: Path) -> None:
     asked = Options(context=4096, strategy="balanced", reserve=("64MiB",)).request(model)
     request, plan = split_draft(asked, draft, model, devices)
     parts = [entry.weights_bytes + entry.cache_bytes + entry.workspace_bytes for entry in plan.memory]
-    assert request.draft == Draft("head", tuple(parts), split=True)
+    assert request.draft == Draft("head", tuple(parts), split=True, head="eagle3")
     assert request.reserve == asked.reserve
     assert [entry.overhead_bytes for entry in plan.memory] == [0, 0]
     assert plan.request.drafts_for == "Llama-3.1-8B"
@@ -373,6 +374,16 @@ def test_what_fits_beside_the_room_that_a_plan_says(inside: Path, head: Path) ->
             assert command(*shlex.split(again.replace("DRAFT", str(head)))[1:]).code == 0
 
 
+def test_a_draft_model_with_a_longer_context_is_planned_again(inside: Path) -> None:
+    """Its model may go beyond its own context, as it did."""
+    config = json.loads((LLAMA_8B / "config.json").read_text()) | {"num_hidden_layers": 2}
+    small = write_checkpoint(inside / "small", config | {"max_position_embeddings": 2**20}, {}) / "config.json"
+    asked = ("--context", 140_000, "--beyond", "--draft", small, "--draft-output", "d.json", "-o", "p.json")
+    assert command("plan", LLAMA_8B, "--gpus", "2x48GiB", *asked).code == 0
+    again = command("check", "d.json", "--model", small, "--gpus", "2x47GiB").err.splitlines()[-1]
+    assert command(*shlex.split(again.replace("MODEL", str(LLAMA_8B)))[1:]).code == 0
+
+
 def test_another_vocabulary_is_noted(tmp_path: Path) -> None:
     """A small model drafts for one with the same tokens."""
     config = json.loads((LLAMA_8B / "config.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 32000}
@@ -454,6 +465,7 @@ def test_room_is_told_in_one_way(head: Path, tmp_path: Path, monkeypatch: pytest
         "request.draft.name": ("", "head"),
         "request.draft.room_bytes": ("nothing", f"{size} on every device"),
         "request.draft.split": ("false", "true"),
+        "request.draft.head": ("", "eagle3"),
     }
     screen = command("diff", "a.json", "b.json").out.splitlines()  # which cuts nothing out of these two
     assert "~  request.reserve: nothing → 1.00 GiB on device 1" in screen
@@ -677,6 +689,9 @@ def test_room_for_prediction_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert weights + cache < together < weights + cache + 8 * GIB // 2
     entry = f'[[plan]]\nfile = "plan.json"\nmodel = "{path}"\ngpus = "8xH200"\ncontext = 4096\nmtp = true\n'
     (tmp_path / "tpplan.toml").write_text(entry)
+    assert command("check").code == 0
+    (tmp_path / "other.json").write_text(path.read_text())  # the same model by another name
+    (tmp_path / "tpplan.toml").write_text(entry.replace(f"{path}", "other.json"))
     assert command("check").code == 0
     more = path.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 2')
     (tmp_path / "config.json").write_text(more)

@@ -314,10 +314,19 @@ def _idle(plan: SplitPlan) -> list[int]:
 
 
 def _as_list(plan: SplitPlan, places: Sequence[int]) -> str:
-    """Return, to go on with, how --gpus names some of a plan's devices; nothing where only a file does."""
+    """Return, to go on with, how --gpus names some of a plan's devices; nothing where only a file does.
+
+    Reserves of single devices have other numbers then.
+    """
+    from attrs import evolve  # noqa: PLC0415
+
     from tpplan.hardware.spec import spec_of  # noqa: PLC0415
 
-    spec = spec_of([plan.devices[i] for i in places])
+    spec, reserves = spec_of([plan.devices[i] for i in places]), plan.request.reserve
+    if any(each.device >= 0 for each in reserves):
+        numbers = {-1: -1, **{old: new for new, old in enumerate(places)}}
+        kept = [evolve(each, device=numbers[each.device]) for each in reserves if each.device in numbers]
+        spec = " ".join([spec, *(f"--reserve {each.text}" for each in kept)]) if spec else ""
     return f", as in --gpus {spec}" if spec else ""
 
 
@@ -480,7 +489,8 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
     if not asked.context and {"--context", "--batch"} & {*words}:
         options.pop("--tokens", None)  # equal parts that leave a rest
     options.update(zip(words[::2], words[1::2], strict=True))
-    flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", asked.beyond)) if given]
+    beyond = asked.beyond or asked.drafts_for  # as far as a draft model's plan tells, its model may go beyond, too
+    flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", beyond)) if given]
     if asked.drafts_for:
         del options["--layout"], options["-o"]
     usual = {f"--{key}": value for key, value in USUAL.items()} | {"--layout": "reduce", "-o": console.STREAM}

@@ -22,12 +22,13 @@ _CACHES = with_fp8("fp8")
 def _used_share(plan: Facts) -> str:
     """Return the largest part of a device's whole memory that the plan uses or leaves to what drafts.
 
-    The engine loads a draft model, and caches its keys and values, within its share.
+    The engine loads a draft model, and caches its keys and values, within its share. It refuses a share that is not
+    free when it starts: then a part of the overhead is taken, so a plan that fills a device gets what budgets allow.
     """
     need, _ = even_bytes(plan, plan.count, _CACHES[plan.request.cache.kind].sixteenths)
     need += even_draft_bytes(plan, plan.count)
     pairs = zip(plan.devices, plan.whole_bytes, strict=True)
-    return max(share(need + device.overhead_bytes, whole) for device, whole in pairs)
+    return min(max(share(need + device.overhead_bytes, whole) for device, whole in pairs), _budget_share(plan))
 
 
 def _budget_share(plan: Facts) -> str:
@@ -42,9 +43,11 @@ def _budget_share(plan: Facts) -> str:
 
 def _differs(plan: Facts) -> Iterator[str]:
     yield from uneven_parts(plan)
+    most = _budget_share(plan)
+    more = "no more" if most == _used_share(plan) else f"--gpu-memory-utilization {most}"
     yield (
-        f"of its share of memory, all that weights and its own buffers leave is cache; if that is too little, the "
-        f"budgets allow --gpu-memory-utilization {_budget_share(plan)}"
+        "of its share of memory, all that weights and its own buffers leave is cache; if that is too little, the "
+        f"budgets allow {more}"
     )
     whole = min(plan.whole_bytes)
     yield f"shares are of all memory of a GPU, which is taken as {format_bytes(whole)}"

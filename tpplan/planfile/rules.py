@@ -147,15 +147,20 @@ def reserved_as_asked(plan: SplitPlan) -> Iterator[Finding]:
 def room_as_asked(plan: SplitPlan) -> Iterator[Finding]:
     """Every device leaves the room that what drafts has there, with its overhead where it holds no slice."""
     used, request = _used_devices(plan), plan.request
+    if request.drafts_for and (request.draft or request.mtp):
+        yield "request.draft" if request.draft else "request.mtp", "is given in the plan of a draft model"
     if request.draft is None:
         if request.mtp:
             yield "request.draft", "is missing, expected the room of prediction layers"
-    elif len(request.draft.room_bytes) != len(plan.devices) or not any(request.draft.room_bytes):
+    elif len(request.draft.room_bytes) != len(plan.devices):
         rooms, devices = counted(len(request.draft.room_bytes), "number"), counted(len(plan.devices), "device")
-        yield "request.draft.room_bytes", f"has {rooms} for {devices}, expected one for each, and not all 0"
+        yield "request.draft.room_bytes", f"has {rooms} for {devices}, expected one for each"
         return
+    elif not any(request.draft.room_bytes):
+        yield "request.draft.room_bytes", "is 0 on every device, expected the room of what drafts"
     elif not request.draft.split and len({*request.draft.room_bytes}) > 1:
-        yield "request.draft.room_bytes", f"is {_listed([*request.draft.room_bytes])}, of what is whole on each device"
+        rooms = _listed([*request.draft.room_bytes])
+        yield "request.draft.room_bytes", f"is {rooms}, expected the same on each device, as it is not split"
     for i, (device, entry) in enumerate(zip(plan.devices, plan.memory, strict=False)):
         room = request.room(i)
         wanted = room + (device.overhead_bytes if room and i not in used else 0)

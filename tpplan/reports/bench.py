@@ -46,8 +46,8 @@ class Timed:
 
     Attributes:
         by: ``tpplan``, or who does the same: ``torch``, ``NCCL``, ``staged`` or ``ExLlamaV2``; between processes
-            ``NCCL``, ``NCCL window`` and several ``symm_mem``; ``even`` is tpplan, too, with even slices that are as many bytes
-            together as the plan's uneven ones.
+            ``NCCL``, ``NCCL window`` and several ``symm_mem``; ``even`` is tpplan, too, with even slices that are as
+            many bytes together as the plan's uneven ones.
         graph: whether many of them were captured in one CUDA graph, instead of called one by one.
         time: of one operation; left out if it failed.
         failed: why there is no time; left out if there is one.

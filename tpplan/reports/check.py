@@ -171,22 +171,20 @@ def _compare(
         plan: function that makes it.
         options: that a manifest asks for; by default those that the plan was asked for.
     """
-    model, devices = inputs.model, inputs.devices
-    was, now = old.model.fingerprint, fingerprint(model)
+    devices, was, now = inputs.devices, old.model.fingerprint, fingerprint(inputs.model)
     reasons, texts = [], []
-    if was == now:  # the directory may have another name on this machine, and other files beside the weights, or none
-        same = old.model
-        model = attrs.evolve(model, name=same.name, not_planned=same.not_planned, assumed=same.assumed)
+    if was == now:
+        inputs = _as_named(old, inputs, options)
     else:
         reasons.append(StaleReason.MODEL)
-        texts.append(f"the plan is for {old.model.name} with the fingerprint {was}, {model.name} has {now}")
+        texts.append(f"the plan is for {old.model.name} with the fingerprint {was}, {inputs.model.name} has {now}")
     if devices != old.devices:
         reasons.append(StaleReason.DEVICES)
         texts.append("the plan is for other devices than those that were named")
     changes = refused = None
     try:
         if options:
-            others, draft = _other_options(old, attrs.evolve(inputs, model=model), options)
+            others, draft = _other_options(old, inputs, options)
             if others:
                 reasons.append(StaleReason.OPTIONS)
                 texts.append(f"the manifest asks for {'; '.join(others)}")
@@ -195,7 +193,7 @@ def _compare(
         if draft:
             reasons.append(StaleReason.DRAFT)
             texts.append(draft)
-        new = plan(attrs.evolve(inputs, model=model))
+        new = plan(inputs)
         changes = diff(old, new)
         if not reasons and old.speed and new.speed and old.speed.links != new.speed.links:
             reasons.append(StaleReason.DEVICES)
@@ -215,6 +213,18 @@ def _compare(
         refused=refused,
         diff=changes or None,
     )
+
+
+def _as_named(old: SplitPlan, inputs: Inputs, options: Options | None) -> Inputs:
+    """Return what a plan is made of today, with the names that the model and its prediction layers have in the plan.
+
+    The directory may have another name on this machine, and other files beside the weights, or none.
+    """
+    same, draft = old.model, old.request.draft
+    model = attrs.evolve(inputs.model, name=same.name, not_planned=same.not_planned, assumed=same.assumed)
+    if inputs.draft and draft and old.request.mtp and options and options.mtp:
+        inputs = attrs.evolve(inputs, draft=attrs.evolve(inputs.draft, name=draft.name))
+    return attrs.evolve(inputs, model=model)
 
 
 def _other_options(old: SplitPlan, inputs: Inputs, options: Options) -> tuple[list[str], str]:

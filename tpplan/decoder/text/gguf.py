@@ -55,7 +55,7 @@ def _digest(file: Gguf, versions: list[str]) -> str:
     """Return a hash of the header of a model's first file, which has the vocabulary, and of who converts it."""
     starts = [tensor.start for tensor in file.tensors.values() if tensor.file == file.path.name]
     with file.path.open("rb") as opened:
-        header = opened.read(min(*starts, MAX_HEADER_BYTES))
+        header = opened.read(min([*starts, MAX_HEADER_BYTES]))
     return hashlib.sha256(b" ".join([*(each.encode() for each in versions), header])).hexdigest()
 
 

@@ -68,11 +68,18 @@ _FUSES: Final = ("fc.weight", "fusion_fc.weight")
 #: Flags of rows: what joins embedding and hidden state, and what some heads have beside.
 _JOINS, _STATES, _QK_NORM, _OWN_HEAD, _OWN_EMBEDDING = "joins", "states", "qk_norm", "own_head", "own_embedding"
 _BIASED, _BIASED_FC, _SINKS, _MASK = "attention_bias", "fc_bias", "sinks", "mask"
+_BIASED_OUT, _BIASED_MLP = "output_bias", "mlp_bias"
 _NORMED_STATES, _NORMED_EACH, _NORMED_INPUTS, _MORE = "norm_before_fc", "fc_norm", "layernorms", "more"
+#: That the model's embedding is of another width than the head's layers, so that the head has one of its own.
+_OTHER_WIDTH: Final = "other_width"
+#: Flags of biases in layers.
+_BIASES: Final = (_BIASED, _BIASED_OUT, _BIASED_MLP)
 #: Flags, and the tensors of which a file has one if its head has what they stand for.
 _TOLD: Final = {
     _BIASED_FC: ("fc.bias", "fusion_fc.bias"),
     _BIASED: ("layers.0.self_attn.q_proj.bias", "midlayer.self_attn.q_proj.bias"),
+    _BIASED_OUT: ("layers.0.self_attn.o_proj.bias", "midlayer.self_attn.o_proj.bias"),
+    _BIASED_MLP: ("layers.0.mlp.down_proj.bias", "midlayer.mlp.down_proj.bias"),
     _NORMED_INPUTS: ("embedding_layernorm.weight",),
     _NORMED_STATES: ("input_norm.weight",),
     _NORMED_EACH: ("fc_norm.0.weight",),
@@ -87,6 +94,8 @@ _TOLD: Final = {
 _MASKED: Final = "mask_hidden"
 #: Hidden states of EAGLE-3 where no config numbers their layers.
 _AUXILIARY: Final = 3
+#: Dimensions of a matrix.
+_MATRIX: Final = 2
 #: Most heads of Medusa, and layers in one.
 _MOST_HEADS: Final = 16
 _MOST_LAYERS: Final = 8
@@ -112,10 +121,12 @@ def as_draft(config: Config, tensors: Mapping[str, Tensor], called: str) -> Conf
     told: dict[str, object] = {flag: not names.isdisjoint(own) for flag, own in _TOLD.items()} if names else {}
     if not names and kind in {EAGLE3, PEAGLE}:
         told[_QK_NORM] = of_layers.startswith("qwen3")
-    if kind == MEDUSA and names:
-        vocab, hidden = max(tensor.shape for tensor in tensors.values() if len(tensor.shape) > 1)
+    if kind == MEDUSA and (matrices := [tensor.shape for tensor in tensors.values() if len(tensor.shape) == _MATRIX]):
+        vocab, hidden = max(matrices)
         layers = {"vocab_size": vocab, "hidden_size": hidden}  # which first configs leave out
-    usual = {_BIASED: of_layers == "qwen2", "fusion_bias": not layers}  # what the first heads have; others say so
+    # What the first heads have; others say so.
+    usual: dict[str, object] = {_BIASED: of_layers == "qwen2", "fusion_bias": not layers}
+    usual[_BIASED_OUT] = config.data.get(_BIASED, layers.get(_BIASED))
     data = {**usual, **layers, **config.data, **told, BY_NAME: by_name}
     data |= {"model_type": kind, "architectures": [named]}
     return Config(data, config.source)
@@ -140,7 +151,7 @@ def _kind_of(config: Config, names: AbstractSet[str], called: str) -> tuple[str,
 def _eagle(config: Config) -> Config:
     """Read by their names whether the matrix that joins has a bias, and whether what it joins is normed."""
     biases = ("fc_bias", "eagle_fc_bias", "bias", "fusion_bias")
-    config = config.having(_BIASED_FC, next(config.raw(key) for key in biases if config.raw(key) is not None))
+    config = config.having(_BIASED_FC, next((config.raw(key) for key in biases if config.raw(key) is not None), False))
     return config if _NORMED_INPUTS in config else renamed(config, {"add_para_norm": _NORMED_INPUTS})
 
 
@@ -172,15 +183,29 @@ def _eagle3(config: Config, shape: Shape) -> Shape:
         config.section("eagle_config").flag("use_aux_hidden_state", default=True) is False
     )
     count = _listed(config, "eagle_aux_hidden_state_layer_ids") or _AUXILIARY
+    shape = _own_tokens(config, shape, width)
+    return shape.having(*(() if is_alone else (_STATES,)), n=count, states=width, all_states=count * width)
+
+
+def _own_tokens(config: Config, shape: Shape, width: int) -> Shape:
+    """Add how many tokens the head knows beside those that it proposes, and whether its model's states are as wide.
+
+    Raises:
+        ModelError: the head proposes more tokens than there are.
+    """
     more = config.count("tokens") - shape.vocab
     if more < 0:
         raise config.error(f"draft_vocab_size is {shape.vocab}, more than the {config.count('tokens')} of vocab_size")
-    flags = (*(() if is_alone else (_STATES,)), *((_MORE,) if more else ()))
-    return shape.having(*flags, n=count, states=width, all_states=count * width, more=more)
+    flags = (*((_MORE,) if more else ()), *((_OTHER_WIDTH,) if width != shape.hidden else ()))
+    return shape.having(*flags, states=width, more=more)
 
 
 def _dflash(config: Config, shape: Shape) -> Shape:
-    """Add the hidden states of the model that become keys and values, and its own vocabulary if it has one."""
+    """Add the hidden states of the model that become keys and values, and its own vocabulary if it has one.
+
+    Raises:
+        ModelError: the head proposes more tokens than there are.
+    """
     inner = config.section(_DFLASH_CONFIG) if isinstance(config.raw(_DFLASH_CONFIG), dict) else config
     width = config.optional_count("target_hidden_size") or shape.hidden
     count = _listed(inner, "target_layer_ids", "layer_ids") or _listed(
@@ -189,7 +214,7 @@ def _dflash(config: Config, shape: Shape) -> Shape:
     sinks = inner.flag("attention_sink_bias", default=config.flag("add_swa_attention_sink_bias"))
     own = config.optional_count("draft_vocab_size") is not None
     told = (*((_SINKS,) if sinks else ()), *((_OWN_HEAD,) if own else ()))
-    return shape.having(*told, n=count or len(shape.windows), states=width)
+    return _own_tokens(config, shape, width).having(*told, n=count or len(shape.windows))
 
 
 def _dflash_windows(config: Config, layers: int) -> tuple[int, ...]:
@@ -258,6 +283,14 @@ def _projection(name: str, out: str) -> tuple[Row, ...]:
     )
 
 
+def _embedding(when: str) -> tuple[Row, ...]:
+    """Return the row of an embedding of the head's own, of all tokens, not only of those that it proposes."""
+    return tuple(
+        Row("embed_tokens.weight", f"{tokens} RS", f"{_OWN_EMBEDDING} {mark}{_MORE} {when}", lookup=ALWAYS)
+        for tokens, mark in (("VC+more", ""), ("VC", "!"))
+    )
+
+
 _ROTARY: Final = "*.rotary_emb.inv_freq"
 #: Sizes that no such head has.
 _NO_LAYERS: Final = {"num_attention_heads": 1, "max_position_embeddings": 2**20, "intermediate_size": 1}
@@ -281,6 +314,7 @@ _EAGLE3: Final = Family(
         *norm("fc_norm.{head}", "states", when=f"{_STATES} {_NORMED_EACH}", heads="n"),
         *norm("norm"),
         *linear("lm_head", "VC", "RS"),
+        *_embedding(_OTHER_WIDTH),
     ),
     layer=(
         *NORMS,
@@ -288,16 +322,16 @@ _EAGLE3: Final = Family(
         *_projection("q_proj", "Q"),
         *_projection("k_proj", "K"),
         *_projection("v_proj", "V"),
-        *linear("self_attn.o_proj", "RS", "O"),
+        *linear("self_attn.o_proj", "RS", "O", _BIASED_OUT),
         *head_norms(when=_QK_NORM),
     ),
-    dense=gated(),
+    dense=gated(bias=_BIASED_MLP),
     layers="layers.{layer}.",
     prefix="",
     renamed={"midlayer.": "layers.0."},
     ignored=("d2t", "t2d", "embed_tokens.weight", "verifier_*", _ROTARY),
     flags={
-        **dict.fromkeys((_BIASED, _QK_NORM, _NORMED_STATES, _NORMED_EACH), False),
+        **dict.fromkeys((*_BIASES, _QK_NORM, _NORMED_STATES, _NORMED_EACH), False),
         **dict.fromkeys((_JOINS, _OWN_EMBEDDING), True),
     },
     ties=False,
@@ -325,9 +359,9 @@ DRAFTS: Final[dict[str, Family]] = {
         layer=(
             *norm("input_layernorm", when=f"!{_JOINS}"),
             *norm("post_attention_layernorm"),
-            *attention(_BIASED),
+            *attention(_BIASED, _BIASED_OUT),
         ),
-        dense=gated(),
+        dense=gated(bias=_BIASED_MLP),
         layers="layers.{layer}.",
         prefix="",
         renamed={
@@ -337,7 +371,7 @@ DRAFTS: Final[dict[str, Family]] = {
             "pre_lm_head_layernorm.": "hidden_states_layernorm.",
         },
         ignored=("embed_tokens.weight", "lm_head.weight", _ROTARY),
-        flags={_BIASED: False, _JOINS: True, _BIASED_FC: True, _NORMED_INPUTS: False},
+        flags={**dict.fromkeys((*_BIASES, _NORMED_INPUTS), False), _JOINS: True, _BIASED_FC: True},
         ties=False,
         usual=_eagle,
         own=_first_joins,
@@ -347,11 +381,7 @@ DRAFTS: Final[dict[str, Family]] = {
     PEAGLE: evolve(
         _EAGLE3,
         architectures=("PEagleSpeculator", "PEagleDraftModel", *_EAGLE3.architectures),
-        outside=(
-            *_EAGLE3.outside,
-            Row("embed_tokens.weight", "VC+more RS", f"{_OWN_EMBEDDING} {_MORE}", lookup=ALWAYS),
-            Row("embed_tokens.weight", "VC RS", f"{_OWN_EMBEDDING} !{_MORE}", lookup=ALWAYS),
-        ),
+        outside=(*_EAGLE3.outside, *_embedding(f"!{_OTHER_WIDTH}")),
         ignored=("d2t", "t2d", "verifier_*", _MASKED, _ROTARY),
     ),
     # Its layers attend to keys and values of the model's hidden states, which are cached for every token.
@@ -363,10 +393,11 @@ DRAFTS: Final[dict[str, Family]] = {
             Row("mask_embedding", "h", _MASK),
             *norm("norm"),
             *linear("lm_head", "VC", "RS", when=_OWN_HEAD),
+            *_embedding(_OTHER_WIDTH),
         ),
         layer=(
             *NORMS,
-            *attention(_BIASED, _BIASED),
+            *attention(_BIASED, _BIASED_OUT),
             *head_norms(),
             Row("self_attn.attention_sink_bias", "q", _SINKS),
         ),
@@ -375,7 +406,7 @@ DRAFTS: Final[dict[str, Family]] = {
         prefix="",
         renamed={"model.": "", "midlayer.": "layers.0."},
         ignored=("d2t", "t2d", "embed_tokens.weight", "verifier_*", _ROTARY),
-        flags=dict.fromkeys((_BIASED, _SINKS, _OWN_HEAD, _MASK), False),
+        flags={**dict.fromkeys((_BIASED, _BIASED_OUT, _SINKS, _OWN_HEAD, _MASK), False), _OWN_EMBEDDING: True},
         ties=False,
         window=_dflash_windows,
         usual=_usual,

@@ -108,10 +108,30 @@ _QWEN3_5 = {
 }
 
 
+#: The section of a config on linear attention.
+_SECTION: Final = "linear_attn_config"
+
 #: Kimi K3's keys beside those of Kimi Linear: its latents of experts, its full gates, and its sums over layers.
 _LATENT_WIDTH: Final = "routed_expert_hidden_size"
 _FULL_GATE: Final = "use_full_rank_gate"
 _SUMS: Final = "attn_res_block_size"
+#: The flag of decays that are padded with zeros.
+_ZEROS: Final = "padded_decays"
+
+
+def kda_section(config: Config) -> Config:
+    """Read what the section ``linear_attn_config``, if there is one, says of Kimi Delta Attention."""
+    if config.raw(_SECTION) is None:
+        return config
+    inner = config.section(_SECTION)
+    for key, own in (
+        ("head_dim", "linear_head_dim"),
+        ("num_heads", "linear_num_heads"),
+        ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+        (_FULL_GATE, _FULL_GATE),
+    ):
+        config = config.having(own, inner.raw(key)) if key in inner else config
+    return config
 
 
 def _kimi(config: Config) -> Config:
@@ -120,17 +140,10 @@ def _kimi(config: Config) -> Config:
     Raises:
         ModelError: layers are not all told.
     """
-    config = renamed(config, _CONTEXT, keep=True)
-    if config.raw("linear_attn_config") is None:
+    config = kda_section(renamed(config, _CONTEXT, keep=True))
+    if config.raw(_SECTION) is None:
         return config
-    inner = config.section("linear_attn_config")
-    for key, own in (
-        ("head_dim", "linear_head_dim"),
-        ("num_heads", "linear_num_heads"),
-        ("short_conv_kernel_size", "linear_conv_kernel_dim"),
-        (_FULL_GATE, _FULL_GATE),
-    ):
-        config = config.having(own, inner.raw(key)) if key in inner else config
+    inner = config.section(_SECTION)
     if config.raw("layer_types") is not None or "full_attn_layers" not in inner or "kda_layers" not in inner:
         return config
     full, linear = ({*inner.numbers(key)} for key in ("full_attn_layers", "kda_layers"))
@@ -161,11 +174,16 @@ def _three_convolutions(name: str) -> tuple[Row, ...]:
 
 
 def _kimi_sizes(config: Config, shape: Shape) -> Shape:
-    """Add latent attention, and what routed experts read and give in Kimi K3."""
+    """Add latent attention, and what routed experts read and give in Kimi K3.
+
+    Its files have as many decays as a head has elements, and zeros behind those of the heads.
+    """
     shape = with_latent(0, shared=1)(config, shape)
     width = config.optional_count(_LATENT_WIDTH) or 0 if shape.experts else 0
-    flags = ("latent_experts",) * bool(width) + (_SUMS,) * bool(config.optional_count(_SUMS))
-    return evolve(shape, expert_rank=width).having(*flags, eh=width)
+    linear = next(filter(None, shape.linear), None)
+    zeros = max(0, linear.key_head_dim - linear.key_heads) if linear else 0
+    flags = ("latent_experts",) * bool(width) + (_SUMS,) * bool(config.optional_count(_SUMS)) + (_ZEROS,) * bool(zeros)
+    return evolve(shape, expert_rank=width).having(*flags, eh=width, zeros=zeros)
 
 
 def _summed(*names: str) -> tuple[Row, ...]:
@@ -191,14 +209,15 @@ KDA = (
     *linear("self_attn.o_proj", "RS", "LV"),
 )
 
-#: Of Kimi K3 gates have no rank, and each head's decay is a number of a vector.
+#: Of Kimi K3 gates have no rank, and decays are a vector, one for each head.
 _KIMI_KDA = (
     *(
         evolve(row, when=f"{row.when} !{_FULL_GATE}".strip()) if ".g_" in row.name or "A_log" in row.name else row
         for row in KDA
     ),
     *linear("self_attn.g_proj", "LV", "RS", when=_FULL_GATE),
-    Row("self_attn.A_log", "lh", _FULL_GATE),
+    Row("self_attn.A_log", "lh", f"{_FULL_GATE} !{_ZEROS}"),
+    Row("self_attn.A_log", "lh+zeros", f"{_FULL_GATE} {_ZEROS}", Axis.LINEAR_HEADS),
 )
 
 #: Experts as Mixtral calls them, and the shared ones as DeepSeek does; what leads to the latent and from it is needed

@@ -15,7 +15,7 @@ from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared
 from tpplan.models.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from tpplan.models.config import Config
 
@@ -52,12 +52,18 @@ def with_indexer(heads: int = 64, q_rank: int = 1536) -> Callable[[Config, Shape
     Args:
         heads: default of its heads.
         q_rank: default of the rank of the queries.
+
+    Raises:
+        ModelError: queries have no latent, which the indexer reads (when the result is called).
     """
     add_latent = with_latent(q_rank, shared=1)
 
     def adapt(config: Config, shape: Shape) -> Shape:
+        shape = add_latent(config, shape)
+        if INDEXED in shape.flags and not shape.q_rank:
+            raise config.error("q_lora_rank is null, but the indexer reads the latent of the queries")
         return evolve(
-            add_latent(config, shape),
+            shape,
             index_heads=config.count("index_n_heads", default=heads),
             index_dim=config.count("index_head_dim", default=128) if INDEXED in shape.flags else 0,
         )
@@ -65,14 +71,19 @@ def with_indexer(heads: int = 64, q_rank: int = 1536) -> Callable[[Config, Shape
     return adapt
 
 
-def indexers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
+def indexers(config: Config, layers: int, without: Sequence[bool] = ()) -> tuple[Mapping[str, object], ...]:
     """Tell which layers have an indexer; the others take the tokens that the layer before them took.
 
     Their types tell it, a pattern of letters, or a period.
 
+    Args:
+        config: the config.
+        layers: number of layers.
+        without: which layers have no attention that an indexer chooses tokens for; empty for none of them.
+
     Raises:
-        ModelError: the types or the pattern are of another number of layers, or of other kinds; or the first layer has
-            none to share.
+        ModelError: the types or the pattern are of another number of layers, or of other kinds; or the first layer that
+            needs one has none to share.
     """
     pattern = config.raw("index_topk_pattern")
     if config.raw("indexer_types") is None and isinstance(pattern, str):
@@ -85,9 +96,11 @@ def indexers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
         period = max(1, config.count("index_topk_freq", default=1, minimum=0))
         offset = config.count("index_skip_topk_offset", default=2, minimum=0)
         taken = tuple(max(layer - offset + 1, 0) % period != 0 for layer in range(layers))
-    if taken[0]:
-        raise config.error("the first layer shares an indexer (indexer_types), but no layer before it has one")
-    return tuple({INDEXED: not each} for each in taken)
+    needs = [not each for each in without] or [True] * layers
+    first = next((layer for layer, needed in enumerate(needs) if needed), 0)
+    if needs[first] and taken[first]:
+        raise config.error(f"layer {first} shares an indexer (indexer_types), but no layer before it has one")
+    return tuple({INDEXED: needed and not each} for needed, each in zip(needs, taken, strict=True))
 
 
 #: What leads down to the latent is needed wherever heads are, what leads up is cut.

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
-from tpplan.core.axes import Axis
+from tpplan.core.axes import MAX_LAYERS, Axis
 from tpplan.core.model import LinearAttention, Segment
+from tpplan.core.sizes import counted
 from tpplan.models.families.rows import MIXTRAL_EXPERTS, NORMS, attention, linear, norm, outside
-from tpplan.models.families.shape import FULL, LINEAR, MAX_PARTS, every_layer, linear_layers
+from tpplan.models.families.shape import FULL, LINEAR, MAX_PARTS, every_layer, except_first_of, linear_layers
 from tpplan.models.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
@@ -27,11 +28,6 @@ def _lightning(config: Config) -> LinearAttention:
     return LinearAttention(heads, heads, size, size, kernel=0, rounded=True)
 
 
-def _second_of_two(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (no key changes it)
-    """Select every other layer, beginning with the second."""
-    return tuple(layer % 2 == 1 for layer in range(layers))
-
-
 def _with_decays(config: Config, shape: Shape) -> Shape:
     """Add what all heads project to, and the tokens of a block, between which decays are stored."""
     heads = shape.q_heads * shape.head_dim
@@ -42,13 +38,17 @@ def _listed(config: Config) -> Config:
     """Read the kinds of layers from a list of numbers.
 
     Raises:
-        ModelError: there is none, or one of the numbers has no meaning; or there are shared experts.
+        ModelError: there is none, or not one number for each layer, or a number has no meaning; or there are shared
+            experts.
     """
     if shared := config.optional_count("shared_intermediate_size", default=0, minimum=0):
         raise config.error(f"shared_intermediate_size is {shared}, which tpplan does not support")
     kinds = config.numbers(_KINDS)
     if not kinds:
         raise config.error(f"{_KINDS} is missing")
+    layers = config.count("num_hidden_layers", default=len(kinds), maximum=MAX_LAYERS)
+    if len(kinds) != layers:
+        raise config.error(f"{_KINDS} has {counted(len(kinds), 'entry')} for {counted(layers, 'layer')}")
     if unknown := [kind for kind in kinds if kind not in _MEANING]:
         raise config.error(f"{_KINDS} has {unknown[0]}, known are 0 (lightning attention) and 1 (full attention)")
     return config.having("layer_types", [_MEANING[kind] for kind in kinds])
@@ -78,7 +78,7 @@ _MINIMAX: Final = Family(
     sparse=MIXTRAL_EXPERTS,
     defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2},
     moe=every_layer,
-    linear=linear_layers(_lightning, _second_of_two),
+    linear=linear_layers(_lightning, except_first_of(2)),
     expert_key="intermediate_size",
     adapt=_with_decays,
 )

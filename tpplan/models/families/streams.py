@@ -8,7 +8,7 @@ from attrs import evolve
 
 from tpplan.core.axes import Axis
 from tpplan.models.config import Config
-from tpplan.models.families.hybrid import DELTA_NET, GATED_ATTENTION, KDA, QWEN_LINEAR, SEPARATE, kda
+from tpplan.models.families.hybrid import DELTA_NET, GATED_ATTENTION, KDA, QWEN_LINEAR, SEPARATE, kda, kda_section
 from tpplan.models.families.latent import INDEXED, INDEXER, MLA, indexers, with_indexer
 from tpplan.models.families.parts import sizes
 from tpplan.models.families.rows import (
@@ -22,7 +22,7 @@ from tpplan.models.families.rows import (
     norm,
     outside,
 )
-from tpplan.models.families.shape import FULL, every_layer, linear_layers
+from tpplan.models.families.shape import FULL, every_layer, except_every, linear_layers
 from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_expert
 from tpplan.models.families.table import Family, Row, Shape
 
@@ -49,13 +49,14 @@ def _hy(config: Config, shape: Shape) -> Shape:
     return shape.having(hm=streams, hs=2 * streams, hh=streams * shape.hidden, two=2)
 
 
-def _mixer(name: str, word: str, scales: str) -> tuple[Row, ...]:
+def _mixer(name: str, word: str, scales: str, dtype: str = "") -> tuple[Row, ...]:
     """Return the rows of what mixes all streams."""
-    return Row(f"{name}_fn", f"{word} hh"), Row(f"{name}_base", word), Row(f"{name}_scale", scales)
+    rows = Row(f"{name}_fn", f"{word} hh"), Row(f"{name}_base", word), Row(f"{name}_scale", scales)
+    return tuple(evolve(row, dtype=dtype) for row in rows)
 
 
 def _linear_gated(name: str, width: str, when: str = "") -> tuple[Row, ...]:
-    """Return the rows of a gated MLP as HY calls them."""
+    """Return the rows of a gated MLP as transformers saves those of HY."""
     rows = gated(name, width, when=when)
     return tuple(evolve(row, name=row.name.replace("gate_proj", "linear_gate")) for row in rows)
 
@@ -74,17 +75,7 @@ def _glm_usual(config: Config) -> Config:
     ``head_dim`` is of the rotary part of heads, which there is none of.
     """
     given = {key: value for key, value in _usual_kinds(config).data.items() if key != "head_dim"}
-    config = Config({**_GLM_GIVEN, **given}, config.source)
-    if config.raw("linear_attn_config") is None:
-        return config
-    inner = config.section("linear_attn_config")
-    for key, own in (
-        ("head_dim", "linear_head_dim"),
-        ("num_heads", "linear_num_heads"),
-        ("short_conv_kernel_size", "linear_conv_kernel_dim"),
-    ):
-        config = config.having(own, inner.raw(key)) if key in inner else config
-    return config
+    return kda_section(Config({**_GLM_GIVEN, **given}, config.source))
 
 
 def _glm(config: Config, shape: Shape) -> Shape:
@@ -112,18 +103,12 @@ _GLM_GIVEN: Final = {
 }
 
 
-def _glm_linear(config: Config, layers: int) -> tuple[bool, ...]:  # noqa: ARG001 (no key changes it)
-    """Select all layers but every fourth."""
-    return tuple(layer % 4 != 3 for layer in range(layers))  # noqa: PLR2004 (the last of four)
-
-
-_GLM_LINEAR: Final = linear_layers(kda, _glm_linear)
+_GLM_LINEAR: Final = linear_layers(kda, except_every(4, ""))
 
 
 def _glm_layers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
     """Tell which layers with latent attention have an indexer."""
-    each = zip(_GLM_LINEAR(config, layers), indexers(config, layers), strict=True)
-    return tuple({INDEXED: False} if is_linear else own for is_linear, own in each)
+    return indexers(config, layers, [bool(linear) for linear in _GLM_LINEAR(config, layers)])
 
 
 def _qwen4_layers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:
@@ -141,8 +126,14 @@ def _qwen4_layers(config: Config, layers: int) -> tuple[Mapping[str, object], ..
 
 
 def _qwen4_sizes(config: Config, shape: Shape) -> Shape:
-    """Add the streams, the indexer, whose key of each token is cached beside keys and values, and n-grams."""
+    """Add the streams, the indexer, whose key of each token is cached beside keys and values, and n-grams.
+
+    Raises:
+        ModelError: the indexer has several keys for each token.
+    """
     shape = shared_expert(512)(config, shape)
+    if (keys := config.count("indexer_kv_heads", default=1)) != 1:
+        raise config.error(f"indexer_kv_heads is {keys}, expected 1: the indexer's queries share one key")
     streams, key = config.count("hc_count", default=4), config.count("indexer_head_dim")
     orders, each = config.count("ngram_size", default=3, minimum=2), config.count("heads_per_ngram", default=8)
     return evolve(
@@ -193,14 +184,14 @@ _QWEN4_NGRAMS: Final = (
 STREAMS: Final[dict[str, Family]] = {
     "hy_v4": Family(
         architectures=("HYV4ForCausalLM",),
-        outside=(*outside(), *_mixer("model.hc_pre.hc_head.hc_head", "hm", "1")),
+        outside=(*outside(), *_mixer("model.hc_pre.hc_head.hc_head", "hm", "1", "F32")),
         layer=(
-            *_mixer("hc_pre.hc_attn_layer.hc", "hs", "two"),
-            *_mixer("hc_pre.hc_mlp_layer.hc", "hs", "two"),
+            *_mixer("hc_pre.hc_attn_layer.hc", "hs", "two", "F32"),
+            *_mixer("hc_pre.hc_mlp_layer.hc", "hs", "two", "F32"),
             *NORMS,
             *MLA,
             *linear("self_attn.linear_gate", "O", "RS"),
-            Row("self_attn.learnable_sink_param", "q"),
+            Row("self_attn.learnable_sink_param", "q", dtype="F32"),
             *INDEXER,
         ),
         dense=_linear_gated("mlp", "ID"),
@@ -212,6 +203,12 @@ STREAMS: Final[dict[str, Family]] = {
             *_linear_gated("mlp.shared_experts", "SX", SHARED),
         ),
         extra_layers=True,
+        # The tables have the names that transformers saves, these are those of the published files.
+        renamed={
+            "model.hc_head.": "model.hc_pre.hc_head.",
+            **{f".hc_{part}_layer.hc_pre.": f".hc_pre.hc_{part}_layer." for part in ("attn", "mlp")},
+            **{f".{mlp}.gate_proj.": f".{mlp}.linear_gate." for mlp in ("mlp", "shared_experts")},
+        },
         ignored=("*.rotary_emb.inv_freq", "model.mtp_layers.*"),
         defaults={"head_dim": 64, "num_experts_per_tok": 8},
         flags={"attention_bias": False, INDEXED: True},

@@ -81,6 +81,9 @@ VISION: Final = (
 #: Of MiniCPM-V 2, whose config is of no version, as that of 2.5 may be.
 _QUERIES_OF_V2: Final = 64
 
+#: The key with the name of the language model where its config and weights are not in a model's own files (Ultravox).
+_ELSEWHERE: Final = "text_model_id"
+
 #: What plans call the parts that read images, and sound.
 SEES: Final = "vision tower"
 HEARS: Final = "audio tower"
@@ -364,7 +367,7 @@ def text_part(config: Config) -> tuple[str, Config]:
     """Return the ``model_type`` and the config of the language model, which is all of the model if it has no wrapper.
 
     Raises:
-        ModelError: the language model's config is missing or no object, or its type is no string.
+        ModelError: the language model's config is missing, elsewhere or no object, or its type is no string.
     """
     model_type = config.text("model_type")
     wrapper = WRAPPERS.get(model_type)
@@ -372,6 +375,9 @@ def text_part(config: Config) -> tuple[str, Config]:
         return model_type, config
     if wrapper.flat and TEXT not in config:
         return _version(config, wrapper) if wrapper.versions else wrapper.text, config
+    if TEXT not in config and (name := config.text(_ELSEWHERE)):
+        told = f"the language model and its weights are elsewhere: {_ELSEWHERE} is {name[:60]!r}"
+        raise config.error(told, "plan that model, with --reserve for what this one has beside it")
     text = around_text(config).section(wrapper.section)
     inner = text.text("model_type") or wrapper.text
     if inner == "deepseek_v2" and text.raw("use_mla") is False:

@@ -25,14 +25,22 @@ _ADAPTED: Final = "use_shared_attention_adapter"
 _BLOCK: Final = "block_number"
 _USES: Final = "block_uses"
 
-#: The layers with a block, of 54, where a config lists no kinds.
+#: The layers with a block where a config lists no kinds, which only models of so many layers may leave out.
 _USUAL: Final = frozenset((*range(6, 43, 6), 47, 51))
+_USUAL_LAYERS: Final = 54
 
 
 def _hybrids(config: Config, layers: int) -> tuple[bool, ...]:
-    """Tell which layers have a block of attention and an MLP before Mamba-2."""
-    kinds = are_of_kind(config, "layer_types", layers, (LINEAR, _HYBRID))
-    return kinds or tuple(layer in _USUAL for layer in range(layers))
+    """Tell which layers have a block of attention and an MLP before Mamba-2.
+
+    Raises:
+        ModelError: the config does not list kinds for the layers, or others than these two.
+    """
+    if kinds := are_of_kind(config, "layer_types", layers, (LINEAR, _HYBRID)):
+        return kinds
+    if layers != _USUAL_LAYERS:
+        raise config.error(f"layers_block_type is missing, which {layers} layers (num_hidden_layers) need")
+    return tuple(layer in _USUAL for layer in range(layers))
 
 
 def _layers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:

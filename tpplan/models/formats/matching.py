@@ -270,7 +270,7 @@ class _Match:
                 self.aside[PREDICTION] += tensor.nbytes
             elif tolerated.extra_experts and _number(_EXPERT.search(name)) >= experts:
                 self.aside[_IDLE_TEXT] += tensor.nbytes
-            elif ignored.match(name):
+            elif ignored.match(name) and name not in names:
                 self.aside[label(name, tensor) or OTHERS] += tensor.nbytes
             else:
                 stem, suffix = split_name(name)
