@@ -214,6 +214,38 @@ def test_the_command(head: Path, tmp_path: Path) -> None:
     assert (checked.code, "the draft model head was not checked" in checked.err) == (0, True)
 
 
+@pytest.mark.parametrize("command_name", ["plan", "fit"])
+def test_a_head_is_no_main_model(command_name: str, head: Path) -> None:
+    """It is refused with the option that takes it; what else there is to see of it is shown."""
+    done = command(command_name, head, "--gpus", "RTX3090")
+    assert done.code == 2
+    told = "head is an EAGLE-3 head, which cannot run without the model that it drafts for"
+    assert done.err == f"error: {told}\nhint: name it with --draft beside its model\n"
+    shown = command("inspect", head)
+    assert (shown.code, f"note: {told}" in shown.err.replace("\n", " ")) == (0, True)
+    assert "32 query heads" in shown.out
+    assert any(told in note for note in json.loads(command("inspect", head, "--json").out)["notes"])
+
+
+def test_a_head_without_attention_is_shown_without_it(tmp_path: Path) -> None:
+    """It has no query heads, no cache, and no longest context."""
+    config = {"model_type": "medusa", "hidden_size": 4096, "vocab_size": 128256, "medusa_num_heads": 4}
+    head = write_checkpoint(tmp_path / "medusa", config | {"torch_dtype": "float16"}, {}) / "config.json"
+    done = command("inspect", head)
+    assert "medusa is a Medusa head" in done.err
+    assert "No cache" in done.out
+    assert not [word for word in ("query heads", "context", "longest", "0 bytes") if f" {word}" in done.out]
+
+
+def test_a_plan_of_a_head_is_shown_checked_and_compared(inside: Path, head: Path) -> None:
+    """As any other plan, with the model that the head drafts for named in it."""
+    asked = ("plan", LLAMA_8B, "--gpus", "2x24GiB", "--context", "4096", "--draft", head, "--draft-output", "d.json")
+    assert command(*asked).code == 0
+    for words in (("show", "d.json"), ("check", "d.json", "--model", head), ("diff", "d.json", "d.json")):
+        assert command(*words).code == 0, words
+    assert tpplan.load(inside / "d.json").request.drafts_for == "Llama-3.1-8B"
+
+
 def test_devices_without_a_part_of_a_draft_model(head: Path, tmp_path: Path) -> None:
     """They are noted as those without a part of a model are."""
     asked = ("plan", LLAMA_8B, "--gpus", "RTX4090,900MiB", "--context", "4096", "--draft", head)

@@ -74,7 +74,11 @@ def inspect(model: _Model, /, *, json: bool = False) -> int:
     from tpplan.render.inspection import inspection as view  # noqa: PLC0415
     from tpplan.reports.inspect import inspect as look  # noqa: PLC0415
 
-    console.answer(look(on_plans.read_model(model)), view, json=json)
+    spec = on_plans.read_model(model)
+    found = look(spec)
+    for text in found.notes[len(spec.notes) :]:
+        on_plans.note(text)
+    console.answer(found, view, json=json)
     return OK
 
 

@@ -11,7 +11,7 @@ from tpplan.core.axes import Axis
 from tpplan.core.device import Device
 from tpplan.core.limits import LEAST, MOST
 from tpplan.core.model import ModelSpec
-from tpplan.core.plan import CACHE_KINDS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request, Reserve
+from tpplan.core.plan import CACHE_KINDS, HEADS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request, Reserve
 from tpplan.core.sizes import counted, format_bytes
 from tpplan.errors import RequestError
 from tpplan.planner.speed import bandwidth_of
@@ -47,8 +47,11 @@ def resolve(model: ModelSpec, asked: Request) -> Request:
     than a sequence, and leave to go beyond the model's context where no sequence does.
 
     Raises:
-        RequestError: an unknown choice, a number out of range, or a context longer than the model's.
+        RequestError: an unknown choice, a number out of range, a context longer than the model's, or a model that is
+            a head, for itself.
     """
+    if model.model_type in HEADS and not asked.drafts_for:
+        raise _head_alone(model)
     batch, max_rows = asked.batch, asked.max_rows
     layout = asked.layout or ("gather" if model.gather_only else "reduce")
     _known("layout", layout, LAYOUTS)
@@ -72,6 +75,14 @@ def resolve(model: ModelSpec, asked: Request) -> Request:
     return evolve(
         asked, layout=layout, cache=cache, context=context, full_window=asked.full_window and shorter, beyond=beyond
     )
+
+
+def _head_alone(model: ModelSpec) -> RequestError:
+    from tpplan.models.families.drafts import KINDS  # noqa: PLC0415 (all tables are read for it)
+
+    kind = KINDS[model.model_type].name
+    message = f"{model.name} is {kind}, which cannot run without the model that it drafts for"
+    return RequestError(message, "name it with --draft beside its model")
 
 
 def _tokens(model: ModelSpec, asked: Request) -> tuple[Cache, int]:

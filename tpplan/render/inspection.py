@@ -58,19 +58,18 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
                 ("attention", heads, _HEADS),
                 ("linear attention", linear, _LINEAR),
             )
-            if (label != "linear attention" or d["linear_key_heads"]) and not _differ(kinds, keys)
+            if d[keys[0]] and not _differ(kinds, keys)
         ),
         ("vocabulary", str(d["vocab_size"]), f"output matrix {tied}"),
-        (
-            "context",
-            counted(d["max_context"], "token"),
-            d["context_basis"] or "the longest that the model was made for",
-        ),
     ]
     each, whole, tokens = d["cache_bytes_per_token"], d["max_context_cache_bytes"], d["max_context"]
+    if has_cache := whole["fp16"] > 0:
+        basis = d["context_basis"] or "the longest that the model was made for"
+        rows.append(("context", counted(tokens, "token"), basis))
     cache = [
         (kind, f"{size:,} bytes", f"{format_bytes(whole[kind])} for {counted(tokens, 'token')}")
         for kind, size in each.items()
+        if has_cache
     ]
     state = d["state_bytes_per_sequence"]
     windows = ", until the sliding windows are full" if whole["fp16"] - state < each["fp16"] * tokens else ""
@@ -80,7 +79,7 @@ def inspection(data: dict[str, Any], _columns: int = PLAIN_COLUMNS) -> list[Line
         *table([[("", ""), (label, "dim"), (value, ""), (more, "dim")] for label, value, more in rows], "<<><"),
         BLANK,
         *(_kinds(kinds) if kinds else []),
-        line(f"Cache per token{windows}{beside}", "head"),
+        line(f"Cache per token{windows}{beside}" if has_cache else "No cache", "head"),
         *table([[("", ""), (label, "dim"), (value, ""), (more, "dim")] for label, value, more in cache], "<<><"),
         BLANK,
         line(d["fingerprint"], "dim"),

@@ -10,6 +10,7 @@ from tpplan.core.axes import format_layers
 from tpplan.core.model import NotPlanned
 from tpplan.core.plan import CACHE_KINDS
 from tpplan.files.codec import document
+from tpplan.models.families.drafts import DRAFTS, KINDS
 from tpplan.planfile.codec import fingerprint
 from tpplan.planner.ledger import cache_bytes_per_token, sequence_cache_bytes, state_bytes
 
@@ -165,8 +166,16 @@ def inspect(model: ModelSpec) -> Inspection:
             **{kind: sequence_cache_bytes(model, kind, model.max_context) for kind in CACHE_KINDS}
         ),
         fingerprint=fingerprint(model),
-        notes=model.notes,
+        notes=(*model.notes, *_head_notes(model)),
     )
+
+
+def _head_notes(model: ModelSpec) -> tuple[str, ...]:
+    """Return what to say of a model that is a head; nothing of any other."""
+    if model.model_type not in DRAFTS:
+        return ()
+    kind = KINDS[model.model_type].name
+    return (f"{model.name} is {kind}, which cannot run without the model that it drafts for; --draft names it",)
 
 
 def _kinds(model: ModelSpec) -> tuple[LayerKind, ...]:
