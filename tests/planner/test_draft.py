@@ -179,9 +179,31 @@ def test_a_draft_model_too_large_for_a_device(head: Path) -> None:
     assert "a budget of 900.00 MiB, all of head takes 1020.15 MiB" in done.err.replace("\n", " ")
     found = json.loads(command(*asked, "--gpus", "48GiB,900MiB", "--json").out)["error"]
     assert found["kind"] == "infeasible"
-    assert "split it over the devices: tpplan plan --draft-output FILE" in found["hint"]
+    assert found["hint"].startswith("split the draft model over the devices, too; or ")
     (advice,) = (each for each in found["suggestions"] if each["kind"] == "memory")
     assert command(*asked, *advice["option"].split()).code == 0
+
+
+@pytest.mark.parametrize(("gpus", "is_advised"), [("48GiB,900MiB", True), ("2x18GiB", True), ("2x8GiB", False)])
+def test_splitting_a_draft_model_is_advised_where_it_helps(
+    gpus: str, is_advised: bool, head: Path, inside: Path
+) -> None:
+    """Where a device cannot hold all of it, or not beside its part of the model; followed, both fit."""
+    small = head if "900MiB" in gpus else LLAMA_8B / "config.json"
+    asked = ("plan", LLAMA_8B / "config.json", "--gpus", gpus, "--context", "4096", "--draft", small, "--json")
+    done = command(*asked)
+    assert done.code == 1
+    options = [each["option"] for each in json.loads(done.out)["error"].get("suggestions", ())]
+    assert ("--draft-output draft.json" in options[:1]) == is_advised
+    assert any(option.startswith("--draft-output") for option in options) == is_advised
+    entry = f'[[plan]]\nfile = "p.json"\nmodel = "{LLAMA_8B / "config.json"}"\ngpus = "{gpus}"\ncontext = 4096\n'
+    (inside / "tpplan.toml").write_text(f'{entry}draft = "{small}"\n')
+    line = 'draft-output = "draft.json"'
+    assert (line in command("plan", "--all").err) == is_advised
+    if is_advised:
+        assert command(*asked, *options[0].split()).code == 0
+        (inside / "tpplan.toml").write_text(f'{entry}draft = "{small}"\n{line}\n')
+        assert command("plan", "--all").code == 0
 
 
 @pytest.mark.parametrize("gpus", ["2x6GiB", "3x4GiB", "8GiB,4GiB,2GiB"])

@@ -49,8 +49,8 @@ def reserve_for_draft(request: Request, draft: ModelSpec, model: ModelSpec, devi
             beside = [f"an overhead of {format_bytes(device.overhead_bytes)}"] * (device.overhead_bytes > 0)
             beside += [f"{format_bytes(reserved)} reserved"] * (reserved > 0)
             kept = f" beside {listed(beside)}" if beside else ""
-            hint = "take a smaller draft model, or split it over the devices: tpplan plan --draft-output FILE"
-            raise InfeasibleError(f"{budget}, all of {draft.name} takes {format_bytes(needed)}{kept}", hint, (), ())
+            message = f"{budget}, all of {draft.name} takes {format_bytes(needed)}{kept}"
+            raise InfeasibleError(message, "take a smaller draft model", (), ())
     return evolve(request, draft=_drafting(draft, (needed,) * len(devices)))
 
 

@@ -82,10 +82,11 @@ class Suggestion:
     """A single change with which planning succeeds.
 
     Attributes:
-        kind: ``context``, ``tokens``, ``batch``, ``cache``, ``layout``, ``kv``, ``strategy``, ``reserve``, ``devices``
-            or ``memory``.
+        kind: ``context``, ``tokens``, ``batch``, ``cache``, ``layout``, ``kv``, ``strategy``, ``reserve``, ``devices``,
+            ``memory`` or ``draft-output``.
         value: tokens per sequence, those that sequences share, the number of sequences, the cache kind, the layout, kv
-            mode or strategy, the bytes to reserve (0: nothing), the number of devices to add, or the budget in bytes.
+            mode or strategy, the bytes to reserve (0: nothing), the number of devices to add, the budget in bytes, or
+            a file for the plan of the draft model.
         device: index of the device to add more of, or to give the budget to; -1 for the other kinds.
         message: description of the change.
         context: of ``tokens``, the context to lower to, so that a sequence fits into the pool; 0 to leave it.
@@ -114,6 +115,11 @@ class InfeasibleError(TpplanError):
         super().__init__(message, hint)
         self.shortfalls = shortfalls
         self.suggestions = suggestions
+
+    def with_first(self, suggestion: Suggestion) -> InfeasibleError:
+        """Return the error with another suggestion, before its own."""
+        hint = f"{suggestion.message}; or {self.hint}"
+        return InfeasibleError(self.message, hint, self.shortfalls, (suggestion, *self.suggestions))
 
 
 @frozen

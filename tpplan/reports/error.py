@@ -49,10 +49,11 @@ class Advice:
 
     Attributes:
         kind: ``context``, ``tokens``, ``batch``, ``cache``, ``layout``, ``kv``, ``strategy``, ``reserve``, ``devices``,
-            ``memory``, or ``quantisation`` (of the weights, only from ``tpplan fit``).
+            ``memory``, ``draft-output`` (to split the draft model), or ``quantisation`` (of the weights, only from
+            ``tpplan fit``).
         value: tokens per sequence, those that sequences share, the number of sequences, the cache kind, the layout, kv
-            mode or strategy, the bytes to reserve (0: nothing), how many more devices, the budget in bytes, or a
-            quantisation.
+            mode or strategy, the bytes to reserve (0: nothing), how many more devices, the budget in bytes, a file, or
+            a quantisation.
         device: the one that needs the budget, or more of its kind; -1 for the other kinds.
         message: the change in words.
         option: the change as options of ``tpplan plan``; left out where there is none.

@@ -15,7 +15,7 @@ from tpplan.errors import TpplanError
 from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
 from tpplan.planner.draft import for_draft, reserve_for_draft, split_draft
-from tpplan.planner.infeasible import InfeasibleError
+from tpplan.planner.infeasible import InfeasibleError, Suggestion
 from tpplan.planner.plan import plan_request
 from tpplan.reports.diff import PlanDiff, diff
 from tpplan.reports.error import ErrorBody, error_report
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from tpplan.planner.infeasible import Room
     from tpplan.planner.manifest import Entry, Manifest
     from tpplan.planner.options import Options
+
+#: Where the whole of a draft model is too much for a device.
+_SPLIT = Suggestion("draft-output", "draft.json", -1, "split the draft model over the devices, too")
 
 
 @frozen
@@ -77,8 +80,21 @@ class Inputs:
             InfeasibleError: none fits.
             RequestError: the options are not valid for the models or the devices.
         """
+        try:
+            return self._plan(options)
+        except InfeasibleError as error:
+            if not self.draft or self.is_split:
+                raise
+            try:
+                evolve(self, is_split=True)._plan(options, is_advised=False)  # noqa: SLF001 (its own)
+            except TpplanError:
+                raise error from None
+            raise error.with_first(_SPLIT) from None
+
+    def _plan(self, options: Options, *, is_advised: bool = True) -> SplitPlan:
         asked = self.asked(options)
-        return plan_request(self.model, self.devices, asked, self.links, self.room(asked.strategy))
+        room = self.room(asked.strategy)
+        return plan_request(self.model, self.devices, asked, self.links, room, is_advised=is_advised)
 
     def room(self, strategy: str) -> Room | None:
         """Return what leaves room for the draft model, which is split by a strategy; None if there is none."""
