@@ -238,6 +238,14 @@ def test_more_memory_is_advised_where_it_helps() -> None:
         assert [line for line in done.err.splitlines() if line.startswith("hint: ")] == hints
 
 
+def test_the_least_budget_is_advised_that_gives_idle_devices_a_part() -> None:
+    """A GiB less gives them none: the whole memory of the largest device is no advice where a quarter does."""
+    asked = ("plan", LLAMA_8B, "--context", 8192, "--reserve", "4200MiB", "-o", "x.json", "--gpus")
+    (budget,) = re.findall(r"a budget of (\w+)", " ".join(command(*asked, "RTX3090,5GiB").err.split()))
+    assert budget == "6GiB"
+    assert "no part" not in command(*asked, f"RTX3090,{budget}").err
+
+
 def test_devices_that_are_left_out_change_the_numbers_of_reserves() -> None:
     """What is advised gives each device the reserve that it had."""
     asked = ("plan", LLAMA_8B, "--context", 4096, "-o", "x.json", "--gpus")

@@ -16,6 +16,7 @@ from tpplan.errors import TpplanError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from tpplan.core.device import Device
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import Reserve, SplitPlan
     from tpplan.core.speed import LinkSpeed
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 #: How strategies cut.
 _CUTS = {"latency": "which cuts by bandwidth", "balanced": "which cuts by memory"}
+_GIB = 2**30
 #: Devices that a note names.
 _NAMED = 3
 
@@ -337,30 +339,47 @@ def _named(plan: SplitPlan, places: list[int]) -> str:
 
 
 def _enough_budget(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], idle: list[int]) -> str:
-    """Return the budget of the largest device in use, if all devices would get a part where idle ones had it.
+    """Return a budget with which idle devices would get a part, in whole GiB the least one; nothing if none is known.
 
-    GPUs of the catalogue cannot have more memory than they do.
+    It is at most that of the largest device in use. GPUs of the catalogue cannot have more memory than they do.
     """
     from attrs import evolve  # noqa: PLC0415
 
     from tpplan.core.sizes import exact_bytes  # noqa: PLC0415
     from tpplan.hardware.spec import with_budget  # noqa: PLC0415
+    from tpplan.planner.attempt import attempt  # noqa: PLC0415
+    from tpplan.planner.infeasible import least_that_fits  # noqa: PLC0415
+    from tpplan.planner.place import Effort  # noqa: PLC0415
     from tpplan.planner.plan import asked_strategy, plan_request  # noqa: PLC0415
 
-    most = max(device.budget_bytes for i, device in enumerate(plan.devices) if i not in idle)
     if plan.request.draft and plan.request.draft.split:  # which would be split otherwise
         return ""
-    budgets = [max(device.budget_bytes, most) if i in idle else 0 for i, device in enumerate(plan.devices)]
-    found = [with_budget(d, b) if b else d for d, b in zip(plan.devices, budgets, strict=True)]
-    devices = [device for device in found if device]
-    if len(devices) < len(found) or devices == [*plan.devices]:
-        return ""
+    most = max(device.budget_bytes for i, device in enumerate(plan.devices) if i not in idle)
+    first = min(plan.devices[i].budget_bytes for i in idle) // _GIB + 1
+    budgets = [*range(first * _GIB, most, _GIB), most]
+
+    def larger(budget: int) -> tuple[Device, ...]:
+        """Return the devices with this budget for idle ones; none where it is no budget for them."""
+        wanted = [max(d.budget_bytes, budget) if i in idle else 0 for i, d in enumerate(plan.devices)]
+        found = [with_budget(d, b) if b else d for d, b in zip(plan.devices, wanted, strict=True)]
+        devices = tuple(device for device in found if device)
+        return devices if len(devices) == len(found) and devices != plan.devices else ()
+
+    def helps(number: int) -> bool:
+        """Return whether a quick cut would do, for which this takes a moment only."""
+        devices = larger(budgets[number - 1])
+        found = attempt(model, devices, plan.request, effort=Effort.QUICK) if devices else None
+        return bool(found and not found.lacking and all(entry.used_bytes for entry in found.memory))
+
     asked = evolve(plan.request, strategy=asked_strategy(plan))
-    try:
-        again = plan_request(model, devices, asked, links, is_advised=False)
-    except TpplanError:
-        return ""
-    return "" if _idle(again) else exact_bytes(most)
+    least = budgets[least_that_fits(helps, len(budgets)) - 1]
+    for budget in dict.fromkeys((least, most)):
+        try:
+            if (devices := larger(budget)) and not _idle(plan_request(model, devices, asked, links, is_advised=False)):
+                return exact_bytes(budget)
+        except TpplanError:
+            continue
+    return ""
 
 
 def some(plans: tuple[str, ...]) -> tuple[str, ...]:

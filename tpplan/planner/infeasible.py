@@ -422,7 +422,7 @@ def _more_devices(trials: Trials) -> Iterator[Suggestion]:
     devices = trials.devices
     best: tuple[int, int] | None = None
     for index, device in _different(devices):
-        count = _least(
+        count = least_that_fits(
             lambda more, device=device: trials.fits(devices=(*devices, *[device] * more)),  # type: ignore[misc]
             best[0] - 1 if best else _MOST_JOINING,
         )
@@ -444,7 +444,7 @@ def _more_memory(trials: Trials) -> Iterator[Suggestion]:
             return trials.fits(devices=(*devices[:index], larger, *devices[index + 1 :]))
 
         most = (_MOST_MEMORY - device.budget_bytes) // _MEMORY_STEP
-        steps = _least(fits, min(most, best[0] - 1) if best else most)
+        steps = least_that_fits(fits, min(most, best[0] - 1) if best else most)
         if steps:
             best = (steps, index)
     if best:
@@ -459,7 +459,7 @@ def _more_memory(trials: Trials) -> Iterator[Suggestion]:
         yield Suggestion("memory", str(budget), index, words, in_file=in_file)
 
 
-def _least(fits: Callable[[int], bool], most: int) -> int:
+def least_that_fits(fits: Callable[[int], bool], most: int) -> int:
     """Return the least number from 1 to ``most`` that fits, or 0; ``fits`` must be monotonic."""
     high = 1
     while high < most and not fits(high):
