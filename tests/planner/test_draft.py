@@ -381,10 +381,15 @@ def test_a_draft_model_whose_plan_is_stale_is_planned_with_its_model(inside: Pat
     assert command(*asked, "--draft-output", "d.json", "-o", "p.json").code == 0
     assert command("check", "d.json", "--model", head).code == 0
     hint, again = command("check", "d.json", "--model", head, "--gpus", "24GiB,12GiB").err.splitlines()
-    assert "(MODEL stands for the path of Llama-3.1-8B, for which it drafts; -o writes the plan of that, too)" in hint
-    assert command(*shlex.split(again.replace("MODEL", str(LLAMA_8B)))[1:]).code == 0
+    stand = (
+        "(MODEL stands for the path of Llama-3.1-8B, for which it drafts, MODEL_PLAN for the file of that one's plan)"
+    )
+    assert stand in hint
+    again = again.replace("MODEL_PLAN", "p.json").replace("MODEL", str(LLAMA_8B))
+    assert command(*shlex.split(again)[1:]).code == 0
     assert command("check", "d.json", "--model", head, "--gpus", "24GiB,12GiB").code == 0
-    assert (inside / "p.json").exists()
+    taken = [entry.used_bytes for entry in tpplan.load(inside / "d.json").memory]
+    assert [entry.draft_bytes for entry in tpplan.load(inside / "p.json").memory] == taken
     done = command("check", "d.json", "--model", head, "--gpus", "2x1GiB")
     assert "d.json: stale (devices, infeasible)" in said(done)
     hint, again = done.err.splitlines()
@@ -435,7 +440,7 @@ def test_a_draft_model_with_a_longer_context_is_planned_again(inside: Path) -> N
     asked = ("--context", 140_000, "--beyond", "--draft", small, "--draft-output", "d.json", "-o", "p.json")
     assert command("plan", LLAMA_8B, "--gpus", "2x48GiB", *asked).code == 0
     again = command("check", "d.json", "--model", small, "--gpus", "2x47GiB").err.splitlines()[-1]
-    assert command(*shlex.split(again.replace("MODEL", str(LLAMA_8B)))[1:]).code == 0
+    assert command(*shlex.split(again.replace("MODEL_PLAN", "p.json").replace("MODEL", str(LLAMA_8B)))[1:]).code == 0
 
 
 def test_another_vocabulary_is_noted(tmp_path: Path) -> None:
@@ -501,6 +506,21 @@ def test_a_manifest_splits_a_draft_model(head: Path, tmp_path: Path, monkeypatch
         assert (refused.code, problem in refused.err.replace("\n", " ")) == (2, True), refused.err
     (tmp_path / "tpplan.toml").write_text(f'[defaults]\ndraft-output = "d.json"\n{entry}')
     assert 'has the unknown key "draft-output"' in command("check").err
+
+
+def test_a_manifest_writes_no_plan_of_a_draft_model_without_its_model(head: Path, inside: Path) -> None:
+    """Where the model does not fit, the files of both stay as they were."""
+    entry = f'[[plan]]\nfile = "p.json"\nmodel = "{LLAMA_8B / "config.json"}"\ncontext = 4096\n'
+    entry += f'draft = "{head}"\ndraft-output = "d.json"\n'
+    for gpus, code in (("24GiB,12GiB", 0), ("2x6GiB", 1)):
+        (inside / "tpplan.toml").write_text(f'{entry}gpus = "{gpus}"\n')
+        done = command("plan", "--all", "--json")
+        assert done.code == code
+    assert [len(tpplan.load(inside / name).devices) for name in ("p.json", "d.json")] == [2, 2]
+    assert tpplan.load(inside / "d.json").devices == tpplan.parse_devices("24GiB,12GiB")
+    plans = json.loads(done.out)["plans"]
+    assert [plan["outcome"] for plan in plans] == ["infeasible", "infeasible"]
+    assert plans[1]["message"] == "not made, as p.json was not, the plan of the model that it drafts for"
 
 
 def test_room_is_told_in_one_way(head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -462,7 +462,9 @@ def _needs_both(plan: SplitPlan, reasons: tuple[StaleReason, ...]) -> bool:
 def without_room(plan: SplitPlan) -> str:
     """Return, to go on with, what :func:`remake` leaves to the reader where a draft model is beside a plan's model."""
     if model := plan.request.drafts_for:
-        return f" (MODEL stands for the path of {model}, for which it drafts; -o writes the plan of that, too)"
+        return (
+            f" (MODEL stands for the path of {model}, for which it drafts, MODEL_PLAN for the file of that one's plan)"
+        )
     named = plan.request.draft and not plan.request.mtp
     return " (DRAFT stands for the path of the draft model)" if named else ""
 
@@ -511,7 +513,8 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
     beyond = asked.beyond or asked.drafts_for  # as far as a draft model's plan tells, its model may go beyond, too
     flags = [option for option, given in (("--full-window", asked.full_window), ("--beyond", beyond)) if given]
     if asked.drafts_for:
-        del options["--layout"], options["-o"]
+        del options["--layout"]
+        options["-o"] = "MODEL_PLAN"
     usual = {f"--{key}": value for key, value in USUAL.items()} | {"--layout": "reduce", "-o": console.STREAM}
     said = [str(word) for option, value in options.items() if value != usual.get(option) for word in (option, value)]
     beside = [word for reserve in (asked.reserve if gpus else _reserves(plan)) for word in ("--reserve", reserve.text)]

@@ -162,7 +162,7 @@ def make(
     stored: Callable[[str], SplitPlan | TpplanError | None],
     save: Callable[[SplitPlan, str], bool],
 ) -> ManifestReport:
-    """Make every plan of a manifest; one that cannot be made keeps no other from it.
+    """Make every plan of a manifest; one that cannot be made keeps no other from it but that of its draft model.
 
     Args:
         manifest: the manifest.
@@ -170,8 +170,18 @@ def make(
         stored: function that returns the plan in a file, why it cannot be read, or None if there is no file.
         save: function that writes a plan, and tells whether it wrote anything.
     """
-    plans = tuple(_make(entry, inputs_of, stored, save) for entry in manifest.plans)
-    return ManifestReport(all(plan.error is None for plan in plans), manifest.path, plans)
+    plans: list[ManifestPlan] = []
+    for entry in manifest.plans:
+        of = plans[-1] if entry.is_draft else None  # the model's entry is the one before
+        plans.append(_without(of, entry) if of and of.error else _make(entry, inputs_of, stored, save))
+    return ManifestReport(all(plan.error is None for plan in plans), manifest.path, tuple(plans))
+
+
+def _without(of: ManifestPlan, entry: Entry) -> ManifestPlan:
+    """Return what became of the plan of a draft model that goes with a plan which was not made."""
+    message = f"not made, as {of.path} was not, the plan of the model that it drafts for"
+    error = ErrorBody(kind=of.error.kind if of.error else "", message=message)
+    return ManifestPlan(path=entry.file, outcome=of.outcome, message=message, error=error)
 
 
 def _make(
