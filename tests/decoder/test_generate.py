@@ -120,6 +120,20 @@ def test_an_edited_plan(edit: str, checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert command("check", plan, "--model", checkpoint).code == 1
 
 
+def test_a_draft_model_is_not_used_which_is_told(checkpoint: Path, tmp_path: Path) -> None:
+    """Of a plan with room for one, and of the plan of one, which names the model that it drafts for."""
+    files = ("--draft-output", tmp_path / "d.json", "-o", tmp_path / "p.json")
+    asked = ("plan", checkpoint, "--gpus", "2x2GiB", "--context", 64, "--draft", checkpoint, *files)
+    assert command(*asked).code == 0
+    for name, told in (
+        ("p.json", "the plan has room for tiny, which generate does not use"),
+        ("d.json", "this plan is for a draft model of tiny"),
+    ):
+        words = ("--model", checkpoint, "--backend", "cpu", "--token-ids", "1,2", "--max-new-tokens", 1)
+        done = command("generate", tmp_path / name, *words)
+        assert (done.code, f"note: {told}" in done.err) == (0, True), done.err
+
+
 def test_a_text_of_standard_input(checkpoint: Path) -> None:
     """A prompt of - is read from standard input, to the byte."""
     asked = ("--max-new-tokens", 5)

@@ -133,6 +133,7 @@ def generate(
         backend=backend,
     )
     task = _checked(checked, found, order, plan, model)
+    plans.note_undrafted(found)
     if text := str(defaults):
         plans.note(text)
     by_transformers = _is_for_transformers(task, engine)

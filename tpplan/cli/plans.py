@@ -112,6 +112,14 @@ def note_unread_drafts(plans: Iterable[SplitPlan | TpplanError]) -> None:
         note(f"the draft model {name} was not checked, only the rest: a manifest with draft = … checks it, too")
 
 
+def note_undrafted(plan: SplitPlan) -> None:
+    """Say where a plan that is run has what drafts beside it, or is that of what drafts."""
+    if draft := plan.request.draft:
+        note(f"the plan has room for {draft.name}, which generate does not use")
+    if model := plan.request.drafts_for:
+        note(f"this plan is for a draft model of {model}, and continues a text by that alone")
+
+
 def plan_or_error(path: str) -> SplitPlan | TpplanError:
     """Read a plan, or return why it cannot be read, for who judges others too."""
     try:
