@@ -99,7 +99,7 @@ def test_what_does_not_fit_beside_a_reserve() -> None:
     """The table has the reserve, and the hint that it fits without."""
     asked = ("plan", LLAMA_8B, "--gpus", "RTX4090", "--context", 4096)
     err = refused(*asked, "--reserve", "8GiB", "--reserve", "9GiB@0", code=1)
-    assert "9.00 GiB of these reserved" in err
+    assert "beside 9.00 GiB that are reserved, and" in err
     assert "  reserved  budget  missing" in err
     assert "\n  reserve nothing" in err
 

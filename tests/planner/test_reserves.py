@@ -100,7 +100,7 @@ def test_a_reserve_takes_the_room_that_it_says() -> None:
             plan(model, (evolve(least, budget_bytes=least.budget_bytes + 77 * MIB - 1),), reserve=(reserve,), **ASKED)
         assert error.value.shortfalls[0].missing_bytes == 1
         assert error.value.shortfalls[0].reserved_bytes == 77 * MIB
-        assert "77.00 MiB of these reserved" in error.value.message
+        assert "beside 77.00 MiB that are reserved" in error.value.message
         assert "reserve nothing" in error.value.hint
         room = evolve(least, budget_bytes=least.budget_bytes + 77 * MIB)
         made = plan(model, (room,), reserve=(reserve,), **ASKED)

@@ -228,7 +228,7 @@ def explain(best: Attempt, room: Room | None = None, *, is_advised: bool = True)
         max(0, device.budget_bytes - device.overhead_bytes - best.request.left(entry.device))
         for device, entry in zip(devices, best.memory, strict=True)
     )
-    kept = f", {listed(_left(best))}," if left else ","
+    kept = f", of which {format_bytes(budget - left)} are left beside {listed(_left(best))}," if left else ","
     worst = max(shortfalls, key=lambda s: s.missing_bytes)
     message = (
         f"{model.name} does not fit: it needs {format_bytes(needed)} on {len(devices)} "
@@ -255,9 +255,9 @@ def explain(best: Attempt, room: Room | None = None, *, is_advised: bool = True)
 def _left(best: Attempt) -> list[str]:
     """Return in words what of the budgets is left to others."""
     reserved, draft = (sum(getattr(entry, f"{key}_bytes") for entry in best.memory) for key in ("reserved", "draft"))
-    told = [f"{format_bytes(reserved)} of these reserved"] * (reserved > 0)
+    told = [f"{format_bytes(reserved)} that are reserved"] * (reserved > 0)
     if draft and best.request.draft:
-        told.append(f"{format_bytes(draft)}{' of these' * (not reserved)} for {best.request.draft.name}")
+        told.append(f"{format_bytes(draft)} for {best.request.draft.name}")
     return told
 
 
