@@ -135,7 +135,7 @@ def test_what_is_not_planned_is_in_the_picture_and_on_the_page() -> None:
     texts = {element.text or "": float(element.get("y", "0")) for element in _svg(NEWER).iter(f"{SVG}text")}
     assert texts["Fixture-MoE"] < texts[told] < texts["Memory, GiB"] - 4 * 18
     assert "Not planned: vision tower, 1.07 GiB; audio tower, of unknown size.</strong>" in page(data(NEWER))
-    assert "<td>reserve</td><td>1.00 GiB on every other device, 2.00 GiB on device 1</td>" in page(data(NEWER))
+    assert "<td>reserve</td><td>1.00 GiB on all others, 2.00 GiB on device 1</td>" in page(data(NEWER))
 
 
 def test_a_picture_is_as_wide_as_a_narrow_window() -> None:

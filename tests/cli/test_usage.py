@@ -109,6 +109,15 @@ def test_usage(arguments: list[str], words: str) -> None:
         (["fit", "m", "--gpus", "24GiB", "--cache", "FP8"], "did you mean fp8? tpplan fit --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--layout", "gathr"], "did you mean gather? tpplan plan --help lists"),
         (["plan", "m", "--gpus", "24GiB", "--kv", "replica"], "did you mean replicate? tpplan plan --help lists"),
+        (["plan", "m", "--gpus", "24GiB", "--cache", "fp4"], "did you mean q4? tpplan plan --help lists"),
+        (
+            ["plan", "m", "--gpus", "24GiB", "--reserve", "1GiB", "2GiB@0"],
+            "name each with an option of its own, as in --reserve 1GiB --reserve 2GiB@0; tpplan plan --help lists",
+        ),
+        (
+            ["export", "p", "--for", "exl"],
+            "did you mean exllamav3 or exllamav2? engines are llama.cpp, llama.cpp-layer,",
+        ),
         (["export", "p", "--for", "llamacpp"], "did you mean llama.cpp? engines are llama.cpp, llama.cpp-layer,"),
         (["bench", "p", "--transport", "pear"], "did you mean peer? tpplan bench --help lists"),
         (["selftest", "p", "--backend", "gpu"], "did you mean cuda? tpplan selftest --help lists"),

@@ -119,7 +119,7 @@ def test_every_way_of_writing_a_name_is_that_gpu(names: str, gpu: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("B580", "RTX4091", "RTX 4900", "RTX 3050 Ti", "RTX 4090 Laptop GPU", "L40G", "H30", "MI300B", "TITAN", "T40"),
+        *("B580", "RTX4091", "RTX 4100", "RTX 3050 Ti", "RTX 4090 Laptop GPU", "L40G", "H30", "MI300B", "TITAN", "T40"),
         *("RTX 2090", "RX 7950 XTX", "RTX 4080 Ti", "A1000", "RTX3090Ti20"),
     ],
 )
@@ -134,6 +134,8 @@ def test_other_gpus_are_not_guessed(name: str) -> None:
     ("name", "meant"),
     [
         ("RTZ 4090", "RTX 4090"),
+        ("RTX 4900", "RTX 4090"),
+        ("2xRTX3900", "RTX 3090"),
         ("RTXX3060", "RTX 3060"),
         ("RTX 4070 Supr", "RTX 4070 SUPER"),
         ("RTX 4070 SUPRE", "RTX 4070 SUPER"),
@@ -141,7 +143,7 @@ def test_other_gpus_are_not_guessed(name: str) -> None:
     ],
 )
 def test_a_slip_of_spelling_is_pointed_out(name: str, meant: str) -> None:
-    """One letter too many, too few, wrong or swapped in a word of a name is told with the GPU that was meant."""
+    """A letter too many, too few, wrong or swapped, or two swapped digits, are told with the GPU that was meant."""
     with pytest.raises(DeviceError) as raised:
         parse_devices(name)
     assert raised.value.hint.startswith(f"did you mean {meant}? ")

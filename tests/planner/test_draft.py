@@ -351,8 +351,8 @@ def test_devices_with_equal_reserves_are_told_together() -> None:
     """Those that are named, and the rest."""
     many = tuple(Reserve(GIB, i) for i in range(12))
     assert reserves_told(many) == ("1.00 GiB on devices 0-11",)
-    assert reserves_told((*many[:2], Reserve(MIB))) == ("1.00 GiB on devices 0 and 1, 1.00 MiB on every other device",)
-    assert reserves_told((many[3], Reserve(GIB))) == ("1.00 GiB on device 3 and every other device",)
+    assert reserves_told((*many[:2], Reserve(MIB))) == ("1.00 GiB on devices 0 and 1, 1.00 MiB on all others",)
+    assert reserves_told((many[3], Reserve(GIB))) == ("1.00 GiB on device 3 and all others",)
 
 
 def test_suggested_commands_keep_reserves_beside_a_draft_model(inside: Path, head: Path) -> None:

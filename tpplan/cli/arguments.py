@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
@@ -42,7 +42,7 @@ _QUOTES = "\"'"
 #: How much of two choices must agree, of 1, for one to be a slip of the other.
 _NEAR = 0.5
 #: What people say for a choice that is spelled otherwise.
-_SAID = {"gpu": "cuda"}
+_SAID = {"gpu": "cuda", "int8": "q8", "fp6": "q6", **dict.fromkeys(("fp4", "int4", "nf4"), "q4")}
 
 #: What to do instead of giving a command an option that another one has.
 _ELSEWHERE = {
@@ -205,7 +205,7 @@ def _problem(error: CycloptsError, name: str, tokens: Sequence[str]) -> tuple[st
         meant = _ELSEWHERE.get((name, unknown.partition("=")[0]), meant)
     elif isinstance(error, UnusedCliTokensError):
         text = f"{name} takes no further argument {' '.join(error.unused_tokens or ())[:60]!r}"
-        meant = commas if name == "tpplan plan" else ""
+        meant = _as_repeated(tokens, list(error.unused_tokens or ())) or (commas if name == "tpplan plan" else "")
     elif isinstance(error, MissingArgumentError) and argument:
         given = [token for token in tokens if token in argument.names]
         text = f"{given[0]} has no value" if given else f"{name} needs {option}"
@@ -217,6 +217,15 @@ def _problem(error: CycloptsError, name: str, tokens: Sequence[str]) -> tuple[st
     elif isinstance(error, CoercionError) and error.token:
         text, meant = _value_problem(error, error.token, option)
     return text, meant
+
+
+def _as_repeated(tokens: Sequence[str], unused: Sequence[str]) -> str:
+    """Return how to write several reserves, if these are what arguments that nothing takes are; empty if not."""
+    at = list(tokens).index("--reserve") + 1 if "--reserve" in tokens else len(tokens)
+    given = list(takewhile(lambda token: not token.startswith("-"), tokens[at:]))
+    if not {*unused} & {*given[1:]}:
+        return ""
+    return f"name each with an option of its own, as in {' '.join(f'--reserve {each[:40]}' for each in given[:3])}"
 
 
 def _value_problem(error: CoercionError, token: Token, option: str) -> tuple[str, str]:

@@ -112,7 +112,7 @@ def _told(sizes: dict[int, int], count: int, told: Callable[[int], str]) -> str:
         count: how many devices there are, if that is known, else 0.
         told: how to write bytes.
     """
-    rest = "every other device" if len(sizes) > 1 else "every device"
+    rest = "all others" if len(sizes) > 1 else "every device"
     places: dict[str, list[int]] = {}
     for device, size in sizes.items():
         places.setdefault(told(size), []).append(device)

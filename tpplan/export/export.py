@@ -45,8 +45,9 @@ def engine_of(name: str) -> Engine:
             return engine
     aliases = {alias: engine.name for engine in ENGINES.values() for alias in engine.aliases}
     others = "; ".join(f"{alias} is {one}" for alias, one in aliases.items())
-    near = get_close_matches(wanted, [*ENGINES, *aliases], 1)
-    meant = f"did you mean {near[0]}? " if near else ""
+    names = [*ENGINES, *aliases]
+    near = get_close_matches(wanted, names, 1) or [each for each in names if wanted and each.startswith(wanted)]
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise RequestError(
         f"--for is {name[:40]!r}, which is no engine", f"{meant}engines are {listed([*ENGINES])}; {others}"
     )

@@ -429,7 +429,7 @@ def _key(name: str) -> str:
 
 
 def _near(name: str) -> str:
-    """Return the GPU whose name differs by one slip of spelling and not in a digit; empty if there is none."""
+    """Return the GPU whose name differs by one slip of spelling, in digits by two swapped; empty if there is none."""
     zeros = re.sub("o+(?=[0-9])|(?<=[0-9])o+", lambda match: "0" * len(match[0]), name, flags=re.IGNORECASE)
     if zeros != name and (found := lookup(zeros)):
         return found[0].name
@@ -441,6 +441,12 @@ def _near(name: str) -> str:
         if rest == meant[2] and len(meant[1]) >= _PREFIX and _one_slip(prefix, meant[1]):
             return gpu.name
         if prefix in {meant[1], f"rtx{meant[1]}"} and len(meant[2]) >= _SLIP and _one_slip(rest, meant[2]):
+            return gpu.name
+    number = " ".join(meant[0])
+    for gpu in gpus():  # another digit is another GPU, perhaps one of tomorrow
+        digits, prefix, rest = _parts(gpu.name)
+        other, is_named = " ".join(digits), prefix in {meant[1], f"rtx{meant[1]}"} and rest == meant[2]
+        if is_named and sorted(other) == sorted(number) and _one_slip(other, number):
             return gpu.name
     return ""
 
