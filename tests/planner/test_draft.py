@@ -456,6 +456,16 @@ def test_another_vocabulary_is_noted(tmp_path: Path) -> None:
     assert "small has 32000 tokens, Llama-3.1-8B 128256: their tokens may differ" in done.err.replace("\n", " ")
 
 
+def test_what_a_draft_model_was_made_for_is_noted(head: Path) -> None:
+    """Its own longest context, where sequences are longer, and what is assumed of its weights."""
+    asked = ("plan", LLAMA_8B, "--gpus", "48GiB", "--draft", head, "--context")
+    noted = "note: head was made for 2048 tokens per sequence, the plan has 2049"
+    assert [noted in command(*asked, context).err for context in (2048, 2049)] == [False, True]
+    assert "assumed of head" not in command(*asked, 2048).err
+    head.write_text(json.dumps({key: value for key, value in EAGLE3.items() if key != "torch_dtype"}))
+    assert "note: assumed of head: dtype bfloat16: config.json names none" in command(*asked, 2048).err
+
+
 @pytest.fixture
 def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the current folder."""

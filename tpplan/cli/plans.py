@@ -96,6 +96,8 @@ def note_draft(inputs: Inputs, plan: SplitPlan, of: str = "") -> None:
     if draft is None or room is None:
         return
     note(f"room for {room.name}: {rooms_told(room.room_bytes)[0]}", of)
+    if not plan.request.mtp:  # whose layers are of the same model
+        _note_of_draft(draft, plan.request.sequence_tokens, of)
     width = states_of(draft)
     if width not in {None, model.hidden_size}:
         text = f"{draft.name} reads hidden states of {width} elements, {model.name} has {model.hidden_size}"
@@ -103,6 +105,15 @@ def note_draft(inputs: Inputs, plan: SplitPlan, of: str = "") -> None:
     if draft.vocab_size != model.vocab_size and draft.model_type not in DRAFTS:
         text = f"{draft.name} has {draft.vocab_size} tokens, {model.name} {model.vocab_size}: their tokens may differ"
         note(text, of)
+
+
+def _note_of_draft(draft: ModelSpec, tokens: int, of: str) -> None:
+    """Say what is assumed of a draft model, and whether sequences are longer than those that it was made for."""
+    if draft.assumed:
+        note(f"assumed of {draft.name}: {draft.assumed}", of)
+    if tokens > draft.max_context and any(block.attention for block in draft.blocks):
+        text = f"{draft.name} was made for {draft.max_context} tokens per sequence, the plan has {tokens}"
+        note(f"{text}: it may propose worse tokens beyond", of)
 
 
 def note_unread_drafts(plans: Iterable[SplitPlan | TpplanError]) -> None:
