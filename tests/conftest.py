@@ -56,13 +56,13 @@ SLOW = {
 }
 
 
-#: Of a test with more cases, ``--sample`` takes a third, and not fewer than this.
-_FEWEST = 8
+#: Of a test with more cases, ``--sample`` takes a quarter, and not fewer than this.
+_FEWEST = 6
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option by which tests of many cases are run in part."""
-    what = f"of every test with more than {_FEWEST} cases, run a third: others for each seed, by default the commit"
+    what = f"of every test with more than {_FEWEST} cases, run a quarter: others for each seed, by default the commit"
     parser.addoption("--sample", metavar="SEED", help=what)
 
 
@@ -87,7 +87,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Say how to run the same cases again, whatever the commit is then."""
     if seed := config.option.sample:
         profile = "CI=1 " if os.environ.get("CI") else ""
-        terminalreporter.write_line(f"a third of the cases; the same ones: {profile}just test --sample={seed}")
+        terminalreporter.write_line(f"a quarter of the cases; the same ones: {profile}just test --sample={seed}")
 
 
 def sampled(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
@@ -98,7 +98,7 @@ def sampled(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
     return {
         item
         for each in cases.values()
-        for item in sorted(each, key=lambda item: _hash(item, seed))[: max(_FEWEST, -(-len(each) // 3))]
+        for item in sorted(each, key=lambda item: _hash(item, seed))[: max(_FEWEST, -(-len(each) // 4))]
     }
 
 

@@ -1,4 +1,4 @@
-"""The sample of the cases of tests with many of them: a third, which can be run again, and others for other commits."""
+"""The sample of the cases of tests with many of them: a quarter, which can be run again, and others for other commits."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from tpplan.export.facts import MIB, bytes_each
 from tpplan.export.layers import Layers
 from tpplan.export.names import EngineName
 from tpplan.models.families import FAMILIES
+from tpplan.models.families.hybrid import SUMS
 from tpplan.models.families.remote import REMOTE
 from tpplan.reports.export import TextFile
 
@@ -59,7 +60,7 @@ def family_of(architecture: str) -> Family | None:
 
 def modules(architecture: str, family: Family) -> tuple[str, ...]:
     """Return the modules of transformers' model outside the layers."""
-    names = [row.name.rpartition(".")[0].partition(".{")[0] for row in family.outside]
+    names = [row.name.rpartition(".")[0].partition(".{")[0] for row in family.outside if row.when != SUMS]
     root = family.layers.partition("{layer}")[0].removesuffix(".").rpartition(".")
     tables = () if architecture in _NO_TABLES else (f"{root[0]}{root[1]}rotary_emb",)
     return tuple(

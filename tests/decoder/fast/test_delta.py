@@ -96,7 +96,7 @@ def test_lanes_agree(joined: str, sizes: tuple[int, int], dtype: torch.dtype) ->
     torch.manual_seed(7)
     lanes = Lanes(dtype)
     layer = Layer(joined, sizes, 3, dtype, lanes)
-    layer.check_texts(17, 3, lanes.allow)
+    layer.check_texts(6, 3, lanes.allow)
     recur, gate = lanes.launches.values()
     assert (recur, gate) == (3 + 1 + 1 + 1, 4)
 

@@ -114,7 +114,7 @@ _SECTION: Final = "linear_attn_config"
 #: Kimi K3's keys beside those of Kimi Linear: its latents of experts, its full gates, and its sums over layers.
 _LATENT_WIDTH: Final = "routed_expert_hidden_size"
 _FULL_GATE: Final = "use_full_rank_gate"
-_SUMS: Final = "attn_res_block_size"
+SUMS: Final = "attn_res_block_size"
 #: The flag of decays that are padded with zeros.
 _ZEROS: Final = "padded_decays"
 
@@ -182,13 +182,13 @@ def _kimi_sizes(config: Config, shape: Shape) -> Shape:
     width = config.optional_count(_LATENT_WIDTH) or 0 if shape.experts else 0
     linear = next(filter(None, shape.linear), None)
     zeros = max(0, linear.key_head_dim - linear.key_heads) if linear else 0
-    flags = ("latent_experts",) * bool(width) + (_SUMS,) * bool(config.optional_count(_SUMS)) + (_ZEROS,) * bool(zeros)
+    flags = ("latent_experts",) * bool(width) + (SUMS,) * bool(config.optional_count(SUMS)) + (_ZEROS,) * bool(zeros)
     return evolve(shape, expert_rank=width).having(*flags, eh=width, zeros=zeros)
 
 
 def _summed(*names: str) -> tuple[Row, ...]:
     """Return the rows of what weighs the sums of earlier layers (attention residuals, Kimi K3)."""
-    each = ((*norm(f"{name}_norm", when=_SUMS), *linear(f"{name}_proj", "1", "h", when=_SUMS)) for name in names)
+    each = ((*norm(f"{name}_norm", when=SUMS), *linear(f"{name}_proj", "1", "h", when=SUMS)) for name in names)
     return tuple(row for rows in each for row in rows)
 
 
