@@ -113,9 +113,8 @@ def test_fit_as_markdown() -> None:
     for row, one in zip(table[1:-1], report["rows"], strict=True):
         rates = [f"{cell['tokens_per_second']:,}" if cell["fits"] else "-" for cell in one["cells"]]
         assert row[:-3] == [f"{one['context']:,}", *rates]
-    helps = [
-        one | {"option": "other weights"} if one["kind"] == "quantisation" else one for one in report["suggestions"]
-    ]
+    weights = {"option": "other weights"}
+    helps = [one | weights if one["kind"] == "quantisation" else one for one in report["suggestions"]]
     named = [one["option"] for one in helps if "option" in one]
     assert [row[0] for row in options[1:]] == named
     assert sides[0] == [*["right"] * (len(table[0]) - 2), "", "right"]
