@@ -463,9 +463,16 @@ def bench(
     if processes:
         from tpplan.exec.tools.bench.between import run as between  # noqa: PLC0415
 
-        where, say = usable(found, backend, on_plans.note), on_plans.note
+        where = usable(found, backend, on_plans.note)
         report = between.bench(
-            found, where, transport, sizes=asked, rounds=turns, busy=console.busy, told=told, note=say
+            found,
+            where,
+            transport,
+            sizes=asked,
+            rounds=turns,
+            busy=console.busy,
+            told=told,
+            note=on_plans.note,
         )
     else:
         make = compiler(found, backend, on_plans.note)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
-from tpplan.exec.explain import ALL
+from tpplan.exec.explain import ALL, IN_GRAPH
+from tpplan.reports.bench import Measured
 
 if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
@@ -111,6 +112,21 @@ class Cases:
         axis = ALL if operation in {"broadcast", "all_reduce"} else str(Axis.RESIDUAL)
         mine = (w for w in self.explanation.ways if w.operation == operation + where and axis in w.axes)
         return next((way for way in mine if way.first <= rows <= way.last), None)
+
+    def untimed(self, name: str, rows: int) -> Measured:
+        """Return what a report says of an operation beside its times."""
+        way, graph_way = self.way(name, rows), self.way(name, rows, IN_GRAPH)
+        how, in_graph = (f"{each.transport} {each.how}".strip() if each else "" for each in (way, graph_way))
+        count = self.in_a_graph(rows)
+        return Measured(
+            operation=name,
+            payload_bytes=rows * self.row_bytes,
+            rows=rows,
+            link_bytes=rows * way.row_bytes if way else 0,
+            way=how,
+            graph_way=in_graph if in_graph != how else "",
+            in_a_graph=count if count < self.in_a_step else None,
+        )
 
     def _broadcast(self, rows: int) -> Case:
         whole = self._noise(rows)

@@ -21,7 +21,6 @@ from tpplan.core.sizes import format_bytes
 from tpplan.core.workspace import workspace_bytes
 from tpplan.errors import ExecutionError, RequestError, TpplanError
 from tpplan.exec.compiler import compile as compile_plan
-from tpplan.exec.explain import IN_GRAPH
 from tpplan.exec.programs.program import HOST
 from tpplan.exec.tools.bench.case import Cases
 from tpplan.exec.tools.bench.clock import Clock, Run, undisturbed
@@ -204,17 +203,17 @@ def bench(
             with busy("measuring the links"):
                 limits = measure({i: device.device for i, device in context.devices.items()})
         except Exception as error:  # noqa: BLE001 (operations can be timed without limits)
-            notes.append(f"no limits were measured: {_reason(error)}")
+            notes.append(f"no limits were measured: {reason(error)}")
         even = None
         try:
             if made := even_context(context):
                 _closed_by(stack, made)
                 even = Cases(made)
         except Exception as error:  # noqa: BLE001 (operations can be timed without it)
-            notes.append(f"even slices were not timed: {_reason(error)}")
+            notes.append(f"even slices were not timed: {reason(error)}")
         if cases.places[0].type == "cuda":
             notes += _told_nccl(cases.explanation.transport)
-        report = _head(cases, even, rounds, limits, notes)
+        report = head(cases, even, rounds, limits, notes)
         turns = _Turns(cases, even, limits, Clock(cases.places, rounds))
         for name in cases.makers:
             measured = []
@@ -258,11 +257,11 @@ def _closed_by(stack: ExitStack, context: TPContext) -> None:
     stack.callback(close)
 
 
-def _head(cases: Cases, even: Cases | None, rounds: int, limits: tuple[Limit, ...], notes: list[str]) -> BenchReport:
+def head(cases: Cases, even: Cases | None, rounds: int, limits: tuple[Limit, ...], notes: list[str]) -> BenchReport:
     """Return the report without measurements."""
     devices, is_cuda = cases.context.devices, cases.places[0].type == "cuda"
     names = [torch.cuda.get_device_name(each.device) if is_cuda else each.name for each in devices.values()]
-    versions = tuple(software(notes.append)) if is_cuda else (f"torch {torch.__version__}",)
+    versions = tuple(_software(notes.append)) if is_cuda else (f"torch {torch.__version__}",)
     return BenchReport(
         model=cases.context.plan.model.name,
         backend="cuda" if is_cuda else "cpu",
@@ -298,23 +297,11 @@ class _Turns:
 
     def measured(self, name: str, rows: int) -> Measured:
         """Return the times of an operation by all implementations, or the reason why there are none."""
-        way, graph_way = self._cases.way(name, rows), self._cases.way(name, rows, IN_GRAPH)
-        count = self._cases.in_a_graph(rows)
-        how, in_graph = (f"{each.transport} {each.how}".strip() if each else "" for each in (way, graph_way))
-        told = partial(
-            Measured,
-            operation=name,
-            payload_bytes=rows * self._cases.row_bytes,
-            rows=rows,
-            link_bytes=rows * way.row_bytes if way else 0,
-            way=how,
-            graph_way=in_graph if in_graph != how else "",
-            in_a_graph=count if count < self._cases.in_a_step else None,
-        )
+        count, told = self._cases.in_a_graph(rows), partial(evolve, self._cases.untimed(name, rows))
         try:
             case = self._cases.make(name, rows)
         except Exception as error:  # noqa: BLE001 (no memory or no room in the plan; the next case may have it)
-            return told(failed=_reason(error))
+            return told(failed=reason(error))
         self._entries = {}
         (ours, make), *others = contenders(case)
         self._prepare(ours, make, self._cases.context, count)
@@ -363,7 +350,7 @@ class _Turns:
             self._fail(key, error)
 
     def _fail(self, key: tuple[str, bool], error: Exception) -> None:
-        self._entries[key] = _reason(error)
+        self._entries[key] = reason(error)
 
 
 def _evenly(cases: Cases, name: str, rows: int) -> Contender:
@@ -372,7 +359,7 @@ def _evenly(cases: Cases, name: str, rows: int) -> Contender:
     return make()
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Return an error as one line of text."""
     message = error.message if isinstance(error, TpplanError) else f"{type(error).__name__}: {error}"
     return " ".join(message.split())
@@ -393,11 +380,11 @@ def _told_nccl(transport: str) -> Iterator[str]:
             yield f"NCCL was told to go without {what}, which it heeds if it was not used before: {name}={value}"
 
 
-def software(note: Callable[[str], None]) -> Iterator[str]:
+def _software(note: Callable[[str], None]) -> Iterator[str]:
     """Yield the versions of torch, CUDA and NCCL."""
     yield f"torch {torch.__version__}"
     yield f"CUDA {torch.version.cuda}"
     try:
         yield f"NCCL {'.'.join(map(str, nccl.version()))}"  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 (a torch without NCCL)
-        note(f"NCCL is not here: {_reason(error)}")
+        note(f"NCCL is not here: {reason(error)}")

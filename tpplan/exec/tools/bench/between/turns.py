@@ -8,25 +8,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import distributed
 
 from tpplan.core.axes import Axis
-from tpplan.errors import TpplanError
-from tpplan.exec.explain import IN_GRAPH
 from tpplan.exec.tools.bench.between.case import Case, Contender
 from tpplan.exec.tools.bench.between.peers import Nccl, Ours, Symmetric, Window
 from tpplan.exec.tools.bench.case import Cases
 from tpplan.exec.tools.bench.clock import spread
 from tpplan.exec.tools.bench.peers import OURS
-from tpplan.reports.bench import Measured, Timed
+from tpplan.exec.tools.bench.run import reason
+from tpplan.reports.bench import Timed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
     from tpplan.exec.context import TPContext
+    from tpplan.reports.bench import Measured
 
 T = TypeVar("T")
 
@@ -101,17 +101,9 @@ class Turns:
             except RuntimeError as error:
                 failed[key] = str(error)
         times = self._times(entries)
-        way, graph_way = self.cases.way(operation, rows), self.cases.way(operation, rows, IN_GRAPH)
-        how, in_graph = (f"{each.transport} {each.how}".strip() if each else "" for each in (way, graph_way))
         keys = sorted({*times, *failed}, key=lambda key: (names.index(key[0]), key[1]))
-        return Measured(
-            operation=operation,
-            payload_bytes=rows * self.cases.row_bytes,
-            rows=rows,
-            link_bytes=rows * way.row_bytes if way else 0,
-            way=how,
-            graph_way=in_graph if in_graph != how else "",
-            in_a_graph=count if count < self.cases.in_a_step else None,
+        return evolve(
+            self.cases.untimed(operation, rows),
             timed=tuple(
                 Timed(by=who, graph=graph, time=times.get((who, graph)), failed=failed.get((who, graph), ""))
                 for who, graph in keys
@@ -164,21 +156,18 @@ def agreed(action: Callable[[], T]) -> T:
     Raises:
         RuntimeError: it has failed in one; the message is its reason.
     """
-    reason, found = "", None
+    why, found = "", None
     try:
         found = action()
     except Exception as error:  # noqa: BLE001 (of any library)
-        text = error.message if isinstance(error, TpplanError) else f"{type(error).__name__}: {error}"
-        reason = " ".join(text.split())
-    reasons: list[str] = [""] * distributed.get_world_size()
-    distributed.all_gather_object(reasons, reason)
-    if any(reasons):
-        raise RuntimeError(next(filter(None, reasons)))
+        why = reason(error)
+    if first := next(filter(None, all_of(why)), ""):
+        raise RuntimeError(first)
     return found  # type: ignore[return-value]
 
 
-def all_of(own: T) -> Iterator[T]:
-    """Yield what each process has, in their order."""
+def all_of(own: T) -> list[T]:
+    """Return what each process has, in their order."""
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, own)
-    yield from found
+    return found

@@ -18,10 +18,9 @@ from tpplan.exec.compiler import compile as compile_plan
 from tpplan.exec.tools.bench.between.case import OPERATIONS
 from tpplan.exec.tools.bench.between.children import NO_MULTICAST
 from tpplan.exec.tools.bench.between.turns import Turns, all_of
-from tpplan.exec.tools.bench.run import software
+from tpplan.exec.tools.bench.run import head
 from tpplan.files.codec import unstructure
 from tpplan.planfile.codec import load
-from tpplan.reports.bench import BenchReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,25 +37,11 @@ def measure(ctx: TPContext, place: torch.device, counts: Sequence[int], rounds: 
     """Measure as one of the processes; the first prints the report, line by line, as it grows."""
     turns = Turns(ctx, place, counts[-1], rounds)
     cases, is_cuda = turns.cases, place.type == "cuda"
-    (device,) = ctx.devices.values()
-    name = torch.cuda.get_device_name(place) if is_cuda else device.name
-    notes = [*cases.explanation.notes, NO_MULTICAST if is_cuda else "gloo stands in for NCCL"]
-    report = BenchReport(
-        model=ctx.plan.model.name,
-        backend=place.type,
-        devices=tuple(all_of(name)),
-        transport=cases.explanation.transport,
-        dtype=cases.explanation.dtype,
-        columns=cases.columns,
-        slice_columns=turns.widths,
-        rounds=rounds,
-        in_a_graph=cases.in_a_step,
-        software=tuple(software(notes.append)) if is_cuda else (f"torch {torch.__version__}",),
-        limits=(),
-        measured=(),
-        notes=(),
+    own = head(
+        cases, None, rounds, (), [*cases.explanation.notes, NO_MULTICAST if is_cuda else "gloo stands in for NCCL"]
     )
-    report = evolve(report, notes=tuple(notes))
+    names = tuple(name for names in all_of(own.devices) for name in names)
+    report = evolve(own, devices=names, slice_columns=turns.widths)
     for operation in OPERATIONS:
         for rows in counts:
             faulthandler.dump_traceback_later(_SECONDS, exit=True)
