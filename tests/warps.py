@@ -142,6 +142,7 @@ class Block:
         everybody: where those of the block meet.
         warps: where the lanes of each meet, and what they bring and get.
         arrays: in shared memory.
+        brought: numbers that threads bring where they meet, by how often they have met before.
     """
 
     number: tuple[int, int, int]
@@ -152,6 +153,7 @@ class Block:
     everybody: Meeting = field(init=False)
     warps: list[Warp] = field(init=False)
     arrays: dict[int, Any] = field(factory=dict)
+    brought: dict[int, list[Any]] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.everybody = Meeting(self.turns, self.size)
@@ -322,6 +324,14 @@ def meet() -> None:
     """Wait for all threads of the block."""
     ME.block.everybody.wait()
     ME.met = ME.met[0] + 1, ME.met[1]
+
+
+def meet_with(value: Any) -> bool:
+    """Wait for all threads of the block, and return whether any of them brings another number than 0."""
+    brought = ME.block.brought.setdefault(ME.met[0], [])
+    brought.append(value)
+    meet()
+    return any(brought)
 
 
 def meet_in_warp() -> None:

@@ -257,13 +257,15 @@ def _fused(
     if mask is not None:
         if sinks is not None or not recurs or not takes_cudnn(q_BHSK, k_BHTK, v_BHTK, mask, scale):
             return None
-        qkv = map(at_vectors, (q_BHSK, k_BHTK, v_BHTK))
-        return functional.scaled_dot_product_attention(*qkv, mask, scale=scale, enable_gqa=True)
+        q_BHSK, k_BHTK, v_BHTK = map(at_vectors, (q_BHSK, k_BHTK, v_BHTK))
+        return functional.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, mask, scale=scale, enable_gqa=True)
     if not takes_flash(q_BHSK, k_BHTK, v_BHTK):
         return None
     if recurs and q_BHSK.shape[2] == k_BHTK.shape[2] and not window and sinks is None:  # cuDNN, where torch prefers it
-        qkv = map(at_vectors, (q_BHSK, k_BHTK, v_BHTK))
-        return functional.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=True)
+        q_BHSK, k_BHTK, v_BHTK = map(at_vectors, (q_BHSK, k_BHTK, v_BHTK))
+        return functional.scaled_dot_product_attention(
+            q_BHSK, k_BHTK, v_BHTK, is_causal=True, scale=scale, enable_gqa=True
+        )
     return flash_attention(q_BHSK, k_BHTK, v_BHTK, scale, window=window, sinks=sinks)
 
 

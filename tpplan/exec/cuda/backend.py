@@ -71,6 +71,7 @@ class CudaDevices(Streams):
         others: Mapping[int, int] = MappingProxyType({}),
         status: Tensor | None = None,
         cause: Callable[[int], str] = lambda _: "",
+        reach: Callable[[int, int], int] = lambda address, _: address,
     ) -> None:
         """Load the kernels on every device.
 
@@ -83,6 +84,7 @@ class CudaDevices(Streams):
                 :class:`tpplan.exec.processes.peers.PeerProcesses`.
             status: see :class:`tpplan.exec.cuda.exchanges.Exchanges`.
             cause: see there.
+            reach: see there.
         """
         super().__init__(places, len(others))
         self.transport = transport
@@ -101,7 +103,15 @@ class CudaDevices(Streams):
             is_proof = transport == "peer" and not others and timeout >= _PROOF_SECONDS
             on_timeout = partial(refute, [place.index for place in places.values()] if is_proof else [])
             self._exchanges = Exchanges(
-                memory, places, kernels, others, status, timeout=timeout, on_timeout=on_timeout, cause=cause
+                memory,
+                places,
+                kernels,
+                others,
+                status,
+                timeout=timeout,
+                on_timeout=on_timeout,
+                cause=cause,
+                reach=reach,
             )
         ask = WeakMethod(self._is_busy)  # or a dropped context would live until garbage collection
         self._exchanges.host_writes.watch(lambda: (is_busy := ask()) is None or is_busy())

@@ -34,4 +34,4 @@ PARAMETER = "tpplan_words"
 GRID_DEPENDENCY = "griddepcontrol"
 
 #: Maximum words of the parameter, and maximum sequences: enough for eight devices.
-MOST_WORDS, MOST_SEQUENCES = 384, 48
+MOST_WORDS, MOST_SEQUENCES = 480, 48

@@ -123,6 +123,7 @@ _MODULES = {
     "skinny": "tpplan.decoder.fast.kernels.skinny",
     "slot": "tpplan.exec.kernels.slot",
     "direct": "tpplan.exec.kernels.direct",
+    "one": "tpplan.exec.kernels.one_shot",
     "sum": "tpplan.exec.kernels.sums",
     "turn": "tpplan.decoder.fast.kernels.turn",
     "wide": "tpplan.decoder.fast.kernels.wide",
