@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from tpplan.exec.toolchain.torch_shims import flash_attention, flash_attention_to_part, takes_cudnn
+from tpplan.exec.toolchain.torch_shims import at_vectors, flash_attention, flash_attention_to_part, takes_cudnn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -257,13 +257,13 @@ def _fused(
     if mask is not None:
         if sinks is not None or not recurs or not takes_cudnn(q_BHSK, k_BHTK, v_BHTK, mask, scale):
             return None
-        return functional.scaled_dot_product_attention(q_BHSK, k_BHTK, v_BHTK, mask, scale=scale, enable_gqa=True)
+        qkv = map(at_vectors, (q_BHSK, k_BHTK, v_BHTK))
+        return functional.scaled_dot_product_attention(*qkv, mask, scale=scale, enable_gqa=True)
     if not takes_flash(q_BHSK, k_BHTK, v_BHTK):
         return None
     if recurs and q_BHSK.shape[2] == k_BHTK.shape[2] and not window and sinks is None:  # cuDNN, where torch prefers it
-        return functional.scaled_dot_product_attention(
-            q_BHSK, k_BHTK, v_BHTK, is_causal=True, scale=scale, enable_gqa=True
-        )
+        qkv = map(at_vectors, (q_BHSK, k_BHTK, v_BHTK))
+        return functional.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=True)
     return flash_attention(q_BHSK, k_BHTK, v_BHTK, scale, window=window, sinks=sinks)
 
 

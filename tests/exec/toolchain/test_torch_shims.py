@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
-from tpplan.exec.toolchain.torch_shims import alike, timeout_of
+from tpplan.exec.toolchain.torch_shims import alike, at_vectors, timeout_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,3 +135,30 @@ def test_no_tensor_is_kept() -> None:
     del tensor, tensors
     assert kept() is None
     assert check(torch.zeros(3, 4))
+
+
+class _OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("x", "is_kept"),
+    [
+        (torch.zeros(4, 3, 8).bfloat16(), True),
+        (torch.zeros(4, 24).bfloat16()[:, 8:].unflatten(1, (2, 8)), True),
+        (torch.zeros(3, 5, 8).bfloat16().transpose(0, 1)[:1], True),
+        (torch.zeros(1, 5).bfloat16(), True),  # a single row has no next one
+        (torch.zeros(4, 24).bfloat16()[:, 4:20].unflatten(1, (2, 8)), False),  # behind 8 bytes
+        (torch.zeros(4, 20).bfloat16()[:, :16], False),  # rows of 40 bytes
+    ],
+)
+def test_rows_between_vectors_are_copied(x: torch.Tensor, is_kept: bool) -> None:
+    """On a GPU; elsewhere everything is read as it is."""
+    assert at_vectors(x) is x
+    y = x.as_subclass(_OnGpu)
+    found = at_vectors(y)
+    assert (found is y) is is_kept
+    assert torch.equal(found, x)
+    assert is_kept or found.is_contiguous()

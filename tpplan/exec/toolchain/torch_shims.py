@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+#: Bytes of the vectors that kernels of attention read.
+_VECTOR = 16
 #: At most one in this many of a device's multiprocessors is left free.
 _SHARE = 16
 #: Opens only libraries that are loaded already; not available on all platforms.
@@ -139,6 +141,16 @@ def takes_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.T
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
+def at_vectors(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose rows begin at multiples of 16 bytes on a GPU: itself if they do, else a copy.
+
+    FlashAttention and cuDNN read vectors of 16 bytes without asking, and end in a misaligned address.
+    """
+    steps = (x.stride(i) for i in range(x.dim() - 1) if x.shape[i] > 1)
+    is_at_vectors = not x.is_cuda or not any(at % _VECTOR for at in (x.data_ptr(), *(n * x.itemsize for n in steps)))
+    return x if is_at_vectors else x.clone(memory_format=torch.contiguous_format)
+
+
 def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -241,6 +253,7 @@ def _flash(
     That is the logarithm of each softmax's denominator in float32, ``[..., heads, tokens]``.
     """
     attend = torch.ops.aten._flash_attention_forward  # noqa: SLF001
+    q, k, v = map(at_vectors, (q, k, v))
     queries, keys, counts = where
     returns_mask = False
     sides = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
