@@ -114,7 +114,7 @@ class Launch:
         """Write all constant words of the parameter.
 
         Args:
-            kernels: kernels loaded by cuda.core: one for all operands, and one for those aligned to the largest piece.
+            kernels: loaded kernels: one for all operands, and one for those aligned to the largest piece.
             work: the device's work.
             blocks: maximum blocks that run at once.
             threads: threads per block.
@@ -126,7 +126,7 @@ class Launch:
         self._programmatic, self._reach, self._told = programmatic, reach, work.operands.told
         self.stream = work.stream
         self._operands = work.operands.words
-        self._kernel, self._aligned = (driver.CUfunction(int(kernel.handle)) for kernel in kernels)
+        self._kernel, self._aligned = (driver.CUfunction(int(kernel)) for kernel in kernels)
         self._piece = work.operands.piece
         self._words = (ctypes.c_uint64 * MOST_WORDS)()
         for index, word in {**header, **dict(enumerate(work.table, work.place))}.items():
