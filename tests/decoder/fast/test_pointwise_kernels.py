@@ -76,7 +76,9 @@ def test_lanes_turn_heads(size: int, turned: int, dtype: torch.dtype, is_normed:
     sequences_R, places_R = torch.tensor([2, -1, 0]), torch.tensor([4, 1, 0])
     expected_RHK, expected = x_RHK.clone(), kv_2BHLK.clone()
     if is_normed:
-        for weight, some in zip(norms_2K, expected_RHK[:, :-keys].split((queries, keys), dim=1), strict=True):
+        for weight, some in zip(
+            norms_2K, torch.split_with_sizes(expected_RHK[:, :-keys], [queries, keys], dim=1), strict=True
+        ):
             some.copy_(rms_norm(some, weight, 1e-5, 0.5))
     rotate(expected_RHK[:, : queries + keys], by)
     kernel, touched = getattr(turn, f"TURN_{DTYPES[dtype].upper()}"), [x_RHK, by, norms_2K, kv_2BHLK]
@@ -93,7 +95,7 @@ def test_lanes_turn_heads(size: int, turned: int, dtype: torch.dtype, is_normed:
     else:
         assert torch.equal(x_RHK, expected_RHK)
     for row in (0, 2):
-        expected[:, sequences_R[row], :, places_R[row]] = x_RHK[row, queries:].unflatten(0, (2, keys))
+        expected[:, sequences_R[row], :, places_R[row]] = torch.unflatten(x_RHK[row, queries:], 0, (2, keys))
     assert torch.equal(kv_2BHLK, expected)
 
 
