@@ -103,8 +103,8 @@ def doing(text: str) -> _Doing:
     if name == "cp.async.wait_group":
         groups = int(text.removeprefix(name).removesuffix(";"))
         return lambda *_: wait_for_copies(groups)
-    if name in _SHARED:
-        return _SHARED[name]
+    if name in _DONE:
+        return _DONE[name]
     if found := _conditional(text):
         return found
     if ".global." not in text:
@@ -153,6 +153,13 @@ def _vector(size: int, kind: Any, memory: _Memory, values: Sequence[Any]) -> Any
     at = memory(values[0], size).view(kind)
     at[: len(values) - 1] = values[1:]
     return tuple(at)
+
+
+def _prefetch(memory: _Memory, values: Sequence[Any]) -> None:
+    """Touch memory that may be read, in multiples of 16 bytes."""
+    assert values[1] % 16 == 0 < values[1]
+    memory(values[0], 16)
+    memory(values[0] + values[1] - 16, 16)
 
 
 def _increment(memory: _Memory, values: Sequence[Any]) -> Any:
@@ -216,8 +223,8 @@ def _permuted(chosen: Sequence[int], _: _Memory, values: Sequence[Any]) -> Any:
 
 #: Accesses of several words.
 _VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.[uf]32")
-#: What is done with shared memory.
-_SHARED: dict[str, _Doing] = {
+#: What is done with shared memory; what a cache is asked for; and waiting for the kernel before.
+_DONE: dict[str, _Doing] = {
     "ld.shared.u32": lambda _, values: words_at(values[0], 1)[0],
     "ld.shared.v4.u32": lambda _, values: tuple(words_at(values[0])),
     "atom.shared.add.u32": lambda _, values: add_word(*values),
@@ -227,6 +234,8 @@ _SHARED: dict[str, _Doing] = {
     "cp.async.ca.shared.global": lambda memory, values: copy_words(values[0], _filled(memory, *values[1:])),
     "cp.async.commit_group;": lambda *_: end_copies(),
     "cp.async.wait_all;": lambda *_: wait_for_copies(),
+    "cp.async.bulk.prefetch.L2.global": _prefetch,
+    "griddepcontrol.wait;": lambda *_: ME.block.waiting.wait() if ME.block.waiting else None,
 }
 #: Loads of some bits if something is there, and maybe of 16 if not.
 _GUARDED = re.compile(r"@p ld\.global\.u(\d+) \$0, \[\$1\];( @!p ld\.global\.u16)?")

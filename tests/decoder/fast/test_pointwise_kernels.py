@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests import machine_code
 from tests.decoder.fast.overlap import check_overlap
 from tests.machine_code import CAPABILITIES, check_code
-from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
 from tpplan.decoder.fast.launches.pointwise import GATES
+from tpplan.decoder.math import angles, rms_norm, rotate
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
@@ -56,6 +58,45 @@ def test_turns_write_caches(name: str, capabilities: tuple[tuple[int, int], ...]
         assert ".f64" not in text
         assert ".local" not in text
         check_code(text, capability)
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize(("size", "turned", "dtype"), [(64, 64, torch.bfloat16), (80, 32, torch.float16)])
+def test_lanes_turn_heads(size: int, turned: int, dtype: torch.dtype, is_normed: bool) -> None:
+    """As torch does, to the bit without norms, when the kernel before has ended, which writes them; and in caches."""
+    lanes, turn = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.turn")
+    if is_normed and turned < size:
+        return
+    torch.manual_seed(size)
+    (queries, keys), rows, length = (3, 2), 3, 5
+    x_RHK = torch.randn(rows, queries + 2 * keys, size).to(dtype)
+    by = angles(*torch.rand(2, rows, turned // 2).to(dtype))
+    norms_2K = torch.randn(2, size).to(dtype)
+    kv_2BHLK = torch.full((2, rows, keys, length, size), 9.0).to(dtype)
+    sequences_R, places_R = torch.tensor([2, -1, 0]), torch.tensor([4, 1, 0])
+    expected_RHK, expected = x_RHK.clone(), kv_2BHLK.clone()
+    if is_normed:
+        for weight, some in zip(
+            norms_2K, torch.split_with_sizes(expected_RHK[:, :-keys], [queries, keys], dim=1), strict=True
+        ):
+            some.copy_(rms_norm(some, weight, 1e-5, 0.5))
+    rotate(expected_RHK[:, : queries + keys], by)
+    kernel, touched = getattr(turn, f"TURN_{DTYPES[dtype].upper()}"), [x_RHK, by, norms_2K, kv_2BHLK]
+    for row in range(rows):
+        words = [
+            x_RHK[row].data_ptr(), 0, queries, keys, queries + 2 * keys, 2 * size, 2 * turned, by[row].data_ptr(), 0,
+            *(x.data_ptr() if is_normed else 0 for x in norms_2K), bits_of(0.5), bits_of(1 / size), bits_of(1e-5),
+            *(x.data_ptr() for x in kv_2BHLK), 0, 0, 2 * keys * length * size, 2 * length * size,
+            sequences_R[row].data_ptr(), 0, places_R[row].data_ptr(), 0,
+        ]  # fmt: skip
+        lanes.run(kernel, (1, 1), 64, words, [*touched, sequences_R, places_R], written=[x_RHK[row]])
+    if is_normed:
+        torch.testing.assert_close(x_RHK, expected_RHK, atol=0.05, rtol=0.02)
+    else:
+        assert torch.equal(x_RHK, expected_RHK)
+    for row in (0, 2):
+        expected[:, sequences_R[row], :, places_R[row]] = torch.unflatten(x_RHK[row, queries:], 0, (2, keys))
+    assert torch.equal(kv_2BHLK, expected)
 
 
 @pytest.mark.parametrize("name", ["TURN", "TURN_F32", "TURN_BF16_Q4"])

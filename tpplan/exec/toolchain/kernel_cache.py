@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.core.missing import install_command
 from tpplan.errors import ExecutionError, InternalError, TpplanError
-from tpplan.exec.protocol.words import GRID_DEPENDENCY, MOST_WORDS, PARAMETER
+from tpplan.exec.protocol.words import GRID_DEPENDENCY, MOST_WORDS, PARAMETER, PREFETCH
 from tpplan.files.text import cache_folder, save_bytes
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]
     text = str(text.replace(mangled, name))
     if capability < OVERLAPS:
-        text = re.sub(rf"{GRID_DEPENDENCY}\.\w+;", "", text)
+        text = re.sub(rf"({GRID_DEPENDENCY}\.\w+|{re.escape(PREFETCH)}[^;]*);", "", text)
     if kernel.arguments > 1:
         return text
     declared = f".param .u64 {name}_param_0"  # one word, instead of an array for which numba has no type

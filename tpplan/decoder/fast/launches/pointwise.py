@@ -185,7 +185,7 @@ class Pointwise:
         """
         rows, _, width = qkv_RHK.shape
         turned, lanes = 2 * by.shape[-1], width // (2 * _ELEMENTS)
-        if width % (2 * _ELEMENTS) or turned % (2 * _ELEMENTS) or qkv_RHK.stride(1) != width or lanes > _THREADS:
+        if not turned or (width | turned) % (2 * _ELEMENTS) or qkv_RHK.stride(1) != width or lanes > _THREADS:
             return False
         start, pitch = qkv_RHK.data_ptr(), qkv_RHK.stride(0) * _ITEM
         is_fitting = qkv_RHK.dtype is self._dtype and qkv_RHK.stride(2) == 1 and rows and not (start | pitch) % _VECTOR
