@@ -35,7 +35,7 @@ def flash(
     scores = q_BHSK @ k_BHTK.mT * scale
     if is_causal:
         scores.masked_fill_(hidden, -torch.inf)
-    return (scores.softmax(-1) @ v_BHTK).transpose(1, 2).to(q.dtype), scores.logsumexp(-1)
+    return (scores.softmax(-1) @ v_BHTK).transpose(1, 2).to(q.dtype).contiguous(), scores.logsumexp(-1)
 
 
 def seen(queries: int, total: int, before: int | None = None) -> torch.Tensor:

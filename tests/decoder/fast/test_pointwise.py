@@ -16,13 +16,14 @@ from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache
-from tpplan.decoder import Decoder, Prompt
+from tpplan.decoder import Decoder, Prompt, math
 from tpplan.decoder.cache.layer import LayerCache
 from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
 from tpplan.decoder.math import angles, merge_parts, rms_norm, rotate
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.toolchain import kernel_cache
+from tpplan.exec.toolchain.torch_shims import flash_attention_to_part
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
@@ -105,6 +106,27 @@ def test_kernels_write_caches_of_texts(kind: str, tmp_path: Path, monkeypatch: p
     for name in ("write", "extend", "put"):
         monkeypatch.setattr(LayerCache, name, Mock(side_effect=AssertionError))
     said(directory, planned(directory, "reduce", (3, 1), Cache(kind, BATCH * LENGTH)))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "deepseek_v3"])
+def test_parts_of_long_texts_are_merged(
+    model_type: str, tmp_path: Path, flash_calls: FlashCalls, launches: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a kernel, to what the flash kernel finds of all tokens at once, but for rounding."""
+    directory = made(model_type, tmp_path)
+    plan = planned(directory, "reduce", (3, 1), Cache("fp16", BATCH * 4 * LENGTH))
+    monkeypatch.setattr(math, "cudnn_attention_to_part", flash_attention_to_part)
+    logits = []
+    with compile_plan(plan, backend="cpu", scratch=False) as context:
+        weights = load_weights(plan, directory, context)
+        for takes in (False, True):
+            monkeypatch.setattr(math, "takes_cudnn", lambda *_, takes=takes, **__: takes)
+            launches.clear()
+            decoder = Decoder(context, directory, weights)
+            logits.append(context.gather(decoder.prefill([i % 200 for i in range(450)]), Axis.VOCAB).tensor.float())
+            assert bool(launches["merge"]) == takes
+    assert not flash_calls  # of several texts
+    assert (logits[1] - logits[0]).norm() < 0.02 * logits[0].norm()
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
