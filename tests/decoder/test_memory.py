@@ -231,6 +231,11 @@ def test_second_attention_outputs_do_too(
     monkeypatch.setattr(layers, "cudnn_attention_to_part", attend_to)
     monkeypatch.setattr(layers, "_MERGED", 4)
     assert taken(directory, plan)[0] <= max(1, by_flash)
+    found = shapes.copy()
+    shapes.clear()
+    taken(directory, planned(directory, "reduce", (1,), Cache("q8", _BATCH * 4 * _LENGTH)))
+    assert {tokens for _, tokens in shapes} == {_ROWS}
+    shapes |= found
     assert shapes == {(_ROWS, _ROWS * times) for times in ((1, 2, 4) if has_room else (1,))}
     assert not flash_calls  # of several texts
 

@@ -366,9 +366,12 @@ class Plain:
         return merge_parts(out_BHSK, sums_BHS, new_BHSK, new_sums_BHS)
 
     def merge_within_room(self, qkv_RHK: Tensor, heads: Heads) -> Merge | None:
-        """Return :meth:`merge` if the plan has room for two attention outputs of these rows, else None."""
+        """Return :meth:`merge` if the plan has room for two attention outputs of these rows, else None.
+
+        Nor is it returned for smaller caches: the longer a text, the fewer heads are read at a time, all new shapes.
+        """
         elements = qkv_RHK.numel() + _OUTPUTS * qkv_RHK[:, : heads.queries].numel()
-        return self.merge if elements <= self._options.room else None
+        return self.merge if heads.cache.is_plain and elements <= self._options.room else None
 
     def attends(self, heads: Heads) -> bool:  # noqa: ARG002 (a kernel may)
         """Tell whether :meth:`attend` needs no mask for these heads, and issues the same work for any positions."""
