@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from tests import machine_code
 from tests.decoder.fast.overlap import check_overlap
 from tests.machine_code import CAPABILITIES, check_code
+from tpplan.decoder.fast.launches import pointwise
 from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
-from tpplan.decoder.fast.launches.pointwise import GATES
+from tpplan.decoder.fast.launches.pointwise import GATES, Pointwise
 from tpplan.decoder.math import angles, rms_norm, rotate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
-@pytest.mark.parametrize("what", ["norm", "best", *GATES.values()])
+@pytest.mark.parametrize("what", ["norm", "best", "merge", *GATES.values()])
 def test_they_move_vectors_and_spill_nothing(what: str, dtype: str) -> None:
     """Loads and stores are of 16 bytes and coherent, all that is computed is in 32 bits, and stays in registers."""
     name = f"pointwise_{what}_{dtype}"
@@ -23,11 +29,45 @@ def test_they_move_vectors_and_spill_nothing(what: str, dtype: str) -> None:
         assert f".visible .entry {name}(" in text
         check_overlap(name, text, capability)
         assert "ld.global.v4.u32" in text
-        assert ("st.global.v4.u32" in text, "st.global.u" in text) == (what != "best", what == "best")
+        assert ("st.global.v4.u32" in text, "st.global.u" in text) == (what != "best", what in {"best", "merge"})
         assert "ld.global.nc" not in text
         assert ".f64" not in text
         assert ".local" not in text
         check_code(text, capability)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5, 16), (2, 1, 128), (1, 33, 72), (4, 9, 8)], ids=str)
+def test_lanes_merge(shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the source does lane by lane, as it is launched, is the sum of both by weights, rounded once."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.pointwise")
+    torch.manual_seed(shape[1])
+    count, rows, width = shape
+    memory = torch.full((2, rows, count + 2, width), 9.0).to(dtype)
+    out, new = memory[:, None, :, :count].transpose(2, 3).copy_(torch.randn(2, 1, count, rows, width))
+    sums = 5 * torch.randn(2, 1, count, rows)
+    sums[1, ..., 0] = sums[0, ..., 0] - 200
+    made = [memory, sums]
+
+    def empty_like(x: torch.Tensor) -> torch.Tensor:
+        made.append(torch.full_like(x, torch.nan))
+        return made[-1]
+
+    def launcher(name: str, _: torch.device) -> Callable[..., None]:
+        return lambda blocks, threads, *words: lanes.run(getattr(kernels, name.upper()), blocks, threads, words, made)
+
+    monkeypatch.setattr(pointwise, "Launcher", launcher)
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    weights = sums.double().softmax(0)[..., None]
+    expected = (weights * torch.stack((out, new)).double()).sum(0)
+    before = out.clone(), new.clone()
+    found = Pointwise(torch.device("cpu"), dtype, "silu", eps=1e-5).merge(out, sums[0], new, sums[1])
+    assert found is not None
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=torch.finfo(dtype).eps)
+    assert torch.equal(out[:, :, 0], before[0][:, :, 0])
+    assert torch.equal(new, before[1])
+    assert (memory[:, :, count:] == 9).all()
+    torch.testing.assert_close(found.double(), sums.double().logsumexp(0), atol=1e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
