@@ -56,13 +56,14 @@ SLOW = {
 }
 
 
-#: Of a test with more cases, ``--sample`` takes a quarter, and not fewer than this.
-_FEWEST = 6
+#: Of a test with more cases, ``--sample`` takes a quarter, and not fewer than this; and of one that is slow.
+_FEWEST, _FEWEST_SLOW = 6, 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option by which tests of many cases are run in part."""
-    what = f"of every test with more than {_FEWEST} cases, run a quarter: others for each seed, by default the commit"
+    few = f"more than {_FEWEST} cases (slow ones: {_FEWEST_SLOW})"
+    what = f"of every test with {few}, run a quarter, and not fewer: others for each seed, by default the commit"
     parser.addoption("--sample", metavar="SEED", help=what)
 
 
@@ -98,8 +99,16 @@ def sampled(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
     return {
         item
         for each in cases.values()
-        for item in sorted(each, key=lambda item: _hash(item, seed))[: max(_FEWEST, -(-len(each) // 4))]
+        for item in sorted(each, key=lambda item: _hash(item, seed))[: max(_fewest(each[0]), -(-len(each) // 4))]
     }
+
+
+def _fewest(item: pytest.Item) -> int:
+    return _FEWEST_SLOW if _is_slow(item) else _FEWEST
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return bool(SLOW & {*item.path.parts[len(_HERE.parts) :], item.path.stem, getattr(item, "originalname", item.name)})
 
 
 def _hash(item: pytest.Item, seed: str) -> bytes:
@@ -120,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     for item in items:
-        if SLOW & {*item.path.parts[len(_HERE.parts) :], item.path.stem, getattr(item, "originalname", item.name)}:
+        if _is_slow(item):
             item.add_marker("slow")
     needs = {item: 2 if item.get_closest_marker("multi_gpu") else 1 for item in items if _wants_gpu(item)}
     have = _gpu_count() if needs else 0

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba.cuda import types
 
-from tests.warps import ME, add_word, copy_words, end_copies, multiplied, told, wait_for_copies, words_at, write_words
+from tests.warps import (
+    ME,
+    add_word,
+    copy_words,
+    end_copies,
+    moved,
+    multiplied,
+    told,
+    wait_for_copies,
+    words_at,
+    write_words,
+)
 from tpplan.exec.kernels import ptx
 
 if TYPE_CHECKING:
@@ -208,9 +219,6 @@ def _computing(name: str, text: str) -> _Doing:
         return partial(_permuted, [int(each, 16) for each in reversed(permuted[1])])
     if name in _OF_PAIRS:
         return _OF_PAIRS[name]
-    for each, run in _BITS.items():
-        if text == _TEXTS[each]:
-            return lambda _, values: run(*values)
     assert name.startswith(("griddepcontrol", ".pragma", "fence")), text
     return lambda *_: None
 
@@ -255,7 +263,7 @@ _OF_PAIRS: dict[str, _Doing] = {
     "fma.rn.f16x2": _of_pairs(_PYTHON_F16, _bits_of_f16, lambda a, b, c: a * b + c),
     "add.rn.f16x2": _of_pairs(_PYTHON_F16, _bits_of_f16, lambda a, b: a + b),
 }
-#: Of others.
+#: What intrinsics of one instruction compute of their values alone.
 _BITS: dict[str, Callable[..., Any]] = {
     "low_bf16": _low_bf16,
     "high_bf16": _high_bf16,
@@ -263,8 +271,7 @@ _BITS: dict[str, Callable[..., Any]] = {
     "low_f16": _low_f16,
     "high_f16": _high_f16,
     "two_f16": _to_f16,
-    "bits_of": lambda value: value.view(np.uint32 if isinstance(value, np.floating) else np.float32),
-    "float_of": lambda word: np.uint32(word).view(np.float32),
+    "bits_of": moved,  # and float_of
     "exp2": np.exp2,
     "inverse": np.reciprocal,
     "larger": np.fmax,
@@ -314,4 +321,5 @@ def _text_of(intrinsic: Any) -> str:
     raise AssertionError
 
 
-_TEXTS = {name: _text_of(getattr(ptx, name)) for name in _BITS}
+#: The same, by the instruction's text.
+PLAIN = {_text_of(getattr(ptx, name)): run for name, run in _BITS.items()}

@@ -1,4 +1,4 @@
-"""Numba's intrinsics on the CPU: what one writes for LLVM is kept once, as steps that each call of it does.
+"""Numba's intrinsics on the CPU: what one writes for LLVM is written once, as a function of Python's.
 
 Global memory is the CPU's, of which kernels may touch what tests allow.
 """
@@ -6,7 +6,6 @@ Global memory is the CPU's, of which kernels may touch what tests allow.
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Sequence
 from functools import cache, partial
 from inspect import signature
@@ -18,15 +17,12 @@ from attrs import frozen
 from llvmlite import ir
 from numba.cuda import types
 
-from tests.instructions import Kind, doing
+from tests.instructions import PLAIN, Kind, doing
 from tests.warps import address_of
 from tpplan.exec.kernels import ptx
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    #: Does an intrinsic, given what finds memory, and values.
-    _Doing = Callable[[Callable[[Any, int], Any], Sequence[Any]], Any]
+    from collections.abc import Callable
 
 
 @frozen
@@ -34,10 +30,10 @@ class Value:
     """What LLVM has, as far as writers of instructions ask.
 
     Attributes:
-        register: which of the steps' numbers it is.
+        name: its name in the function.
     """
 
-    register: int
+    name: str
     type = ir.IntType(64)
 
 
@@ -58,33 +54,41 @@ class Tuple:
 
 
 class Steps:
-    """A builder of LLVM's that keeps what is written with it.
+    """A builder of LLVM's that keeps what is written with it, as a function of Python.
 
     Attributes:
-        values: that the steps are given.
+        values: that it is given.
     """
 
     def __init__(self, shapes: Sequence[Any]) -> None:
         """Begin, for values of these shapes: of a tuple those of its parts, of others None."""
-        self._registers: list[Any] = [None]  # the first is what finds memory
-        self._steps: list[tuple[Callable[..., Any], list[int], int | slice]] = []
+        self._known: dict[str, Any] = {}
+        self._lines: list[str] = []
+        self._count = 0
         self.values = [self._given(shape) for shape in shapes]
-        self._count = len(self._registers)
 
     def _given(self, shape: Any) -> Any:
         return self._new() if shape is None else Tuple([self._given(each) for each in shape])
 
-    def _new(self, number: Any = None) -> Value:
-        self._registers.append(number)
-        return Value(len(self._registers) - 1)
+    def _new(self) -> Value:
+        self._count += 1
+        return Value(f"r{self._count}")
 
-    def _place(self, value: Any) -> int:
-        """Return the register of a value, or of a constant."""
-        return (self._new(_number(value)) if isinstance(value, ir.Constant) else value).register
+    def _knows(self, thing: Any) -> str:
+        """Return the name of a number or function that the steps use."""
+        name = f"k{len(self._known)}"
+        self._known[name] = thing
+        return name
 
-    def _do(self, run: Callable[..., Any], *values: Any) -> Value:
-        places, found = [self._place(value) for value in values], self._new()
-        self._steps.append((run, places, found.register))
+    def _text(self, value: Any) -> str:
+        """Return how a value is written, or a constant, or a tuple of them."""
+        if isinstance(value, Tuple):
+            return f"({''.join(f'{self._text(each)}, ' for each in value.parts)})"
+        return self._knows(_number(value)) if isinstance(value, ir.Constant) else value.name
+
+    def _do(self, step: str, *values: Any) -> Value:
+        texts, found = [*map(self._text, values)], self._new()
+        self._lines.append(f"{found.name} = {step.format(*texts)}")
         return found
 
     def __getattr__(self, name: str) -> Callable[..., Value]:
@@ -93,11 +97,11 @@ class Steps:
 
     def icmp_unsigned(self, way: str, a: Any, b: Any) -> Value:
         """Keep a comparison."""
-        return self._do({"==": operator.eq, "<": operator.lt}[way], a, b)
+        return self._do(f"{{}} {way} {{}}", a, b)
 
     def gep(self, array: Any, indices: Sequence[Any]) -> Value:
         """Keep where an element of an array is."""
-        return self._do(lambda array, index: (array, int(index)), array, *indices)
+        return self._do("({}, int({}))", array, *indices)
 
     @staticmethod
     def extract_value(value: Tuple, index: int) -> Any:
@@ -106,40 +110,42 @@ class Steps:
 
     def call(self, function: Any, values: Sequence[Any], attrs: Any = ()) -> Any:  # noqa: ARG002
         """Keep an instruction."""
-        run, kind = partial(_call, doing(function.asm)), function.type
-        if not isinstance(kind, ir.LiteralStructType):
-            return self._do(run, Value(0), *values)
-        places, found = [self._place(value) for value in values], [self._new() for _ in kind.elements]
-        self._steps.append((run, [0, *places], slice(found[0].register, found[-1].register + 1)))
-        return Tuple(found)
+        given, kind = self._text(Tuple(values)), function.type
+        if plain := PLAIN.get(function.asm):
+            done = f"{self._knows(plain)}{given}"
+        else:
+            done = f"{self._knows(doing(function.asm))}(memory, {given})"
+        several = isinstance(kind, ir.LiteralStructType)
+        found = Tuple([self._new() for _ in kind.elements]) if several else self._new()
+        self._lines.append(f"{self._text(found)} = {done}")
+        return found
 
-    def ended(self, found: Any) -> _Doing:
-        """Return what does the steps, and returns something of them, if anything."""
-        parts = found.parts if isinstance(found, Tuple) else [] if found is None else [found]
-        wanted = [self._place(each) for each in parts]
-        if len(self._steps) == 1:
-            (run, places, to), all_given = self._steps[0], [*range(self._count)]
-            whole = [to] if isinstance(to, int) else [*range(to.start, to.stop)]
-            if isinstance(run, partial) and places == all_given and wanted in ([], whole):
-                return run.args[0]  # type: ignore[no-any-return]
-        return partial(_done, self._registers, self._steps, tuple if isinstance(found, Tuple) else _only, wanted)
+    def ended(self, found: Any) -> Callable[..., Any]:
+        """Return what does the steps, given what finds memory, and values, and returns something of them."""
+        given = [f"{self._text(each)} = v{i}" for i, each in enumerate(self.values)]
+        result = "None" if found is None else self._text(found)
+        arguments = "".join(f", v{i}" for i in range(len(self.values)))
+        lines = [f"def run(memory{arguments}):", *given, *self._lines, f"return {result}"]
+        exec("\n    ".join(lines), self._known)  # noqa: S102 (made above)
+        run: Callable[..., Any] = self._known["run"]
+        return run
 
 
 #: What is done with numbers, which have LLVM's types.
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "shl": operator.lshift,
-    "lshr": operator.rshift,
-    "and_": operator.and_,
-    "or_": operator.or_,
-    "xor": operator.xor,
-    "fadd": operator.add,
-    "fsub": operator.sub,
-    "fmul": operator.mul,
-    "select": lambda which, one, other: one if which else other,
-    "store": lambda value, to: to[0].__setitem__(to[1], value),
+_OPERATIONS = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "shl": "{} << {}",
+    "lshr": "{} >> {}",
+    "and_": "{} & {}",
+    "or_": "{} | {}",
+    "xor": "{} ^ {}",
+    "fadd": "{} + {}",
+    "fsub": "{} - {}",
+    "fmul": "{} * {}",
+    "select": "{1} if {0} else {2}",
+    "store": "{1}[0].__setitem__({1}[1], {0})",
 }
 
 
@@ -147,41 +153,6 @@ def _number(constant: Any) -> Any:
     """Return a constant."""
     kind = {16: np.uint16, 32: np.uint32, 64: np.uint64}.get(getattr(constant.type, "width", 0), np.float32)
     return np.array(constant.constant).astype(kind)[()]
-
-
-def _call(run: _Doing, memory: Any, *values: Any) -> Any:
-    return run(memory, values)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield what is in tuples, and in tuples of them."""
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _only(found: Iterator[Any]) -> Any:
-    """Return one value, or None."""
-    return next(found, None)
-
-
-def _done(  # noqa: PLR0917
-    registers: Sequence[Any],
-    steps: Sequence[Any],
-    make: Callable[[Iterator[Any]], Any],
-    wanted: Sequence[int],
-    memory: Any,
-    values: Sequence[Any],
-) -> Any:
-    """Do steps, and make something of the registers that are wanted."""
-    given, numbers = [memory, *_flat(values)], [*registers]
-    numbers[: len(given)] = given
-    get = numbers.__getitem__
-    for run, places, to in steps:
-        numbers[to] = run(*map(get, places))
-    return make(map(get, wanted))
 
 
 _CONTEXT = SimpleNamespace(
@@ -192,7 +163,7 @@ _CONTEXT = SimpleNamespace(
 
 
 @cache
-def _steps_of(intrinsic: Any, shapes: tuple[Any, ...]) -> _Doing:
+def _steps_of(intrinsic: Any, shapes: tuple[Any, ...]) -> Callable[..., Any]:
     """Return what does an intrinsic with values of these shapes."""
     kinds, codegen = intrinsic._defn(None, *[Kind()] * len(shapes))
     steps = Steps(shapes)
@@ -200,25 +171,26 @@ def _steps_of(intrinsic: Any, shapes: tuple[Any, ...]) -> _Doing:
 
 
 def _shape(value: Any) -> Any:
-    return tuple(map(_shape, value)) if isinstance(value, tuple) else None
+    if not isinstance(value, tuple):
+        return None
+    return tuple(map(_shape, value)) if tuple in map(type, value) else (None,) * len(value)
 
 
 @cache
-def _doing(intrinsic: Any) -> _Doing:
-    """Return what does an intrinsic."""
+def _doing(intrinsic: Any) -> Callable[..., Any]:
+    """Return what does an intrinsic, given what finds memory, and values."""
     count = len(signature(intrinsic._defn).parameters) - 1
     kinds, _ = intrinsic._defn(None, *[Kind()] * count)
     if all(isinstance(each, types.Number) for each in kinds.args[:count]):
         return _steps_of(intrinsic, (None,) * count)
-    return lambda memory, values: _steps_of(intrinsic, tuple(map(_shape, values)))(memory, values)
+    return lambda memory, *values: _steps_of(intrinsic, tuple(map(_shape, values)))(memory, *values)
 
 
 def done(intrinsic: Any, allowed: Sequence[range]) -> Callable[..., Any]:
     """Return what does an intrinsic, given its arguments, in a kernel that may touch these addresses."""
     if intrinsic is ptx.shared_address:
         return address_of
-    run, memory = _doing(intrinsic), _memory(allowed)
-    return lambda *values: run(memory, values)
+    return partial(_doing(intrinsic), _memory(allowed))
 
 
 def _memory(allowed: Sequence[range]) -> Callable[[Any, int], Any]:

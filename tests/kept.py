@@ -16,15 +16,15 @@ _FOLDER = Path(__file__).parents[1] / ".pytest_cache" / "kept"
 
 
 def digest_of(*sources: object) -> str:
-    """Return a name for what follows from these: numbers, texts, bytes, and tuples of them."""
+    """Return a name for what follows from these: numbers, texts, bytes, and tuples and lists of them."""
     name: str = _hashed(sources).hexdigest()
     return name[:32]
 
 
 def _hashed(source: object) -> Any:
     """Return the hash of a source and its type; long bytes are read once."""
-    if isinstance(source, tuple):
-        return sha256(b"tuple" + b"".join(_hashed(each).digest() for each in source))
+    if isinstance(source, tuple | list):
+        return sha256(b"several" + b"".join(_hashed(each).digest() for each in source))
     if isinstance(source, bytes):
         return sha256(source)
     return sha256(repr(source).encode())

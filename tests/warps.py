@@ -216,6 +216,21 @@ def multiplied(floats: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     return (*found[g, 2 * t : 2 * t + 2], *found[g + 8, 2 * t : 2 * t + 2])
 
 
+#: A word, and the float of the same bits: numpy's scalars take twenty times as long to be viewed as another type.
+_WORD = np.zeros(1, np.uint32)
+_FLOAT = _WORD.view(np.float32)
+
+
+def moved(value: Any) -> Any:
+    """Return the bits of a float, or the float of bits."""
+    if type(value) is np.float32:
+        _FLOAT[0] = value
+        return _WORD[0]
+    assert type(value) is np.uint32, type(value)
+    _WORD[0] = value
+    return _FLOAT[0]
+
+
 class Shared:
     """An array in shared memory, whose threads must meet between what one writes and what another reads or writes.
 
@@ -227,6 +242,7 @@ class Shared:
 
     def __init__(self, count: int, kind: Any) -> None:
         self._values: Any = np.full(count * kind().nbytes, 0xFF, np.uint8).view(kind)  # NaN
+        self._words = self._values.view(np.uint32)
         self.kind = kind
         self._written, self._read = ([_NOBODY] * count for _ in range(2))
 
@@ -234,10 +250,21 @@ class Shared:
         return len(self._values)
 
     def __getitem__(self, index: int) -> Any:
-        me, index = (ME.met, ME.thread), int(index)
-        self._read[index] = me
-        assert not _is_race(self._written[index], me), "read beside a write"
+        index = int(index)
+        self._reads(index, 1)
         return self._values[index]
+
+    def words(self, start: int, count: int) -> list[Any]:
+        """Return the bits of so many elements."""
+        self._reads(start, count)
+        return [*self._words[start : start + count]]
+
+    def _reads(self, start: int, count: int) -> None:
+        me, end = (ME.met, ME.thread), start + count
+        self._read[start:end] = [me] * count
+        met = ME.met[0]
+        for written in self._written[start:end]:
+            assert written[0][0] != met or not _is_race(written, me), "read beside a write"
 
     def __setitem__(self, index: int, value: Any) -> None:
         me, index = (ME.met, ME.thread), int(index)
@@ -271,7 +298,10 @@ def _is_race(other: tuple[tuple[int, int], int], me: tuple[tuple[int, int], int]
 def shared_array(count: int, dtype: Any, alignment: int = 0) -> Any:
     """Return the next array of the block, which the first thread makes that comes; that of no size has what is left."""
     ME.arrays += 1
-    return ME.block.arrays.setdefault(ME.arrays, Shared(count or ME.block.shared // 4, type(dtype(0))))
+    arrays, number = ME.block.arrays, ME.arrays
+    if number not in arrays:
+        arrays[number] = Shared(count or ME.block.shared // 4, type(dtype(0)))
+    return arrays[number]
 
 
 def address_of(array: Shared) -> Any:
@@ -289,7 +319,7 @@ def _found(address: Any, count: int) -> tuple[Shared, int]:
 def words_at(address: Any, count: int = 4) -> list[Any]:
     """Return so many words there."""
     array, start = _found(address, count)
-    return [array[start + i].view(np.uint32) for i in range(count)]
+    return array.words(start, count)
 
 
 def add_word(address: Any, word: Any) -> Any:
@@ -302,7 +332,7 @@ def write_words(address: Any, words: Sequence[Any]) -> None:
     """Write words there."""
     array, start = _found(address, len(words))
     for i, word in enumerate(words):
-        array[start + i] = np.uint32(word).view(array.kind)
+        array[start + i] = word if array.kind is np.uint32 else moved(word)
 
 
 def copy_words(address: Any, words: Sequence[Any]) -> None:

@@ -44,6 +44,7 @@ class AtOpcode:
     Attributes:
         count: opcodes so far, up to the one at which it has acted.
         place: the function and the line in which it has acted; empty if the block has fewer opcodes.
+        opcodes: each of them so far: its function, and where it is there.
     """
 
     def __init__(self, at: int, counts: Callable[[CodeType], bool], act: Callable[[], object] = interrupt) -> None:
@@ -56,6 +57,7 @@ class AtOpcode:
         """
         self._at, self._counts, self._act = at, counts, act
         self.count, self.place = 0, ""
+        self.opcodes: list[tuple[CodeType, int]] = []
 
     def __enter__(self) -> Self:
         self._before = sys.gettrace()
@@ -79,6 +81,7 @@ class AtOpcode:
                 self.place = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
                 self._act()
             self.count += 1
+            self.opcodes.append((frame.f_code, frame.f_lasti))
         return self._step
 
 

@@ -114,17 +114,30 @@ def _interrupted(at: int, counts: Callable[[CodeType], bool], run: Callable[[], 
     return tracer.place
 
 
+def _opcodes(counts: Callable[[CodeType], bool], run: Callable[[], object]) -> list[int]:
+    """Return the numbers of a function's opcodes; of one that it comes to again and again, the first and the last."""
+    with AtOpcode(-1, counts) as tracer:
+        run()
+    first, last = dict[object, int](), dict[object, int]()
+    for number, opcode in enumerate(tracer.opcodes):
+        first.setdefault(opcode, number)
+        last[opcode] = number
+    return sorted({*first.values(), *last.values()})
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_interrupted_anywhere(name: str, blocks: Blocks) -> None:
     """The next one is right, in this thread and in another, and the context can be closed."""
     operation = OPERATIONS[name]
-    ctx, at = _warm(operation), 0
+    ctx = _warm(operation)
     run = partial(operation.run, ctx)
-    while place := _interrupted(at, EVERYWHERE, run):
-        assert operation.is_right(_elsewhere(run) if at % 2 else run()), place
+    opcodes = _opcodes(EVERYWHERE, run)
+    for i, at in enumerate(opcodes):
+        place = _interrupted(at, EVERYWHERE, run)
+        assert place
+        assert operation.is_right(_elsewhere(run) if i % 2 else run()), place
         assert not ctx._guard._queue, place
-        at += 1
-    assert at > 500
+    assert len(opcodes) > 500
     ctx.close()
     assert blocks.all_freed()
 
@@ -285,14 +298,16 @@ def test_a_compile_interrupted_anywhere(blocks: Blocks) -> None:
     assert all(Path(file).is_file() for file in files)
     for counts, step in (
         ((lambda code: code is use.__code__ or code.co_filename in files), 1),
-        (EVERYWHERE, 97),
+        (EVERYWHERE, 31),
     ):
-        at = 0
-        while place := _interrupted(at, counts, use):
+        opcodes = _opcodes(counts, use)
+        assert len(opcodes) > 1000
+        for at in opcodes[::step]:
+            place = _interrupted(at, counts, use)
+            assert place
             assert blocks.all_freed(), place
-            at += step
-        assert at > 1000, at
     use()
+    assert blocks.all_freed()
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # an interrupt may come before the with block

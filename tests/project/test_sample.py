@@ -21,20 +21,22 @@ class Case:
     originalname: str
     name: str
     nodeid: str
-    path: Path = Path("tests/test_some.py")
+    path: Path
 
 
-def cases(name: str, count: int) -> list[Any]:
+def cases(name: str, count: int, path: Path = Path("tests/test_some.py")) -> list[Any]:
     """Return the cases of a test."""
-    return [Case(name, name, f"tests/test_some.py::{name}[{i}]") for i in range(count)]
+    return [Case(name, name, f"{path}::{name}[{i}]", path) for i in range(count)]
 
 
 def test_a_quarter_of_the_cases_and_all_of_them_in_the_end() -> None:
-    """Of few cases it takes all, of no test fewer than six, and for the same seed the same ones in any order."""
+    """Of few cases it takes all, of no test fewer than six, or three if it is slow; of a seed always the same ones."""
     few, some, many = cases("test_few", 6), cases("test_some", 10), cases("test_many", 100)
     found = sampled([*few, *some, *many], "0f3a")
     assert [len(found & {*each}) for each in (few, some, many)] == [6, 6, 25]
     assert sampled([*many, *some, *few][::-1], "0f3a") == found
+    slow = Path(conftest.__file__).parent / "decoder" / "test_some.py"
+    assert [len(sampled(cases("test_slow", count, slow), "0f3a")) for count in (3, 4, 12, 16)] == [3, 3, 3, 4]
     assert sampled(many, "0f3b") != sampled(many, "0f3a")
     assert {case for seed in range(40) for case in sampled(many, f"{seed:x}")} == {*many}
 

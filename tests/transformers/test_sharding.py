@@ -40,7 +40,7 @@ REFUSED = {
 }
 
 
-def assert_same(model: Model, plan: SplitPlan, new: int = 32) -> None:
+def assert_same(model: Model, plan: SplitPlan, new: int = 14) -> None:
     """Compare logits of a prompt that takes several passes, and what is generated greedily."""
     tokens = prompt()
     with sharded(model, plan) as parts, torch.no_grad():

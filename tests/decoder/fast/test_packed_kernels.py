@@ -78,7 +78,7 @@ def test_every_byte_becomes_what_it_is(kind: str, dtype: torch.dtype) -> None:
     every = torch.arange(256, dtype=torch.uint8)
     steps = intrinsics.Steps([None])
     run = steps.ended(intrinsics.Tuple(own.pairs(steps, *steps.values, None)))
-    found = [int(pair) for word in every.view(torch.int32).numpy().view("uint32") for pair in run(None, [word])]
+    found = [int(pair) for word in every.view(torch.int32).numpy().view("uint32") for pair in run(None, word)]
     values = torch.tensor(found).to(torch.int32).view(dtype).double() * own.factor
     expected = every.double() + own.base if kind == "8" else every.view(torch.float8_e4m3fn).double()
     expected[expected.isnan()] = torch.tensor([480.0, -480.0], dtype=torch.float64)[: int(expected.isnan().sum())]

@@ -13,14 +13,17 @@ _MOST_S = _TIMEOUT_S + 4 * lost_process.GRACE_S
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, lost_process.Outcome], list[int]]:
-    """Return how the processes of each case ended, all side by side, and the tokens of one process alone.
+def ends(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, lost_process.Outcome], list[int]]:
+    """Return how the processes of each case that is run ended, all side by side, and the tokens of one process alone.
 
     Dozens of processes at once may be too much for a slow machine: what goes wrong then has to go right alone.
     """
     if reason := lost_process.why_not():
         pytest.skip(reason)
-    cases = lost_process.cases(_LATE_S, _CUT_S)
+    chosen = {item.name for item in request.session.items if item.path == request.path}
+    cases = [case for case in lost_process.cases(_LATE_S, _CUT_S) if f"test_all_end_alike[{case.name}]" in chosen]
     outcomes, expected = lost_process.run(cases, _TIMEOUT_S, tmp_path_factory.mktemp("lost"))
     found = {outcome.case.name: outcome for outcome in outcomes}
     for name, outcome in found.items():
