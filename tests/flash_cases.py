@@ -10,7 +10,7 @@ import torch
 
 from tpplan.decoder import math
 from tpplan.decoder.cache.store import Store
-from tpplan.decoder.math import Scoring, additive_mask, attend, attend_over_parts
+from tpplan.decoder.math import Scoring, additive_mask, attend, attend_over_parts, merge_parts
 from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def flash(
     scores = q_BHSK @ k_BHTK.mT * scale
     if is_causal:
         scores.masked_fill_(hidden, -torch.inf)
-    return (scores.softmax(-1) @ v_BHTK).transpose(1, 2).to(q.dtype), scores.logsumexp(-1)
+    return (scores.softmax(-1) @ v_BHTK).transpose(1, 2).to(q.dtype).contiguous(), scores.logsumexp(-1)
 
 
 def seen(queries: int, total: int, before: int | None = None) -> torch.Tensor:
@@ -105,7 +105,7 @@ def check_parts(tokens: int, place: torch.device, dtype: torch.dtype, tolerance:
     q, (k, v) = torch.randn(1, 4, 40, 192).to(dtype), torch.randn(2, 1, 4, tokens, 192).to(dtype)
     bounds = [0, *range(tokens % 40 or 40, tokens + 1, 40)]
     there = [(*(x[:, :, first:end].to(place) for x in (k, v)), end == tokens) for first, end in pairwise(bounds)]
-    found = attend_over_parts(q.to(place), there, scoring=Scoring(0.1)).cpu().float()
+    found = attend_over_parts(q.to(place), there, scale=0.1, merge=merge_parts).cpu().float()
     alone = attend(q.float(), k.float(), v.float(), scoring=Scoring(0.1))
     torch.testing.assert_close(found, alone, atol=tolerance, rtol=tolerance)
 

@@ -114,15 +114,25 @@ def doing(text: str) -> _Doing:
     if name == "cp.async.wait_group":
         groups = int(text.removeprefix(name).removesuffix(";"))
         return lambda *_: wait_for_copies(groups)
-    if name in _SHARED:
-        return _SHARED[name]
-    if below := _BELOW.fullmatch(text):
-        run, first = doing(below[2]), int(below[1])
-        return lambda memory, values: run(memory, values[:first]) if values[first] < values[first + 1] else None
+    if name in _DONE:
+        return _DONE[name]
+    if found := _conditional(text):
+        return found
     if ".global." not in text:
         return _computing(name, text)
     access = _access(name, text)
     return _polling(access) if "ld.volatile." in text or name.startswith("ld.acquire.") else access
+
+
+def _conditional(text: str) -> _Doing | None:
+    """Return what does an instruction under a condition."""
+    if below := _BELOW.fullmatch(text):
+        run, first = doing(below[2]), int(below[1])
+        return lambda memory, values: run(memory, values[:first]) if values[first] < values[first + 1] else None
+    if given := _IF.fullmatch(text):
+        poll = doing(given[1])
+        return lambda memory, values: poll(memory, values[:1]) if values[1] else (np.uint32(0),) * 4
+    return None
 
 
 def _polling(access: _Doing) -> _Doing:
@@ -154,6 +164,13 @@ def _vector(size: int, kind: Any, memory: _Memory, values: Sequence[Any]) -> Any
     at = memory(values[0], size).view(kind)
     at[: len(values) - 1] = values[1:]
     return tuple(at)
+
+
+def _prefetch(memory: _Memory, values: Sequence[Any]) -> None:
+    """Touch memory that may be read, in multiples of 16 bytes."""
+    assert values[1] % 16 == 0 < values[1]
+    memory(values[0], 16)
+    memory(values[0] + values[1] - 16, 16)
 
 
 def _increment(memory: _Memory, values: Sequence[Any]) -> Any:
@@ -214,21 +231,26 @@ def _permuted(chosen: Sequence[int], _: _Memory, values: Sequence[Any]) -> Any:
 
 #: Accesses of several words.
 _VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.[uf]32")
-#: What is done with shared memory.
-_SHARED: dict[str, _Doing] = {
+#: What is done with shared memory; what a cache is asked for; and waiting for the kernel before.
+_DONE: dict[str, _Doing] = {
     "ld.shared.u32": lambda _, values: words_at(values[0], 1)[0],
     "ld.shared.v4.u32": lambda _, values: tuple(words_at(values[0])),
     "atom.shared.add.u32": lambda _, values: add_word(*values),
+    "st.volatile.shared.u32": lambda _, values: write_words(values[0], values[1:]),
     "st.shared.v4.u32": lambda _, values: write_words(values[0], values[1:]),
     "cp.async.cg.shared.global": lambda memory, values: copy_words(values[0], _vector_or_zeros(memory, *values[1:])),
     "cp.async.ca.shared.global": lambda memory, values: copy_words(values[0], _filled(memory, *values[1:])),
     "cp.async.commit_group;": lambda *_: end_copies(),
     "cp.async.wait_all;": lambda *_: wait_for_copies(),
+    "cp.async.bulk.prefetch.L2.global": _prefetch,
+    "griddepcontrol.wait;": lambda *_: ME.block.waiting.wait() if ME.block.waiting else None,
 }
 #: Loads of some bits if something is there, and maybe of 16 if not.
 _GUARDED = re.compile(r"@p ld\.global\.u(\d+) \$0, \[\$1\];( @!p ld\.global\.u16)?")
 #: An instruction for some values, if the next is below the last.
 _BELOW = re.compile(r"\{ \.reg \.pred p; setp\.lt\.u32 p, \$(\d), \$\d; @p (.*;) \}")
+#: A load of four words if a number is not 0; else these are zeros.
+_IF = re.compile(r"\{ \.reg \.pred p; setp\.ne\.u64 p, \$5, 0; (?:mov\.b32 \$\d, 0; ){4}@p (ld.*v4.*;) \}")
 #: Which bytes of two words make one, the highest first; of those of a number from 8 on the first bit, eight times.
 _PERMUTED = re.compile(r"prmt\.b32 \$0, \$1, (?:\$2|0), 0x([0-9a-f]{4});")
 #: Bytes of accesses.

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from attrs import field, frozen
 
 from tests.sources import Sources
@@ -17,8 +18,6 @@ from tpplan.exec.protocol.words import MOST_WORDS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
 
 def run(  # noqa: PLR0917
     kernel: Kernel,
@@ -27,6 +26,7 @@ def run(  # noqa: PLR0917
     words: Sequence[int],
     allowed: Sequence[torch.Tensor],
     shared: int = 0,
+    written: Sequence[torch.Tensor] = (),
 ) -> None:
     """Run a kernel.
 
@@ -37,12 +37,21 @@ def run(  # noqa: PLR0917
         words: that it is told, or that are in the array which it is told.
         allowed: what it may read and write, where it is in memory; all else fails.
         shared: bytes of shared memory besides its own arrays.
+        written: what the kernel before writes, which is NaN until all threads of a block wait for its end; all do then.
     """
+    values = [each.clone() for each in written]
+
+    def write() -> None:
+        for to, value in zip(written, values, strict=True):
+            to.copy_(value)
+
     x, y, z, *_ = (blocks, 1, 1) if isinstance(blocks, int) else (*blocks, 1)
     count, function = (x, y, z), _sources(allowed).function(kernel.function)
     for number in reversed([(*each,) for each in np.ndindex(*count)]):
         turns = Turns()
-        block = Block(number, threads, count, turns, shared)
+        block = Block(number, threads, count, turns, shared, write if written else None)
+        for each in written:
+            each.fill_(torch.nan)
         _run([_Work(kernel, function, block, [words], Meeting(turns, threads))])
 
 

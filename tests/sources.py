@@ -12,7 +12,7 @@ from numba.cuda import libdevice, types
 from numba.cuda.dispatcher import CUDADispatcher
 
 from tests.intrinsics import done
-from tests.warps import LANES, ME, meet, meet_in_warp, shared_array, told
+from tests.warps import LANES, ME, meet, meet_in_warp, meet_with, shared_array, told
 from tpplan.exec.kernels import ptx
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ _CUDA = SimpleNamespace(
     gridsize=lambda _: ME.block.count[0] * ME.block.size,
     shared=SimpleNamespace(array=shared_array),
     syncthreads=meet,
+    syncthreads_or=meet_with,
     syncwarp=meet_in_warp,
     shfl_sync=lambda _, value, lane: told(value)[int(lane)],
     shfl_xor_sync=lambda _, value, bit: told(value)[ME.thread % LANES ^ bit],

@@ -5,6 +5,7 @@ In shared memory nothing may depend on which thread is first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from time import sleep
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from attrs import define, field
 from greenlet import getcurrent, greenlet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 #: Of a warp.
 LANES = 32
@@ -139,9 +140,12 @@ class Block:
         count: blocks that there are, likewise.
         turns: of all threads.
         shared: bytes of shared memory that the launch asks for.
+        earlier: done when all its threads wait for the kernel before to end.
         everybody: where those of the block meet.
+        waiting: where they meet for that.
         warps: where the lanes of each meet, and what they bring and get.
         arrays: in shared memory.
+        brought: numbers that threads bring where they meet, by how often they have met before.
     """
 
     number: tuple[int, int, int]
@@ -149,12 +153,16 @@ class Block:
     count: tuple[int, int, int]
     turns: Turns
     shared: int = 0
+    earlier: Callable[[], None] | None = None
     everybody: Meeting = field(init=False)
+    waiting: Meeting | None = field(init=False)
     warps: list[Warp] = field(init=False)
     arrays: dict[int, Any] = field(factory=dict)
+    brought: dict[int, list[Any]] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.everybody = Meeting(self.turns, self.size)
+        self.waiting = Meeting(self.turns, self.size, self.earlier) if self.earlier else None
         self.warps = [Warp(self.turns) for _ in range(self.size // LANES)]
 
 
@@ -352,6 +360,14 @@ def meet() -> None:
     """Wait for all threads of the block."""
     ME.block.everybody.wait()
     ME.met = ME.met[0] + 1, ME.met[1]
+
+
+def meet_with(value: Any) -> bool:
+    """Wait for all threads of the block, and return whether any of them brings another number than 0."""
+    brought = ME.block.brought.setdefault(ME.met[0], [])
+    brought.append(value)
+    meet()
+    return any(brought)
 
 
 def meet_in_warp() -> None:

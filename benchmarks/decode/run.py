@@ -19,7 +19,7 @@ from benchmarks.decode.order import PROMPT, WARM, Order, long_prompt, prompts, s
 from benchmarks.decode.rows import Part
 from tpplan.core.axes import Axis
 from tpplan.core.workspace import areas
-from tpplan.decoder import Decoder, Prompt, Sampling
+from tpplan.decoder import Decoder, Prompt, Sampling, Startup
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.programs.program import HOST
 from tpplan.exec.tools.bench import run as bench_limits
@@ -161,30 +161,33 @@ def measure(order: Order, tell: Callable[[Row], None]) -> None:
     if order.transport == "host":
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")  # or NCCL would go by links that tpplan is not to use
     part = Part(tell, gpus=order.gpus, cut=order.cut, who="tpplan")
-    began = time.perf_counter()
+    startup = Startup(time.time() - order.started)
     plan = order.plan()
     memory = Buckets(plan, order.places())
+    startup.mark("plan")
     with compile_plan(plan, backend=order.backend, transport=order.transport, scratch=False) as context:
         memory.look("workspace")
-        compiled = time.perf_counter()
+        startup.mark("compile")
         weights = load_weights(plan, order.directory, context)
         memory.look("weights")
-        loaded = time.perf_counter()
+        startup.mark("weights", weights.nbytes)
         decoder = Decoder(context, order.directory, weights)
         memory.look("cache")
+        startup.mark("decoder")
         given = prompts(max(order.batches), plan.split(Axis.VOCAB).size)
         decoder.steps(1).start(given[:1], Sampling())
-        first, now = time.perf_counter(), time.time()
+        startup.end()
+        seconds = {each.what: each.time_ns / 1e9 for each in startup.parts}
         part.row(
             "plan and compile",
-            compiled - began,
+            seconds["plan"] + seconds["compile"],
             "s",
             note=f"{plan.devices[0].name}, transport {context.explain().transport}",
         )
-        part.row("first token, after loading", first - loaded, "s")
-        part.row("first token, after the process started", now - order.started, "s")
+        part.row("first token, after loading", seconds["decoder"] + seconds["first token"], "s")
+        part.row("first token, after the process started", startup.seconds, "s", note=startup.told())
         with part.guarded("load"):
-            _tell_load(part, order, context, loaded - compiled)
+            _tell_load(part, order, context, seconds["weights"])
         least: Least | None = None
         with part.guarded("memory bandwidth"):
             least = _least(part, order, context)

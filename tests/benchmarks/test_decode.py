@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,6 +48,10 @@ def test_a_run_measures_all_parts_and_makes_the_right_tokens(order: Order, cut: 
         "prefill of 3 prompts of 32 tokens",
     ]
     assert all(row.value is not None and row.value > 0 for row in rows)
+    start = found["first token, after the process started"]
+    parts = dict(re.findall(r"(plan|compile|weights|decoder|first token|Python and torch) ([0-9.]+)", start.note))
+    assert len(parts) == 6
+    assert sum(map(float, parts.values())) == pytest.approx(start.value, abs=0.05)
     assert {row.what for row in rows if row.limit} == {"load", "decode, batch 1", "decode, batch 3"}
     expected = generated(order, plan)
     assert list(found["decode, batch 1"].tokens) == list(found["decode, batch 3"].tokens) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
 import os
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tpplan.core import missing
-from tpplan.core.missing import install_command
+from tpplan.core.missing import MissingError, install_command, needing
 
 LINES = [
     "attrs>=24.1",
@@ -36,6 +37,23 @@ def from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tpplan have come from an index."""
     came_from(monkeypatch, "")
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: LINES)
+
+
+def test_imports_are_not_held_up() -> None:
+    """By collections of garbage, which go on behind them as before, however they end."""
+    assert gc.isenabled()
+    with needing("this"), needing("that"):
+        assert not gc.isenabled()
+    with pytest.raises(MissingError), needing("this"):
+        raise ModuleNotFoundError(name="other")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with needing("this"):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_clone_is_installed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

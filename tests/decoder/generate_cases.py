@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROMPT: Final = "The quick brown fox, señor Ω"
-#: The last line of standard error, of so many tokens.
+#: The last lines of standard error, of so many tokens.
 TIME: Final = (
-    r"time: {prompt} prompt tokens \([0-9.]+ tokens/s\), {new} new tokens \([0-9.]+ tokens/s\); the first after "
-    r"[0-9.]+ s: start [0-9.]+, (devices [0-9.]+, weights [0-9.]+, decoder [0-9.]+|model [0-9.]+), prompt [0-9.]+\n"
+    r"start: first token after [0-9.]+ s: (Python|Python and torch) [0-9.]+, plan [0-9.]+, torch [0-9.]+, "
+    r"(compile [0-9.]+, weights [0-9.]+ \([0-9.e-]+ GB at [0-9.e-]+ GB/s\), decoder [0-9.]+|model [0-9.]+), "
+    r"first token [0-9.]+\n"
+    r"time: {prompt} prompt tokens \([0-9.]+ tokens/s\), {new} new tokens \([0-9.]+ tokens/s\)\n"
 )
 
 

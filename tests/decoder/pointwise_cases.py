@@ -17,7 +17,7 @@ from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches import pointwise
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.pointwise import GATES
-from tpplan.decoder.math import rms_norm, rotate
+from tpplan.decoder.math import merge_parts, rms_norm, rotate
 from tpplan.decoder.model.gates import gated
 from tpplan.exec.toolchain import kernel_cache
 
@@ -99,6 +99,18 @@ class FakeLauncher:
         values, numbers = memory(x, (rows, width // 2), (pitch, 2), self._dtype).max(-1)
         found = memory(out, (rows, columns), (out_pitch, 4), torch.float32).zero_()
         found[:, column], found[:, column + 1] = values, numbers + start
+
+    def _merge(self, rows: int, threads: int, *words: int) -> None:
+        out, out_pitch, other, other_pitch, row_width, width, *sums, sums_pitch = words
+        assert not any(word % 16 for word in words[:6])
+        assert row_width <= 16 * threads < row_width + 16 * self._block
+        shape, of_sums = (1, row_width // width, rows, width // 2), (1, row_width // width, rows)
+        to, new = (
+            memory(start, shape, (row_width, width, pitch, 2), self._dtype)
+            for start, pitch in ((out, out_pitch), (other, other_pitch))
+        )
+        own, others, found = (memory(each, of_sums, (sums_pitch, sums_pitch, 4), torch.float32) for each in sums)
+        found.copy_(merge_parts(to, own, new, others))
 
     def _turn(self, rows: int, threads: int, *words: int) -> None:
         x, pitch, queries, keys, heads, width, turned, angles, angle_pitch, *rest = words

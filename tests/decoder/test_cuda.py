@@ -19,13 +19,17 @@ from tests.graph_cases import mixtures
 from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
+from tpplan.core.plan import Cache
 from tpplan.decoder import Decoder, Prompt, Sampling, forward, generate
 from tpplan.decoder import math as layers
+from tpplan.decoder.cache.layer import LayerCache
+from tpplan.decoder.cache.store import Store
 from tpplan.decoder.decoding import prefill_graphs as prompt_graphs
 from tpplan.decoder.decoding import steps
+from tpplan.decoder.fast.launches.pointwise import Pointwise
 from tpplan.decoder.layer import steps as plain
 from tpplan.decoder.layer.stack import Stack
-from tpplan.decoder.math import Scoring, additive_mask, attend
+from tpplan.decoder.math import Scoring, additive_mask, attend, merge_parts
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.toolchain.torch_shims import takes_cudnn
 from tpplan.weights import load_weights
@@ -33,6 +37,8 @@ from tpplan.weights import load_weights
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from tpplan.decoder.math import Merge
 
 #: Families whose roundings choose other experts.
 CHOOSING = {
@@ -175,6 +181,74 @@ def test_new_lengths_are_not_planned(tmp_path: Path) -> None:
             assert any("flash" in name for name in names), names
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("times", [1, 2, 4, 6])
+@pytest.mark.parametrize(("heads", "keys", "width"), [(8, 2, 128), (32, 8, 128), (4, 4, 64)])
+def test_full_passes_take_cudnn(heads: int, keys: int, width: int, times: int, dtype: torch.dtype) -> None:
+    """Where torch prefers it, in parts of the tokens that a kernel merges, as near to 32 bits as the flash kernel."""
+    torch.manual_seed(times)
+    rows, place, scoring = 256, torch.device("cuda"), Scoring(width**-0.5)
+    qkv = torch.randn(rows, heads + 2 * keys, width, device=place).to(dtype)
+    store = Store("fp16", (2, keys, rows * times + 8, width), dtype, place)
+    store._parts[0].normal_()
+    q = torch.unflatten(qkv[:, :heads], 0, (1, rows)).transpose(1, 2)
+    k, v = (half[1:, :, : rows * times] for half in store.halves)
+    pointwise = Pointwise(torch.device("cuda", 0), dtype, "silu", eps=1e-5)
+
+    def found(merge: Merge | None) -> torch.Tensor:
+        return attend(q, k, v, scoring=scoring, recurs=merge is not None, merge=merge)
+
+    def merge(*parts: torch.Tensor) -> torch.Tensor:
+        sums = pointwise.merge(*parts)
+        assert sums is not None
+        return sums
+
+    expected = attend(*(x.cpu().float() for x in (q, k, v)), scoring=scoring)
+    errors = [(found(each).cpu().float() - expected).norm() / expected.norm() for each in (None, merge, merge_parts)]
+    assert errors[0] < 0.01
+    assert max(errors) < 2 * errors[0]
+    if takes_cudnn(q, k[:, :, -rows:], v[:, :, -rows:], None, scoring.scale, is_causal=True):
+        names, parts = kernels(lambda: found(merge)), 1 + (times - 1).bit_count()
+        assert sum("cudnn" in name for name in names) >= parts
+        assert sum("pointwise_merge" in name for name in names) == parts - 1
+        assert not any("pytorch_flash" in name for name in names), names
+        assert found(merge).transpose(1, 2).is_contiguous()  # or what follows would copy it
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [1, min(max(GPUS, 1), 4)])
+@pytest.mark.parametrize("graphs", [None, False])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral"])
+def test_long_texts_say_what_torch_says(model_type: str, graphs: bool | None, devices: int, tmp_path: Path) -> None:
+    """Of several passes that they fill, and a last one, also behind a text that the cache has, and beside others."""
+    rows, length = 64, 400
+    directory = made(model_type, tmp_path, head_dim=64, max_position_embeddings=length)
+    request = evolve(request_of(batch=2), cache=Cache("fp16", 2 * length), max_rows=rows)
+    plan = plan_of(directory, devices, request, {}, seed=4)
+    with (
+        compile_plan(plan, backend="cuda", scratch=False) as context,
+        patch.multiple(prompt_graphs, _SMALLEST=rows // 4, _OUTLASTING=1),
+        torch.inference_mode(),
+    ):
+        weights = load_weights(plan, directory, context)
+        decoder = Decoder(context, directory, weights, graphs=graphs)
+        plain_one = Decoder(context, directory, weights, graphs=False, kernels=False)
+        assert bool(decoder.prompt_graphs) == (graphs is None)
+        random = Random(devices)
+        for sizes in ([(0, 300, 0)], [(1, 30, 0)], [(1, 128, 30), (0, 60, 300)], [(0, 390, 0)], [(1, 256, 0)]):
+            prompts = [Prompt([random.randrange(200) for _ in range(size)], i, at) for i, size, at in sizes]
+            for _ in range(3):  # as written, captured and replayed, where there are graphs
+                found, expected = (
+                    context.gather(each.read(prompts), Axis.VOCAB).tensor.float() for each in (decoder, plain_one)
+                )
+                assert (found - expected).norm() < 0.03 * expected.norm(), sizes
+        for own, right in zip(decoder.stack.heads, plain_one.stack.heads, strict=True):
+            for device, heads in own.items():
+                (part,), (other,) = heads.cache._parts, right[device].cache._parts
+                assert (part - other).float().norm() < 0.03 * other.float().norm()
+
+
 def check_passes(
     directory: Path,
     devices: int,
@@ -282,7 +356,8 @@ def test_halves_of_passes_take_turns(transport: str, turns: bool | None, layout:
 def test_passes_are_graphs_where_kernels_write_to_the_cache(model_type: str, devices: int, tmp_path: Path) -> None:
     """They leave out the rows that fill a pass up; heads have 64 elements."""
     directory = made(model_type, tmp_path, head_dim=64)
-    with patch.object(plain.Plain, "append_kv", side_effect=AssertionError):
+    method = (plain.Plain, "norm_and_rope") if model_type == "mistral" else (LayerCache, "put")  # torch writes rings
+    with patch.object(*method, side_effect=AssertionError):
         check_passes(directory, devices, batch=6, max_rows=64)
 
 

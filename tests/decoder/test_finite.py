@@ -198,11 +198,11 @@ def test_caches_are_cleared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(directory, 2, request_of(batch=3), {}, seed=3)
     with compile_plan(plan, backend="cpu", model=directory, scratch=False) as ctx:
         decoder = Decoder(ctx, directory, load_weights(plan, directory, ctx))
-        cleared: list[tuple[slice, int | None]] = []
-        monkeypatch.setattr(decoder.stack, "clear_caches", lambda some, end=None: cleared.append((some, end)))
+        cleared: list[tuple[slice, slice]] = []
+        monkeypatch.setattr(decoder.stack, "clear_caches", lambda *slices: cleared.append(slices))
         tokens, positions = ([torch.full((3,), n) for _ in ctx.devices] for n in (4, 0))
 
-        def read(*sequences: int) -> list[tuple[slice, int | None]]:
+        def read(*sequences: int) -> list[tuple[slice, slice]]:
             cleared.clear()
             list(generate(decoder, [[1, 2, 3]] * 3, 2))  # checks its logits, and is not told below
             cleared.clear()
@@ -210,16 +210,25 @@ def test_caches_are_cleared_once(monkeypatch: pytest.MonkeyPatch) -> None:
             decoder.read([Prompt([3, 4, 5], sequence) for sequence in sequences])
             return cleared
 
-        assert read(0, 1, 2) == [(slice(0, 3), 5)]
+        assert read(0, 1, 2) == [(slice(0, 3), slice(3, 5))]
         decoder.read([Prompt([3, 4], sequence) for sequence in (0, 2)])
-        assert cleared[1:] == [(slice(0, 1), 3), (slice(2, 3), 3)]  # of prompts that nobody has checked
-        assert read(0, 2) == [(slice(0, 1), 5), (slice(2, 3), 5)]
+        assert cleared[1:] == [(slice(0, 1), slice(2, 3)), (slice(2, 3), slice(2, 3))]  # of prompts nobody has checked
+        assert read(0, 2) == [(slice(0, 1), slice(3, 5)), (slice(2, 3), slice(3, 5))]
+        decoder.read([Prompt([3] * (5 - sequence), sequence) for sequence in range(3)])
+        cleared.clear()
+        decoder.decode(tokens, positions, span=7)
+        decoder.read([Prompt([3] * (8 - sequence), sequence) for sequence in range(3)])
+        assert cleared == [(slice(2, 3), slice(6, 7))]  # what prompts do not fill
+        decoder.decode(tokens, positions, span=9)
+        decoder.read([Prompt([3] * (8 - sequence), sequence) for sequence in range(3)])
+        assert cleared[1:] == [(slice(0, 3), slice(6, 9))]
+        list(generate(decoder, [[1, 2, 3]] * 3, 2))
         monkeypatch.setattr("tpplan.decoder.decoder._is_captured", lambda _: True)
         decoder.decode(tokens, positions, span=7)
         for _ in range(2):
             cleared.clear()
             list(generate(decoder, [[1, 2, 3]] * 3, 2))
-            assert cleared == [(slice(0, 3), 7)]
+            assert cleared == [(slice(0, 3), slice(3, 7))]
 
 
 @pytest.mark.parametrize("options", [(), ("--temperature", 1)])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from itertools import pairwise
+from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -18,8 +21,9 @@ from tests.decoder_cases import LENGTH
 from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.speed import Pass, Speed
-from tpplan.decoder.generation.timing import Timing, seconds_since_start
+from tpplan.decoder.generation.timing import Startup, Timing
 from tpplan.decoder.text.continuation import Continuation
+from tpplan.planfile.codec import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,7 +159,10 @@ def test_a_file_of_prompts(form: str, options: tuple[object, ...], checkpoint: P
     found = [json.loads(line) for line in done.out.splitlines()]
     for number, (word, each) in enumerate(zip(WORDS, found, strict=True)):
         seed = ("--seed", 5 + number) if options else ()
-        assert each == document(checkpoint, "--prompt", word, *asked, *seed)
+        alone = document(checkpoint, "--prompt", word, *asked, *seed)
+        assert alone.pop("start")
+        assert bool(each.pop("start", ())) == (number == 0)  # the others waited for no start
+        assert each == alone
     tokens = sum(len(each["prompt_tokens"]) for each in found)
     assert re.fullmatch(TIME.format(prompt=tokens, new=6 * len(WORDS)), done.err)
     shown = generate(checkpoint, "--prompts", path, "--max-new-tokens", 6, *options).out
@@ -199,22 +206,49 @@ def test_times_are_those_of_a_clock() -> None:
     assert str(Timing()) == "0 prompt tokens, 0 new tokens"
 
 
-def test_what_the_first_token_waits_for() -> None:
-    """Told part by part, with the first prompt, and not with later ones; of nothing if nobody is to be told."""
-    now = [0.0]
+@pytest.mark.parametrize(("before", "first"), [(1.25, "Python and torch 1.25, "), (0.0, "")])
+def test_what_the_first_token_waits_for(before: float, first: str) -> None:
+    """Parts that follow each other, until the first token; that of Python only if its length is known."""
+    now = [5 * 10**9]
+    with patch("tpplan.decoder.generation.timing.perf_counter_ns", lambda: now[0]):
+        startup = Startup(before)
+        for what, seconds, size in (("plan", 0.5, 0), ("weights", 2, 3 * 10**10)):
+            now[0] += int(seconds * 1e9)
+            startup.mark(what, size)
+        for _ in range(2):  # tokens
+            now[0] += 10**9
+            startup.end()
+    parts = f"{first}plan 0.50, weights 2.00 (30 GB at 15 GB/s), first token 1.00"
+    assert str(startup) == f"first token after {3.5 + before:.2f} s: {parts}"
+    assert [part.size_bytes for part in startup.parts if part.size_bytes] == [3 * 10**10]
 
-    def steps() -> Iterator[tuple[int | None, ...]]:
-        for seconds in (2.5, 0.5):
-            now[0] += seconds
-            yield (1,)
 
-    timing = Timing(None, [("start", 1.25), ("weights", 3.0)])
-    with patch("tpplan.decoder.generation.timing.perf_counter", lambda: now[0]):
-        for _ in range(2):
-            assert len(list(timing.of(5, steps()))) == 2
-    assert str(timing).endswith("(2.0 tokens/s); the first after 6.8 s: start 1.2, weights 3.0, prompt 2.5")
-    assert ";" not in str(Timing(None, [("weights", 3.0)]))
-    assert 0 < seconds_since_start() < 10**5
+def test_a_start_is_that_of_the_process() -> None:
+    """In a process of its own, all parts are as long as others see it run, to the hundredths that the system tells."""
+    script = (
+        "import time\nfrom tpplan.decoder import Startup\ntime.sleep(0.2)\nstartup = Startup()\ntime.sleep(0.1)\n"
+        "startup.end()\nprint(*(part.time_ns for part in startup.parts), time.time_ns())"
+    )
+    started = time_ns()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True)
+    python, first_token, ended = map(int, done.stdout.split())
+    assert python >= 2 * 10**8
+    assert first_token >= 10**8
+    assert 0 <= ended - started - python - first_token + 2 * 10**7 < 10**9  # which others may take to start it
+
+
+def test_the_parts_of_a_start_are_told(checkpoint: Path) -> None:
+    """By the command, all of them: none is negative, and together they are no longer than it ran."""
+    began = perf_counter()
+    parts = document(checkpoint, "--prompt", PROMPT)["start"]
+    took = perf_counter() - began
+    whats = [part["what"] for part in parts]
+    assert whats[1:] == ["plan", "torch", "compile", "weights", "decoder", "first token"]
+    assert all(part["time_ns"] >= 0 for part in parts)
+    assert sum(part["time_ns"] for part in parts[1:]) / 1e9 <= took
+    plan = load(checkpoint / "plan.json")
+    sizes = {part["what"]: part["size_bytes"] for part in parts if "size_bytes" in part}
+    assert sizes == {"weights": sum(memory.weights_bytes for memory in plan.memory)}
 
 
 def test_times_beside_what_the_plan_says() -> None:

@@ -31,6 +31,7 @@ from tpplan.decoder.weights import products
 from tpplan.decoder.weights import quantised as quantised_matrices
 from tpplan.decoder.weights.quantised import Exl2Matrix, Float4Matrix, NestedScales, TableMatrix
 from tpplan.exec import compile as compile_plan
+from tpplan.exec.toolchain.torch_shims import flash_attention_to_part
 from tpplan.planner.ledger import demands
 from tpplan.weights import load_weights
 
@@ -210,6 +211,33 @@ def test_long_windows_do_too(tmp_path: Path) -> None:
     directory = made("mistral", tmp_path, sliding_window=window, **_FEW)
     plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * 2 * window))
     assert taken(directory, plan, start=2 * window - 3 * _ROWS)[0] <= 1
+
+
+@pytest.mark.parametrize(("intermediate", "has_room"), [(768, True), (160, True), (32, False)])
+def test_second_attention_outputs_do_too(
+    intermediate: int, has_room: bool, tmp_path: Path, flash_calls: FlashCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of full passes behind others, whose tokens are attended to in parts where the plan has room for that."""
+    shapes = set[tuple[int, int]]()
+
+    def attend_to(q: torch.Tensor, k: torch.Tensor, *others: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes.add((q.shape[2], k.shape[2]))
+        return flash_attention_to_part(q, k, *others, **more)
+
+    directory = made("llama", tmp_path, intermediate_size=intermediate, **_FEW)
+    plan = planned(directory, "reduce", (1,), Cache("fp16", _BATCH * 4 * _LENGTH))
+    by_flash = taken(directory, plan)[0]
+    monkeypatch.setattr(layers, "takes_cudnn", lambda *_, **__: True)
+    monkeypatch.setattr(layers, "cudnn_attention_to_part", attend_to)
+    monkeypatch.setattr(layers, "_MERGED", 4)
+    assert taken(directory, plan)[0] <= max(1, by_flash)
+    found = shapes.copy()
+    shapes.clear()
+    taken(directory, planned(directory, "reduce", (1,), Cache("q8", _BATCH * 4 * _LENGTH)))
+    assert {tokens for _, tokens in shapes} == {_ROWS}
+    shapes |= found
+    assert shapes == {(_ROWS, _ROWS * times) for times in ((1, 2, 4) if has_room else (1,))}
+    assert not flash_calls  # of several texts
 
 
 def test_windows_do_too_where_much_is_made_at_once(tmp_path: Path) -> None:

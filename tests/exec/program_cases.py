@@ -25,6 +25,8 @@ LIMITS = Limits(
 #: The same where kernels send in frames what no slot takes, 6 rows of 40 columns at a time, and share out all sums of
 #: three devices and more.
 FRAMED = evolve(LIMITS, frame_bytes=512, spared_bytes=250)
+#: The same where every device adds up all of a sum that half of its exchange buffer holds, 6 rows of 40 columns.
+HELD = evolve(LIMITS, held_bytes=512)
 ITEM_BYTES = 2
 
 #: With 40 columns: small; large in 1, 2, 4, 8 and 16 parts. With few columns the last two are large.
@@ -66,6 +68,7 @@ class Case:
 
     def __str__(self) -> str:
         size = "small" if self.way.small else "passed on" if self.way.relayed else f"{self.way.parts} parts"
+        size = "one shot" if self.way.one_shot else size
         size = f"{'shared ' * self.way.shared}frames of {size}" if self.way.framed else size
         return f"{self.operation.name}-{self.way.transport}-{size}"
 
@@ -117,6 +120,7 @@ def ways(operation: Operation) -> tuple[Case, ...]:
     """Return an operation once for each route that any transport and any of ``ROWS`` give it."""
     found = [case(operation, transport, rows) for rows in ROWS for transport in TRANSPORTS]
     found += [case(operation, "host", rows, FRAMED) for rows in ROWS]
+    found += [case(operation, "peer", rows, HELD) for rows in ROWS]
     return tuple({each.way: each for each in found}.values())
 
 
@@ -175,5 +179,5 @@ def operations(draw: st.DrawFn, devices: int = 5) -> Operation:
 @st.composite
 def cases(draw: st.DrawFn, devices: int = 5) -> Case:
     """Operations on the route of any transport, with frames or without, and of 1 to 70 rows."""
-    limits = draw(st.sampled_from((LIMITS, FRAMED)))
+    limits = draw(st.sampled_from((LIMITS, FRAMED, HELD)))
     return case(draw(operations(devices)), draw(st.sampled_from(TRANSPORTS)), draw(st.integers(1, 70)), limits)

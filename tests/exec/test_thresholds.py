@@ -107,7 +107,7 @@ def test_thresholds_beyond_a_slot_change_nothing() -> None:
 TUNED = Tuning(
     peer_fans_bytes=200, peer_exchanges_bytes=100, peer_sums_bytes=0,
     host_fans_bytes=0, host_exchanges_bytes=150, host_sums_bytes=100,
-    copies_fans_bytes=500, copies_exchanges_bytes=300,
+    copies_fans_bytes=500, copies_exchanges_bytes=300, peer_one_shot_bytes=8000,
 )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_every_byte_is_right_by_any_thresholds(
         assert found == {
             ("broadcast", "peer", "slots"), ("broadcast", "peer", "straight"), ("broadcast", "events", "1 part"),
             ("allgather", "peer", "slots"), ("allgather", "peer", "straight"), ("allgather", "events", "1 part"),
-            ("all_reduce", "peer", "straight"),
+            ("all_reduce", "peer", "one shot"), ("all_reduce", "peer", "straight"),
         }  # fmt: skip
     else:
         assert ("all_reduce", "host", "slots") in found

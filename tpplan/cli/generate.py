@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tpplan.core.plan import SplitPlan
     from tpplan.decoder.generation.arguments import Order, Task
     from tpplan.decoder.generation.command import Engine
+    from tpplan.decoder.generation.timing import Startup
     from tpplan.reports.generate import GenerateReport
 
 #: Characters of a number; no model has so many tokens.
@@ -84,8 +85,10 @@ def generate(
     """
     from tpplan.decoder.generation.arguments import Order, checked  # noqa: PLC0415
     from tpplan.decoder.generation.defaults import Defaults  # noqa: PLC0415
+    from tpplan.decoder.generation.timing import Startup  # noqa: PLC0415
     from tpplan.models.hub import local  # noqa: PLC0415
 
+    startup = Startup()
     talks = chat and not (prompt or prompts or token_ids) and sys.stdin.isatty()
     _check_source(prompt, prompts, token_ids, talks=talks, json=json)
     for option, value in (("--system", system), ("--chat-template-kwargs", chat_template_kwargs)):
@@ -136,14 +139,15 @@ def generate(
     plans.note_undrafted(found)
     if text := str(defaults):
         plans.note(text)
+    startup.mark("plan")
     by_transformers = _is_for_transformers(task, engine)
     if talks and by_transformers:
         hint = 'add --prompt "…", or --engine tpplan if the decoder knows the model'
         raise UsageError("a conversation is by tpplan's decoder, not by transformers", hint)
     if talks:
-        _talk(task)
+        _talk(task, startup)
     else:
-        _continue(task, json=json, lines=bool(prompts), by_transformers=by_transformers)
+        _continue(task, startup, json=json, lines=bool(prompts), by_transformers=by_transformers)
     return OK
 
 
@@ -246,7 +250,7 @@ def _checked(
         raise
 
 
-def _continue(task: Task, *, json: bool, lines: bool, by_transformers: bool) -> None:
+def _continue(task: Task, startup: Startup, *, json: bool, lines: bool, by_transformers: bool) -> None:
     """Continue prompts, and write what follows them; ``lines`` says whether these are those of a file."""
     from json import dumps  # noqa: PLC0415 (an option has this name)
 
@@ -256,6 +260,7 @@ def _continue(task: Task, *, json: bool, lines: bool, by_transformers: bool) -> 
     with needing("running a plan", "generate"):
         from tpplan.decoder.generation.command import by_decoder, run  # noqa: PLC0415
     load = _loader_of_transformers() if by_transformers else by_decoder
+    startup.mark("torch")
     numbers = count(1)
 
     def done(report: GenerateReport) -> None:
@@ -269,10 +274,12 @@ def _continue(task: Task, *, json: bool, lines: bool, by_transformers: bool) -> 
             console.emit("\n")
 
     console.show_log()
-    console.say("time", str(run(task, plans.note, (lambda _: None) if json or lines else console.emit, done, load)))
+    timing = run(task, plans.note, (lambda _: None) if json or lines else console.emit, done, startup, load=load)
+    console.say("start", str(startup))
+    console.say("time", str(timing))
 
 
-def _loader_of_transformers() -> Callable[[Task, Callable[[str], None]], AbstractContextManager[Engine]]:
+def _loader_of_transformers() -> Callable[[Task, Callable[[str], None], Startup], AbstractContextManager[Engine]]:
     """Return what loads a task's checkpoint into a model of transformers."""
     from tpplan.decoder.generation.command import Engine  # noqa: PLC0415
 
@@ -280,14 +287,15 @@ def _loader_of_transformers() -> Callable[[Task, Callable[[str], None]], Abstrac
         from tpplan.transformers.generate import loaded  # noqa: PLC0415
 
     @contextmanager
-    def load(task: Task, note: Callable[[str], None]) -> Iterator[Engine]:
+    def load(task: Task, note: Callable[[str], None], startup: Startup) -> Iterator[Engine]:
         with loaded(task.source, task.plan, task.order.backend, note) as (context, tokens):
+            startup.mark("model")
             yield Engine(context, tokens)
 
     return load
 
 
-def _talk(task: Task) -> None:
+def _talk(task: Task, startup: Startup) -> None:
     """Hold a conversation on the terminal."""
     with needing("--chat", "generate"):
         from tpplan.cli.conversation import talk  # noqa: PLC0415
@@ -296,7 +304,7 @@ def _talk(task: Task) -> None:
         from tpplan.decoder.generation.conversation import Conversation  # noqa: PLC0415
     console.show_log()
     assert task.tokenizer  # noqa: S101 - there are no tokens
-    with loaded(task, plans.note) as decoder:
+    with loaded(task, plans.note, startup) as decoder:
         conversation = Conversation(decoder, task, task.tokenizer, template_of(task.source, task.tokenizer))
         talk(conversation)
     console.say("time", str(conversation.timing))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -75,6 +76,8 @@ def _requirements(extra: str) -> list[str]:
 def needing(what: str, extra: str = "exec") -> Iterator[None]:
     """Say what to install where the half that runs plans lacks something, and nothing of numpy, which it does not need.
 
+    No cyclic garbage is collected meanwhile: imports leave none, and to look for it takes a tenth of torch's.
+
     Args:
         what: needs it.
         extra: of tpplan, with which it comes.
@@ -84,6 +87,8 @@ def needing(what: str, extra: str = "exec") -> Iterator[None]:
     """
     # Torch warns once, when it is imported. The filter stays: to restore them would undo those that torch itself sets.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    collects = gc.isenabled()
+    gc.disable()
     try:
         yield
     except ModuleNotFoundError as error:
@@ -91,6 +96,9 @@ def needing(what: str, extra: str = "exec") -> Iterator[None]:
             raise  # a part of tpplan itself: nothing to install mends that
         message = f"{what} needs {error.name}, which is not installed"
         raise MissingError(message, install_command(extra)) from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 def on_first_use(package: str, modules: Mapping[str, str], extra: str = "exec") -> Callable[[str], object]:

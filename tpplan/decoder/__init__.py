@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.decoder import Decoder
     from tpplan.decoder.decoding.sampling import Sampling
     from tpplan.decoder.generation.generate import generate
+    from tpplan.decoder.generation.timing import Startup
     from tpplan.decoder.generation.warmup import prepare
     from tpplan.decoder.prompts import Prompt
 
@@ -26,10 +27,11 @@ _MODULE_OF = {
     "Decoder": "decoder",
     "Prompt": "prompts",
     "Sampling": "decoding.sampling",
+    "Startup": "generation.timing",
     "generate": "generation.generate",
     "prepare": "generation.warmup",
 }
 
-__all__ = ["Decoder", "Prompt", "Sampling", "generate", "prepare"]
+__all__ = ["Decoder", "Prompt", "Sampling", "Startup", "generate", "prepare"]
 
 __getattr__ = on_first_use(__name__, _MODULE_OF)

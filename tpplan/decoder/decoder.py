@@ -361,7 +361,7 @@ class Decoder:
             numbers = torch.tensor([tokens, *numbers_of(prompt_slices)]).T.contiguous()
             xs = ()  # frees memory for the next pass
             if self.prompt_graphs:
-                xs = self.prompt_graphs.run(numbers)
+                xs = self.prompt_graphs.run(numbers, prompt_slices)
                 if self.prompt_graphs.has_failed:
                     self.prompt_graphs = None
             xs = xs or self.run(self.context.broadcast(numbers, source=HOST), prompt_slices)
@@ -374,17 +374,20 @@ class Decoder:
     def _begin(self, prompts: Sequence[Prompt]) -> None:
         """Clear what earlier texts, which may have overflowed, left in the caches of sequences that begin anew.
 
-        Sequences that follow each other are cleared together: clearing launches a kernel for each layer.
+        Places that their prompts fill are written before anything reads them: only those behind are cleared. Sequences
+        that follow each other are cleared together: clearing launches a kernel for each layer.
         """
-        left: dict[int, int] = {}
+        left: dict[int, slice] = {}
         for prompt in prompts:
             end, before = prompt.start + len(prompt.tokens), self._unchecked.get(prompt.sequence, 0)
-            if not prompt.start and (most := max(before, self._captured.get(prompt.sequence, 0))):
-                left[prompt.sequence] = most
+            if not prompt.start and (most := max(before, self._captured.get(prompt.sequence, 0))) > end:
+                left[prompt.sequence] = slice(end, most)
             self._unchecked[prompt.sequence] = max(before, end) if prompt.start else end
         for _, run in groupby(enumerate(sorted(left)), lambda each: each[1] - each[0]):
             numbers = [number for _, number in run]
-            self.stack.clear_caches(slice(numbers[0], numbers[-1] + 1), max(left[number] for number in numbers))
+            places = [left[number] for number in numbers]
+            places_of_all = slice(min(each.start for each in places), max(each.stop for each in places))
+            self.stack.clear_caches(slice(numbers[0], numbers[-1] + 1), places_of_all)
 
     def run(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> tuple[Tensor, ...]:
         """Return the residual stream after a prefill pass; see :meth:`tpplan.decoder.forward.Forward.prefill`."""

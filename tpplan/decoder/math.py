@@ -15,10 +15,19 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from tpplan.exec.toolchain.torch_shims import at_vectors, flash_attention, flash_attention_to_part, takes_cudnn
+from tpplan.exec.toolchain.torch_shims import (
+    at_vectors,
+    cudnn_attention_to_part,
+    flash_attention,
+    flash_attention_to_part,
+    takes_cudnn,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    #: Merges attention over another part of the tokens, see :func:`merge_parts`.
+    Merge = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 #: Maximum elements of a temporary tensor whose size would otherwise be unbounded: 32 MiB in 16 bits.
@@ -26,6 +35,9 @@ AT_ONCE: Final = 2**24
 
 #: Rows that are converted to float32 at a time.
 _WIDENED: Final = 512
+
+#: Queries whose outputs are converted to float32 at a time, where a plan may have no room for more.
+_MERGED: Final = 128
 
 #: FlashAttention supports head sizes that are multiples of this.
 _FLASH_HEADS: Final = 8
@@ -120,6 +132,7 @@ def attend(
     scoring: Scoring,
     window: int = 0,
     recurs: bool = False,
+    merge: Merge | None = None,
 ) -> Tensor:
     """Return the attention output ``[B, H, S, K]``.
 
@@ -133,10 +146,12 @@ def attend(
         window: tokens that a query sees without a mask, itself included; 0 for all.
         recurs: whether these shapes occur repeatedly. Only then is cuDNN worth using: it is fast, but builds a plan for
             each shape, which takes 36 ms on an H200.
+        merge: merges outputs over parts of the tokens, see :func:`merge_parts`. If there is room for two outputs, cuDNN
+            attends to tokens before the queries' own, too.
     """
     are_latents = v_BHTK.shape[3] < k_BHTK.shape[3]
     if scoring.cap is None and not are_latents:
-        out_BHSK = _fused(q_BHSK, k_BHTK, v_BHTK, mask, scoring, window=window, recurs=recurs)
+        out_BHSK = _fused(q_BHSK, k_BHTK, v_BHTK, mask, scoring, window=window, recurs=recurs, merge=merge)
         if out_BHSK is not None:
             return out_BHSK
     count, total = q_BHSK.shape[2], k_BHTK.shape[2]
@@ -192,22 +207,50 @@ def attend_in_parts(q_BHSK: Tensor, parts: Iterable[tuple[Tensor, Tensor, Tensor
     return torch.unflatten(out_BRK.div_(total_BR1).to(q_BRK.dtype), 1, q_BHSK.shape[1:3])
 
 
-def attend_over_parts(q_BHSK: Tensor, parts: Iterable[tuple[Tensor, Tensor, bool]], *, scoring: Scoring) -> Tensor:
-    """Return causal attention ``[B, H, S, K]`` over successive tokens by a flash kernel, a part of them at a time.
+def attend_over_parts(
+    q_BHSK: Tensor,
+    parts: Iterable[tuple[Tensor, Tensor, bool]],
+    *,
+    scale: float,
+    merge: Merge,
+    attend_to: Callable[..., tuple[Tensor, Tensor]] = flash_attention_to_part,
+) -> Tensor:
+    """Return causal attention ``[B, H, S, K]`` over successive tokens by a fused kernel, a part of them at a time.
 
     Args:
         q_BHSK: queries of the last S tokens, see :func:`takes_flash`.
-        parts: keys and values of successive tokens, and whether they are the last ones: S or more.
-        scoring: how scores become weights, without cap and sinks.
+        parts: keys and values of parts of the tokens, and whether these are the last ones: S or more.
+        scale: factor of the scores.
+        merge: merges the outputs of parts, see :func:`merge_parts`.
+        attend_to: returns the attention over a part; see :func:`flash_attention_to_part`.
     """
-    out_BHSK, total_BHS = q_BHSK.new_zeros(()), q_BHSK.new_full(q_BHSK.shape[:3], -inf, dtype=torch.float32)
+    found: tuple[Tensor, Tensor] | None = None
     for k_BHTK, v_BHTK, is_last in parts:
-        some_BHSK, sums_BHS = flash_attention_to_part(q_BHSK, k_BHTK, v_BHTK, scoring.scale, is_causal=is_last)
+        new = attend_to(q_BHSK, k_BHTK, v_BHTK, scale, is_causal=is_last)
         del k_BHTK, v_BHTK  # the next ones are made in their memory
-        both_BHS = torch.logaddexp(total_BHS, sums_BHS)
-        old_BHS1, new_BHS1 = ((each - both_BHS).exp_().unsqueeze(-1) for each in (total_BHS, sums_BHS))
-        out_BHSK, total_BHS = out_BHSK * old_BHS1 + some_BHSK * new_BHS1, both_BHS
-    return out_BHSK.to(q_BHSK.dtype)
+        found = new if found is None else (found[0], merge(*found, *new))
+        del new
+    assert found is not None  # noqa: S101 - there are tokens
+    return found[0]
+
+
+def merge_parts(out_BHSK: Tensor, sums_BHS: Tensor, new_BHSK: Tensor, new_sums_BHS: Tensor) -> Tensor:
+    """Merge attention over another part of the tokens into ``out_BHSK``, computed in float32 and rounded.
+
+    Args:
+        out_BHSK: attention over the tokens so far.
+        sums_BHS: logarithms of its softmaxes' denominators, in float32.
+        new_BHSK: attention over others.
+        new_sums_BHS: logarithms of the denominators of these.
+
+    Returns:
+        The logarithms of the denominators over all of them.
+    """
+    weight_BHS1 = torch.sigmoid(new_sums_BHS - sums_BHS).unsqueeze(-1)
+    pieces = (torch.split(x, _MERGED, dim=2) for x in (out_BHSK, new_BHSK, weight_BHS1))
+    for to, some, weight in zip(*pieces, strict=True):
+        to.copy_(to.to(weight.dtype).lerp_(some.to(weight.dtype), weight))
+    return torch.logaddexp(sums_BHS, new_sums_BHS)
 
 
 def takes_flash(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> bool:
@@ -250,21 +293,49 @@ def slice_of(x: Tensor, some: slice, dim: int) -> Tensor:
 
 
 def _fused(
-    q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor | None, scoring: Scoring, *, window: int, recurs: bool
+    q_BHSK: Tensor,
+    k_BHTK: Tensor,
+    v_BHTK: Tensor,
+    mask: Tensor | None,
+    scoring: Scoring,
+    *,
+    window: int,
+    recurs: bool,
+    merge: Merge | None,
 ) -> Tensor | None:
     """Return the output of a fused attention kernel with shared KV heads for all queries, or None if none applies."""
     scale, sinks = scoring.scale, scoring.sinks
     if mask is not None:
         if sinks is not None or not recurs or not takes_cudnn(q_BHSK, k_BHTK, v_BHTK, mask, scale):
             return None
-        qkv = map(at_vectors, (q_BHSK, k_BHTK, v_BHTK))
-        return functional.scaled_dot_product_attention(*qkv, mask, scale=scale, enable_gqa=True)
+        q, k, v = map(at_vectors, (q_BHSK, k_BHTK, v_BHTK))
+        return functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
     if not takes_flash(q_BHSK, k_BHTK, v_BHTK):
         return None
-    if recurs and q_BHSK.shape[2] == k_BHTK.shape[2] and not window and sinks is None:  # cuDNN, where torch prefers it
-        qkv = map(at_vectors, (q_BHSK, k_BHTK, v_BHTK))
-        return functional.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=True)
+    count, total = q_BHSK.shape[2], k_BHTK.shape[2]
+    if recurs and not window and sinks is None and (total == count or (merge and not total % count)):
+        parts = _doubling_parts(k_BHTK, v_BHTK, count)
+        k_own, v_own, _ = parts[0]
+        if takes_cudnn(q_BHSK, k_own, v_own, None, scale, is_causal=True):
+            merge, attend_to = merge or merge_parts, cudnn_attention_to_part
+            return attend_over_parts(q_BHSK, parts, scale=scale, merge=merge, attend_to=attend_to)
     return flash_attention(q_BHSK, k_BHTK, v_BHTK, scale, window=window, sinks=sinks)
+
+
+def _doubling_parts(k_BHTK: Tensor, v_BHTK: Tensor, count: int) -> list[tuple[Tensor, Tensor, bool]]:
+    """Return keys and values of the last ``count`` tokens, and of powers of 2 times as many before them.
+
+    So texts of any length have few shapes, whose number grows as the logarithm of the longest. To merge a part costs a
+    sixth of attention to as many tokens as there are queries, and less of attention to more.
+    """
+    end = k_BHTK.shape[2] - count
+    bounds, size = [(end, count)], count
+    while end:
+        if end // size % 2:
+            end -= size
+            bounds.append((end, size))
+        size *= 2
+    return [(k_BHTK.narrow(2, *each), v_BHTK.narrow(2, *each), each is bounds[0]) for each in bounds]
 
 
 def _masked_attention(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:

@@ -9,12 +9,21 @@ import torch
 from attrs import evolve
 
 from tpplan.core.model import ModelSpec
-from tpplan.core.workspace import FLAG_BYTES, FRAME_SLOT_BYTES, HOST_SLOT_BYTES, areas, pinned_bytes, slot_bytes
+from tpplan.core.workspace import (
+    ALIGNMENT,
+    FLAG_BYTES,
+    FRAME_SLOT_BYTES,
+    HOST_SLOT_BYTES,
+    PAIR,
+    areas,
+    pinned_bytes,
+    slot_bytes,
+)
 from tpplan.exec.backends.engine import Engine
 from tpplan.exec.calls.operands import ADDABLE
 from tpplan.exec.checks import name_of
 from tpplan.exec.context import TPContext, run_all
-from tpplan.exec.cuda.blocks import SLOT_BLOCKS, most_blocks
+from tpplan.exec.cuda.blocks import DIRECT_BLOCKS, SLOT_BLOCKS, most_blocks
 from tpplan.exec.machine.look import uncounted
 from tpplan.exec.machine.numa import near
 from tpplan.exec.memory.binding import Memory
@@ -22,6 +31,7 @@ from tpplan.exec.memory.device import DeviceContext
 from tpplan.exec.memory.host import HostMemory
 from tpplan.exec.programs.lower import SPARED_BYTES, Limits
 from tpplan.exec.programs.program import HOST, SLOTS
+from tpplan.exec.protocol.direct import HELD, THREADS, VECTOR_BYTES
 from tpplan.exec.protocol.slots import capacity
 from tpplan.exec.tuning import Tuning, default
 from tpplan.models.reader import read_model
@@ -106,6 +116,10 @@ def build(
         if on_gpus and largest_message:
             blocks = most_blocks([places[i] for i in used if i not in others], SLOT_BLOCKS, others.values())
             largest_message = capacity(2 * largest_message, blocks)
+        held = len(devices[0].exchange) // PAIR // ALIGNMENT * ALIGNMENT
+        if on_gpus:
+            blocks = most_blocks([places[i] for i in used if i not in others], DIRECT_BLOCKS, others.values())
+            held = min(held, blocks * THREADS * HELD * VECTOR_BYTES)
         shared = {device.index: (device.control, device.exchange) for device in devices}
         shared |= share(shared)
         exchanges = {index: exchange for index, (_, exchange) in shared.items()}
@@ -129,6 +143,7 @@ def build(
             streams=on_gpus,
             spared_bytes=SPARED_BYTES,
             tuning=tuning or default(len(used)),
+            held_bytes=held,
             mirror_bytes=len(devices[0].exchange) if others else 0,
         )
         backend = _noted(made, start(Memory(exchanges, host.rings, slots, flags)))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tpplan.exec.programs.lower import Route
     from tpplan.exec.programs.operation import Operation
     from tpplan.exec.programs.program import Buffer, Program
+    from tpplan.exec.tuning import Tuning
     from tpplan.render.text import Span
 
 
@@ -39,7 +40,7 @@ def how(operation: Operation, route: Route) -> str:
     if route.transport == "local":
         return "on each device"
     ways = {"slots": route.small, "shared frames": route.shared, "frames": route.framed, "passed on": route.relayed}
-    ways["straight"] = route.transport == "peer"
+    ways["one shot"], ways["straight"] = route.one_shot, route.transport == "peer"
     for way, is_taken in ways.items():
         if is_taken:
             return way
@@ -68,8 +69,7 @@ def why(operation: Operation, route: Route, engine: Engine, mode: Mode) -> str:
     if route.framed:
         return f"{large}, and shared out" if route.shared else large
     if route.transport == "peer":
-        spared = format_bytes(limits.tuning.passed_on_bytes)
-        return f"spares its source passed_on_bytes, {spared}, or more" if route.relayed else large
+        return _why_peer(route, limits.tuning, large)
     if limits.direct and not mode.aside and largest < limits.tuning.copies(kind):
         large = f"from {copies_field(kind)}, {format_bytes(limits.tuning.copies(kind))}, on"
     large = f"{large}: " if engine.transport == "peer" and route.transport == "events" else ""
@@ -79,6 +79,13 @@ def why(operation: Operation, route: Route, engine: Engine, mode: Mode) -> str:
     if route.transport == "events":
         room = f"the exchange buffer of {format_bytes(limits.exchange_bytes)}"
     return f"{large}fits {room}" if route.parts == 1 else f"{large}parts fit {room}"
+
+
+def _why_peer(route: Route, tuning: Tuning, large: str) -> str:
+    if route.relayed:
+        return f"spares its source passed_on_bytes, {format_bytes(tuning.passed_on_bytes)}, or more"
+    one_shot = f"peer_one_shot_bytes, {format_bytes(tuning.peer_one_shot_bytes)}"
+    return f"{large}, within {one_shot}" if route.one_shot else large
 
 
 def _why_local(operation: Operation, route: Route, engine: Engine) -> str:

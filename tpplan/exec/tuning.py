@@ -20,8 +20,8 @@ KIB, MIB = 2**10, 2**20
 FANS, EXCHANGES, SUMS = KINDS = ("fans", "exchanges", "sums")
 
 #: Ways: through slots, or for large messages by kernels that write directly to the destination, by copy engines, or in
-#: frames through host memory.
-SLOTS, DIRECT, COPIES, FRAMES = "slots", "straight", "copies", "frames"
+#: frames through host memory; and sums of which every device reads all.
+SLOTS, DIRECT, COPIES, FRAMES, ONE_SHOT = "slots", "straight", "copies", "frames", "one shot"
 #: For large messages with several receivers: each receives a share and passes it on to the others.
 RELAYED = "passed on"
 #: Fewest devices with which a receiver has another one to pass its share on to.
@@ -44,6 +44,8 @@ class Tuning:
         peer_fans_bytes: largest message through slots of ``peer`` when one device sends; 0 for none.
         peer_exchanges_bytes: largest message through slots of ``peer`` when several devices send.
         peer_sums_bytes: largest message that is summed through slots of ``peer``.
+        peer_one_shot_bytes: largest message of ``peer`` of which every device reads all parts and adds up all columns,
+            if it fits no slot; of larger ones a device adds up some columns, and writes them to all.
         host_fans_bytes: largest message through slots of ``host`` when one device sends.
         host_exchanges_bytes: largest message through slots of ``host`` when several devices send.
         host_sums_bytes: largest message that is summed through slots of ``host``.
@@ -59,6 +61,7 @@ class Tuning:
     peer_fans_bytes: int = 512 * KIB
     peer_exchanges_bytes: int = 512 * KIB
     peer_sums_bytes: int = 512 * KIB
+    peer_one_shot_bytes: int = 4 * MIB
     host_fans_bytes: int = 128 * KIB
     host_exchanges_bytes: int = 128 * KIB
     host_sums_bytes: int = 128 * KIB
@@ -91,6 +94,7 @@ _MEASURED = {
         peer_fans_bytes=256 * KIB,
         peer_exchanges_bytes=128 * KIB,
         peer_sums_bytes=128 * KIB,
+        peer_one_shot_bytes=0,
         copies_fans_bytes=MIB,
     ),
 }
@@ -116,7 +120,8 @@ def forced(way: str) -> Tuning:
     slots = LARGEST if way == SLOTS else 0
     by_start = {"peer": slots, "host": slots, "copies": int(way == COPIES), "passed": int(way == RELAYED)}
     by_start["gathers"] = slots
-    return Tuning(**{name: by_start[name.partition("_")[0]] for name in asdict(Tuning())})
+    found = {name: by_start[name.partition("_")[0]] for name in asdict(Tuning())}
+    return Tuning(**found | {"peer_one_shot_bytes": LARGEST if way == ONE_SHOT else 0})
 
 
 #: Returns the time of an operation by each way, given the transport, the kind, the size and the ways.
@@ -166,7 +171,7 @@ def _ways(transport: str, kind: str, devices: int, *, direct: bool) -> tuple[str
     if not direct:
         return SLOTS, COPIES
     if kind == SUMS:
-        return SLOTS, DIRECT
+        return SLOTS, ONE_SHOT, DIRECT
     return (SLOTS, DIRECT, COPIES, *([RELAYED] if kind == FANS and devices >= _SEVERAL else []))
 
 
@@ -174,6 +179,8 @@ def _thresholds(transport: str, kind: str, sizes: Sequence[int], cuts: tuple[int
     """Return thresholds by field name, from the cuts that :func:`_cuts` found between the sizes."""
     small, *rest = cuts
     found = {slots_field(transport, kind): sizes[small - 1] if small else 0}
+    if kind == SUMS:
+        return found | {f"{transport}_one_shot_bytes": sizes[last - 1] if last > small else 0 for last in rest}
     return found | {copies_field(kind): _start(sizes, small, first) for first in rest}
 
 

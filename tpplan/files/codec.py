@@ -32,6 +32,7 @@ T = TypeVar("T")
 #: Fields that are required in files, and written even with their default value so that a reviewer sees them.
 STATED = frozenset({"format_version", "kind", "tokens"}) | {
     *(f"{way}_{kind}_bytes" for way in ("peer", "host") for kind in ("fans", "exchanges", "sums")),
+    "peer_one_shot_bytes",
     *("copies_fans_bytes", "copies_exchanges_bytes", "passed_on_bytes", "gathers_bytes"),
 }
 

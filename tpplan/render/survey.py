@@ -16,6 +16,7 @@ _COLUMNS = {
     "peer_fans_bytes": "peer slots, one sends",
     "peer_exchanges_bytes": "peer slots, several send",
     "peer_sums_bytes": "peer slots, sums",
+    "peer_one_shot_bytes": "sums in one shot",
     "host_fans_bytes": "host slots, one sends",
     "host_exchanges_bytes": "host slots, several send",
     "host_sums_bytes": "host slots, sums",

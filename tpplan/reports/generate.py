@@ -7,6 +7,21 @@ from attrs import frozen
 from tpplan.files.codec import document
 
 
+@frozen(kw_only=True)
+class StartPart:
+    """A part of the time from the process's start to its first token.
+
+    Attributes:
+        what: ``Python``, ``plan``, ``torch``, ``compile``, ``weights`` and so on.
+        time_ns: its time.
+        size_bytes: what was loaded in it; left out if nothing was.
+    """
+
+    what: str
+    time_ns: int
+    size_bytes: int = 0
+
+
 @document("generate-report")
 @frozen(kw_only=True)
 class GenerateReport:
@@ -21,6 +36,7 @@ class GenerateReport:
         text: that the new tokens stand for, up to a stop string; empty where tokens were given.
         ended: whether the model or a stop string ended the text; else there were as many new tokens as asked for.
         stop: the stop string that ended it; empty if none did.
+        start: what the first token waited for since the process started, part by part; none for a later text.
     """
 
     model: str
@@ -31,3 +47,4 @@ class GenerateReport:
     text: str
     ended: bool
     stop: str = ""
+    start: tuple[StartPart, ...] = ()

@@ -176,6 +176,11 @@ class Weights:
     def __getitem__(self, device: int) -> Mapping[str, Tensor]:
         return self.tensors[device]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors of this process's devices."""
+        return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
+
 
 def load_weights(plan: SplitPlan, model_dir: str | Path | Source, ctx: TPContext) -> Weights:
     """Load each device's slices of a checkpoint.

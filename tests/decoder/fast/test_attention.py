@@ -14,6 +14,7 @@ from tests.decoder.fast.overlap import check_overlap
 from tests.machine_code import CAPABILITIES
 from tpplan.decoder.fast.launches.attention import Attention, splits_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
+from tpplan.exec.toolchain.kernel_cache import OVERLAPS
 
 #: Maximum loads of a sink: where a block is alone, and where it is the last one, both of which compilers may repeat.
 SINKS = 4
@@ -38,8 +39,8 @@ MOST_STACK = 48
 def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, int]) -> None:
     """Caches of 16 bits are read 16 bytes at a time, and multiplied as they are; those of 8 bits become float16.
 
-    All else is in 32 bits. Two blocks share a multiprocessor. What kernels for Hopper keep in registers may take a few
-    bytes elsewhere.
+    The L2 cache is asked for them before the kernel before has ended. All else is in 32 bits. Two blocks share a
+    multiprocessor. What kernels for Hopper keep in registers may take a few bytes elsewhere.
     """
     is_narrow = "q8" in name or "fp8" in name
     kind = "f16" if is_narrow else name.partition("_")[0]
@@ -50,6 +51,7 @@ def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, i
     assert "ld.global.L1::no_allocate.v4.u32" in text
     assert ("ld.global.L1::no_allocate.v2.u32" in text) == is_narrow
     assert (text.count("ld.global.u16") > SINKS) == ("q8" in name)
+    assert ("cp.async.bulk.prefetch.L2.global" in text.partition("griddepcontrol.wait")[0]) == (capability >= OVERLAPS)
     assert "ld.global.nc" not in text  # which may read before a kernel has written
     multiply = "mma.sync.aligned.m16n8k16.row.col.f32."
     assert text.count(f"{multiply}{kind}.{kind}.f32") == text.count("mma.sync") > 0
@@ -120,10 +122,14 @@ _Case = tuple[torch.dtype, tuple[int, int], list[int], int, float]
         (torch.bfloat16, (4, 2), [20, 3], 1, 1.0),
         (torch.float16, (9, 1), [60], 2, 1.0),  # in two blocks each, of which the second has one query
         (torch.bfloat16, (2, 1), [79], 3, 256.0),  # as in fp8
+        (torch.float16, (2, 1), [100], 2, 1.0),  # of a ring, in which its own place is no longer the last
     ],
 )
 def test_lanes_agree(case: _Case, sinks: list[float]) -> None:
-    """What the source does lane by lane is attention, in which each query's sink takes part, if it has one, once."""
+    """What the source does lane by lane is attention, in which each query's sink takes part, if it has one, once.
+
+    Queries, and the tokens' own keys and values, are there when the kernel before has ended, and not before.
+    """
     lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.attention")
     dtype, (queries, keys), positions, splits, unit = case
     count, size, length, scale, warps = len(positions), 64, 80, 0.125, 2
@@ -142,7 +148,9 @@ def test_lanes_agree(case: _Case, sinks: list[float]) -> None:
         turns.data_ptr(), length, queries // keys, bits_of(scale / math.log(2)), 0, 1,
     ]  # fmt: skip
     tensors = [q_RHK, kv_2RHLK, positions_R, sinks_H, out_RH, partial, turns]
-    lanes.run(kernel, (splits, blocks, count), 32 * warps, words, tensors)
+    places = enumerate(positions_R.remainder(length).tolist())
+    own = [kv_2RHLK[:, row, :, place] for row, place in places]
+    lanes.run(kernel, (splits, blocks, count), 32 * warps, words, tensors, written=[q_RHK, *own])
     k_RHLK, v_RHLK = kv_2RHLK.double().mul(unit)
     scores_RHGL = torch.unflatten(q_RHK.double(), 1, (keys, -1)) @ k_RHLK.mT * scale
     hidden_RL = torch.arange(length) > positions_R[:, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from tests.flash_cases import flash_calls
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache
-from tpplan.decoder import Decoder, Prompt
+from tpplan.decoder import Decoder, Prompt, math
+from tpplan.decoder.cache.layer import LayerCache
 from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
-from tpplan.decoder.math import angles, rms_norm, rotate
+from tpplan.decoder.math import angles, merge_parts, rms_norm, rotate
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.toolchain import kernel_cache
+from tpplan.exec.toolchain.torch_shims import flash_attention_to_part
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
@@ -95,6 +98,37 @@ def test_caches_that_round(kind: str, model_type: str, tmp_path: Path, request: 
     assert calls["turn"]
 
 
+@pytest.mark.parametrize("kind", ["fp16", "q8", "fp8"])
+@pytest.mark.usefixtures("launches")
+def test_kernels_write_caches_of_texts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one text alone and of several, by the kernel that turns them: torch copies none."""
+    directory = made("llama", tmp_path)
+    for name in ("write", "extend", "put"):
+        monkeypatch.setattr(LayerCache, name, Mock(side_effect=AssertionError))
+    said(directory, planned(directory, "reduce", (3, 1), Cache(kind, BATCH * LENGTH)))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "deepseek_v3"])
+def test_parts_of_long_texts_are_merged(
+    model_type: str, tmp_path: Path, flash_calls: FlashCalls, launches: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a kernel, to what the flash kernel finds of all tokens at once, but for rounding."""
+    directory = made(model_type, tmp_path)
+    plan = planned(directory, "reduce", (3, 1), Cache("fp16", BATCH * 4 * LENGTH))
+    monkeypatch.setattr(math, "cudnn_attention_to_part", flash_attention_to_part)
+    logits = []
+    with compile_plan(plan, backend="cpu", scratch=False) as context:
+        weights = load_weights(plan, directory, context)
+        for takes in (False, True):
+            monkeypatch.setattr(math, "takes_cudnn", lambda *_, takes=takes, **__: takes)
+            launches.clear()
+            decoder = Decoder(context, directory, weights)
+            logits.append(context.gather(decoder.prefill([i % 200 for i in range(450)]), Axis.VOCAB).tensor.float())
+            assert bool(launches["merge"]) == takes
+    assert not flash_calls  # of several texts
+    assert (logits[1] - logits[0]).norm() < 0.02 * logits[0].norm()
+
+
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_kernels_fit_in_the_scratch_of_the_ledger(model_type: str, tmp_path: Path, launches: Counter[str]) -> None:
     """What they write to is no more than what torch takes."""
@@ -130,6 +164,37 @@ def test_norms_take_aligned_rows(launches: Counter[str]) -> None:
     assert kernels().norm(x[None], weight) is None
     assert kernels().norm(x, weight, torch.empty(3, 65).bfloat16()[:, 1:]) is None
     assert launches["norm"] == 2
+
+
+def test_merging_takes_rows_of_heads(launches: Counter[str]) -> None:
+    """Of one text, whose heads are side by side, and logarithms in 32 bits."""
+    torch.manual_seed(1)
+
+    def merged(out: torch.Tensor, new: torch.Tensor, sums: torch.Tensor, *, takes: bool = True) -> None:
+        expected = out.clone()
+        right = merge_parts(expected, sums, new, sums + 1)
+        found = kernels().merge(out, sums, new, sums + 1)
+        assert (found is not None) == takes
+        if found is not None:
+            assert torch.equal(out, expected)
+            assert torch.equal(found, right)
+
+    def heads(count: int, width: int = 16, rows: int = 5) -> torch.Tensor:
+        return torch.randn(1, rows, count, width).bfloat16().transpose(1, 2)
+
+    sums = torch.randn(1, 3, 5)
+    merged(heads(3), heads(3), sums)
+    merged(heads(3, 8), heads(3, 8), sums)
+    merged(heads(4)[:, :3], heads(7)[:, 2:5], sums)
+    merged(heads(3), heads(3).contiguous(), sums, takes=False)
+    merged(heads(3, 12), heads(3, 12), sums, takes=False)
+    merged(heads(3, 24)[..., :16], heads(3), sums, takes=False)
+    merged(heads(3).half(), heads(3).half(), sums, takes=False)
+    merged(heads(3), heads(3), torch.randn(1, 5, 3).mT, takes=False)
+    merged(heads(3), heads(3), sums.double(), takes=False)
+    merged(heads(3).expand(2, -1, -1, -1).clone(), heads(3).expand(2, -1, -1, -1), sums.expand(2, -1, -1), takes=False)
+    merged(heads(3), torch.randn(5 * 3 * 16 + 1).bfloat16()[1:].view(1, 5, 3, 16).transpose(1, 2), sums, takes=False)
+    assert launches["merge"] == 3
 
 
 def test_gates_take_matrices_side_by_side_and_whole_ones(launches: Counter[str]) -> None:

@@ -9,7 +9,7 @@ from tests.gate_cases import rounded_gate
 from tpplan.decoder.cache.store import Store
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.pointwise import GATES, Places, Pointwise
-from tpplan.decoder.math import angles, rms_norm, rotate, stack_heads
+from tpplan.decoder.math import angles, merge_parts, rms_norm, rotate, stack_heads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5
@@ -174,6 +174,25 @@ def test_rows_of_nobody_are_not_written(dtype: torch.dtype) -> None:
     for row in (0, 2, 4):
         expected[:, 1 + sequences[row], places[row], 0] = x[row, 2:]
     assert torch.equal(memory.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 8), (3, 5, 64), (2048, 32, 128), (700, 7, 80), (9, 4, 256)], ids=str)
+def test_merging_parts(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Attention over two parts becomes that over both, in the memory of the first; nothing else changes."""
+    rows, heads, width = shape
+    torch.manual_seed(rows)
+    memory = torch.randn(2, 1, rows, heads + 1, width, device="cuda").to(dtype)
+    out, new = memory[:, :, :, :heads].transpose(2, 3)
+    sums = 5 * torch.randn(2, 1, heads, rows, device="cuda")
+    before, expected = memory.clone(), out.clone()
+    right = merge_parts(expected, sums[0], new, sums[1])
+    found = kernels(dtype).merge(out, sums[0], new, sums[1])
+    assert found is not None
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=torch.finfo(dtype).eps)  # sums may be of other signs
+    assert (out != expected).float().mean() < 0.01
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+    assert torch.equal(memory[1], before[1])
+    assert torch.equal(memory[0, :, :, heads:], before[0, :, :, heads:])
 
 
 @pytest.mark.parametrize("columns", [8, 264, 4096, 32064, 128256])

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+import torch
 
 from tests import machine_code
 from tests.decoder.fast.overlap import check_overlap
 from tests.machine_code import CAPABILITIES, check_code
-from tpplan.decoder.fast.launches.launcher import DTYPES
-from tpplan.decoder.fast.launches.pointwise import GATES
+from tpplan.decoder.fast.launches import pointwise
+from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
+from tpplan.decoder.fast.launches.pointwise import GATES, Pointwise
+from tpplan.decoder.math import angles, rms_norm, rotate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
-@pytest.mark.parametrize("what", ["norm", "best", *GATES.values()])
+@pytest.mark.parametrize("what", ["norm", "best", "merge", *GATES.values()])
 def test_they_move_vectors_and_spill_nothing(what: str, dtype: str) -> None:
     """Loads and stores are of 16 bytes and coherent, all that is computed is in 32 bits, and stays in registers."""
     name = f"pointwise_{what}_{dtype}"
@@ -21,11 +29,45 @@ def test_they_move_vectors_and_spill_nothing(what: str, dtype: str) -> None:
         assert f".visible .entry {name}(" in text
         check_overlap(name, text, capability)
         assert "ld.global.v4.u32" in text
-        assert ("st.global.v4.u32" in text, "st.global.u" in text) == (what != "best", what == "best")
+        assert ("st.global.v4.u32" in text, "st.global.u" in text) == (what != "best", what in {"best", "merge"})
         assert "ld.global.nc" not in text
         assert ".f64" not in text
         assert ".local" not in text
         check_code(text, capability)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5, 16), (2, 1, 128), (1, 33, 72), (4, 9, 8)], ids=str)
+def test_lanes_merge(shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the source does lane by lane, as it is launched, is the sum of both by weights, rounded once."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.pointwise")
+    torch.manual_seed(shape[1])
+    count, rows, width = shape
+    memory = torch.full((2, rows, count + 2, width), 9.0).to(dtype)
+    out, new = memory[:, None, :, :count].transpose(2, 3).copy_(torch.randn(2, 1, count, rows, width))
+    sums = 5 * torch.randn(2, 1, count, rows)
+    sums[1, ..., 0] = sums[0, ..., 0] - 200
+    made = [memory, sums]
+
+    def empty_like(x: torch.Tensor) -> torch.Tensor:
+        made.append(torch.full_like(x, torch.nan))
+        return made[-1]
+
+    def launcher(name: str, _: torch.device) -> Callable[..., None]:
+        return lambda blocks, threads, *words: lanes.run(getattr(kernels, name.upper()), blocks, threads, words, made)
+
+    monkeypatch.setattr(pointwise, "Launcher", launcher)
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    weights = sums.double().softmax(0)[..., None]
+    expected = (weights * torch.stack((out, new)).double()).sum(0)
+    before = out.clone(), new.clone()
+    found = Pointwise(torch.device("cpu"), dtype, "silu", eps=1e-5).merge(out, sums[0], new, sums[1])
+    assert found is not None
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=torch.finfo(dtype).eps)
+    assert torch.equal(out[:, :, 0], before[0][:, :, 0])
+    assert torch.equal(new, before[1])
+    assert (memory[:, :, count:] == 9).all()
+    torch.testing.assert_close(found.double(), sums.double().logsumexp(0), atol=1e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +98,45 @@ def test_turns_write_caches(name: str, capabilities: tuple[tuple[int, int], ...]
         assert ".f64" not in text
         assert ".local" not in text
         check_code(text, capability)
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize(("size", "turned", "dtype"), [(64, 64, torch.bfloat16), (80, 32, torch.float16)])
+def test_lanes_turn_heads(size: int, turned: int, dtype: torch.dtype, is_normed: bool) -> None:
+    """As torch does, to the bit without norms, when the kernel before has ended, which writes them; and in caches."""
+    lanes, turn = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.turn")
+    if is_normed and turned < size:
+        return
+    torch.manual_seed(size)
+    (queries, keys), rows, length = (3, 2), 3, 5
+    x_RHK = torch.randn(rows, queries + 2 * keys, size).to(dtype)
+    by = angles(*torch.rand(2, rows, turned // 2).to(dtype))
+    norms_2K = torch.randn(2, size).to(dtype)
+    kv_2BHLK = torch.full((2, rows, keys, length, size), 9.0).to(dtype)
+    sequences_R, places_R = torch.tensor([2, -1, 0]), torch.tensor([4, 1, 0])
+    expected_RHK, expected = x_RHK.clone(), kv_2BHLK.clone()
+    if is_normed:
+        for weight, some in zip(
+            norms_2K, torch.split_with_sizes(expected_RHK[:, :-keys], [queries, keys], dim=1), strict=True
+        ):
+            some.copy_(rms_norm(some, weight, 1e-5, 0.5))
+    rotate(expected_RHK[:, : queries + keys], by)
+    kernel, touched = getattr(turn, f"TURN_{DTYPES[dtype].upper()}"), [x_RHK, by, norms_2K, kv_2BHLK]
+    for row in range(rows):
+        words = [
+            x_RHK[row].data_ptr(), 0, queries, keys, queries + 2 * keys, 2 * size, 2 * turned, by[row].data_ptr(), 0,
+            *(x.data_ptr() if is_normed else 0 for x in norms_2K), bits_of(0.5), bits_of(1 / size), bits_of(1e-5),
+            *(x.data_ptr() for x in kv_2BHLK), 0, 0, 2 * keys * length * size, 2 * length * size,
+            sequences_R[row].data_ptr(), 0, places_R[row].data_ptr(), 0,
+        ]  # fmt: skip
+        lanes.run(kernel, (1, 1), 64, words, [*touched, sequences_R, places_R], written=[x_RHK[row]])
+    if is_normed:
+        torch.testing.assert_close(x_RHK, expected_RHK, atol=0.05, rtol=0.02)
+    else:
+        assert torch.equal(x_RHK, expected_RHK)
+    for row in (0, 2):
+        expected[:, sequences_R[row], :, places_R[row]] = torch.unflatten(x_RHK[row, queries:], 0, (2, keys))
+    assert torch.equal(kv_2BHLK, expected)
 
 
 @pytest.mark.parametrize("name", ["TURN", "TURN_F32", "TURN_BF16_Q4"])

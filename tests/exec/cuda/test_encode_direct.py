@@ -12,11 +12,11 @@ from attrs import define, field
 from tests.exec.caller import expected, noise, widths
 from tests.exec.program_cases import CASES
 from tpplan.errors import InternalError
-from tpplan.exec.cuda.encode_direct import bits, home, longest, operands, table
-from tpplan.exec.programs.lower_flags import direct_moves, direct_reduction
+from tpplan.exec.cuda.encode_direct import bits, home, longest, table, touched
+from tpplan.exec.programs.lower_flags import direct_moves, direct_reduction, one_shot_reduction
 from tpplan.exec.programs.operation import Moves, all_reduce, allgather, broadcast
-from tpplan.exec.programs.program import OUTPUT, RESIDUAL, Buffer, Exchange, Flag, Program, reads, writes
-from tpplan.exec.protocol.direct import ADD, AWAIT, COPY, OPEN, SEQUENCES, SIGNAL, STEPS, VECTOR_BYTES
+from tpplan.exec.programs.program import EXCHANGE, OUTPUT, RESIDUAL, Buffer, Exchange, Flag, Program, reads, writes
+from tpplan.exec.protocol.direct import ADD, AWAIT, COPY, LEARN, SEQUENCES, SIGNAL, STEPS, TELL, TOLD, VECTOR_BYTES
 from tpplan.exec.protocol.words import MOST_WORDS, PIECE
 
 #: Blocks of a kernel, and their threads, each of which moves a piece at once.
@@ -27,11 +27,22 @@ LARGE = {n: c for n, c in CASES.items() if c.way.transport == "peer" and not c.w
 
 @define
 class Block:
-    """One block of a device's kernel on its way through its steps."""
+    """One block of a device's kernel on its way through its steps.
+
+    Attributes:
+        device: the device.
+        number: index of the block.
+        words: the kernel's parameter.
+        places: where each operand is: a number in place of its address, None until it is known.
+        at: index of the next step.
+        left: number of steps to come.
+        counts: number of each sequence.
+    """
 
     device: int
     number: int
     words: list[int]
+    places: list[int | None]
     at: int = 0
     left: int = 0
     counts: list[int] = field(factory=list)
@@ -45,6 +56,7 @@ class Machine:
     """Flags and counters of all devices, one for each block; an address is an index."""
 
     flags: Counter[tuple[int, int]] = field(factory=Counter)
+    told: dict[tuple[int, int], tuple[int, int]] = field(factory=dict)
     counters: Counter[tuple[int, int, int]] = field(factory=Counter)
     known: dict[tuple[object, ...], int] = field(factory=dict)
 
@@ -64,8 +76,20 @@ class Machine:
         """Do the next step of a block, if it has not to wait."""
         words, at = block.words, block.at
         kind = words[at]
-        assert kind != OPEN or block.left == words[STEPS]  # nothing was done that a fence would be for
-        if kind in {OPEN, SIGNAL, AWAIT}:
+        assert kind != TELL or block.left == words[STEPS]  # nothing was done that a fence would be for
+        if kind == TELL:
+            for s, n, a, word, operand in _groups(words, at, 5):
+                assert words[word] == block.places[operand]
+                self.told[a, block.number] = block.counts[s] + n, words[word]
+            block.at += 2 + 5 * words[at + 1]
+        elif kind == LEARN:
+            for s, n, a, operand in _groups(words, at, 4):
+                number, place = self.told.get((a, block.number), (0, 0))
+                if number != block.counts[s] + n:
+                    return False
+                block.places[operand] = place
+            block.at += 2 + 4 * words[at + 1]
+        elif kind in {SIGNAL, AWAIT}:
             flags = [words[k : k + 3] for k in range(at + 2, at + 2 + 3 * words[at + 1], 3)]
             if kind == AWAIT and any(self.flags[a, block.number] < block.counts[s] + n for s, n, a in flags):
                 return False
@@ -93,7 +117,7 @@ class Machine:
             end += 1 + 2 * words[end]
         rows = memory[0].shape[0]
         span = slice(rows * part // parts, rows * (part + 1) // parts)
-        views = [memory[operand][span, first : first + width] for operand, first in sources]
+        views = [_at(memory, block, operand)[span, first : first + width] for operand, first in sources]
         assert all(view.shape[1] == width for view in views)
         if copies:
             result = views[0].clone()
@@ -105,8 +129,20 @@ class Machine:
         pieces = torch.arange(len(result) * width // words[PIECE]) // THREADS % BLOCKS
         mine = (pieces == block.number).repeat_interleave(words[PIECE]).view_as(result)
         for operand, first in targets:
-            memory[operand][span, first : first + width][mine] = result[mine]
+            _at(memory, block, operand)[span, first : first + width][mine] = result[mine]
         return end
+
+
+def _groups(words: list[int], at: int, size: int) -> list[list[int]]:
+    """Return what a step that tells or learns has for each operand."""
+    return [words[k : k + size] for k in range(at + 2, at + 2 + size * words[at + 1], size)]
+
+
+def _at(memory: list[torch.Tensor], block: Block, operand: int) -> torch.Tensor:
+    """Return the memory of an operand that the block knows."""
+    place = block.places[operand]
+    assert place is not None
+    return memory[place]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -120,11 +156,14 @@ def test_a_table_does_what_its_operation_says(name: str, dtype: torch.dtype) -> 
     results = expected(case.operation, truths)
     machine = Machine()
     exchanges = [command for command in case.program.commands if isinstance(command, Exchange)]
-    named = operands(exchanges)
+    steps = [step for exchange in exchanges for step in exchange.steps]
+    named = [*dict.fromkeys(view.buffer for step in steps for view in (*reads(step), *writes(step)))]
+    held = [(b, case.operation.columns * dtype.itemsize) for b in named if b.role == EXCHANGE]
     for _ in range(2):
         memory = {buffer: tensor.clone().view(torch.uint8) for buffer, tensor in truths.items()}
+        memory |= {buffer: torch.zeros(5, size, dtype=torch.uint8) for buffer, size in held}
         blocks = [
-            Block(exchange.stream.device, number, _words(exchange, exchanges, dtype.itemsize, machine))
+            Block(exchange.stream.device, number, *_words(exchange, exchanges, dtype.itemsize, machine, named))
             for exchange in exchanges
             for number in range(BLOCKS)
         ]
@@ -137,14 +176,20 @@ def test_a_table_does_what_its_operation_says(name: str, dtype: torch.dtype) -> 
             assert torch.equal(memory[buffer], truth.contiguous().view(torch.uint8)), buffer
 
 
-def _words(exchange: Exchange, exchanges: list[Exchange], item: int, machine: Machine) -> list[int]:
+def _words(
+    exchange: Exchange, exchanges: list[Exchange], item: int, machine: Machine, named: list[Buffer]
+) -> tuple[list[int], list[int | None]]:
+    """Return what a device's kernel is told, and where its own operands are."""
     device, header, every = exchange.stream.device, [0] * SEQUENCES, bits(exchanges, item) | VECTOR_BYTES
     header[PIECE] = every & -every
 
-    def address(flag: Flag) -> int:
-        return machine.index("flag", home(flag), flag)
+    def address(where: object) -> int:
+        return machine.index("flag", home(where) if isinstance(where, Flag) else "told", where)
 
-    return header + table(exchange, item, operands(exchanges), lambda flag: machine.index(device, flag), address)
+    made = table(exchange, item, touched(exchanges), lambda flag: machine.index(device, flag), address)
+    for index, (buffer, _) in enumerate(made.told, TOLD):
+        header[index] = named.index(buffer)
+    return header + made.words, [named.index(b) if b.device == device else None for b in made.operands]
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -170,13 +215,14 @@ def test_eight_devices_fit() -> None:
     programs = [
         direct_moves(allgather("allgather", slices, devices)),
         direct_reduction(all_reduce(4096, devices, devices, residual=True)),
+        one_shot_reduction(all_reduce(4096, devices, devices, residual=True)),
         *(direct_moves(each, relayed=True) for count in range(2, 8) for each in _broadcasts(count)),
     ]
     for program in programs:
         exchanges = [command for command in program.commands if isinstance(command, Exchange)]
         for exchange in exchanges:
-            made = table(exchange, 2, operands(exchanges), lambda _: 1, lambda _: 1)
-            assert SEQUENCES + len(made) <= MOST_WORDS
+            made = table(exchange, 2, touched(exchanges), lambda _: 1, lambda _: 1)
+            assert SEQUENCES + len(made.words) <= MOST_WORDS
 
 
 @pytest.mark.parametrize(
@@ -209,5 +255,5 @@ def test_too_many_steps_are_refused() -> None:
     program = direct_moves(allgather("allgather", tuple((d, d, d + 1) for d in devices), devices))
     exchanges = [command for command in program.commands if isinstance(command, Exchange)]
     with pytest.raises(InternalError, match="too long"):
-        table(exchanges[0], 2, operands(exchanges), lambda _: 1, lambda _: 1)
-    assert Buffer(OUTPUT, 39) in operands(exchanges)
+        table(exchanges[0], 2, touched(exchanges), lambda _: 1, lambda _: 1)
+    assert touched(exchanges)[0, 39] == (Buffer(OUTPUT, 39),)

@@ -81,7 +81,7 @@ class Devices:
             ctypes.c_uint32.from_address(self.counters.address(d, "landed")).value = start
         self.flags[:] = torch.tensor(start, dtype=torch.uint32).view(torch.int32)
         program = lower.local(GATHER, by_kernels=True)
-        self.steps = self.host_writes.prepare(program, [Mock(handle=1)] * 2, 2)
+        self.steps = self.host_writes.prepare(program, [1] * 2, 2)
         self.held: list[object] = []
         self.results = self.host_writes.results((0, 2))
 
@@ -148,7 +148,7 @@ def test_results_come_one_after_the_other(fake: Driver) -> None:
 def test_the_first_launch_counts(fake: Driver) -> None:
     """A kernel that was launched on nothing, to be loaded, has raised the flag."""
     devices = Devices()
-    devices.host_writes.nothing(0, Mock(handle=1))(7)
+    devices.host_writes.nothing(0, 1)(7)
     fake.finish()
     pending = devices.gather([_noise(1, 5), _noise(1, 19)], torch.zeros(1, 24, dtype=torch.int16))
     fake.finish(1)

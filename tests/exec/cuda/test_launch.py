@@ -6,7 +6,6 @@ import ctypes
 from functools import partial
 from random import Random
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ def _work(*buffers: Buffer, row_bytes: int = 8) -> Work:
 
 
 def _launch(work: Work, blocks: int = BLOCKS) -> Launch:
-    return Launch((Mock(handle=1), Mock(handle=2)), work, blocks, 256, {DEADLINE: 77})
+    return Launch((1, 2), work, blocks, 256, {DEADLINE: 77})
 
 
 def test_a_launch_gives_the_kernel_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +88,7 @@ def test_blocks_of_a_frame_kernel_have_a_frame_each(seed: int) -> None:
     exchanges = [command for command in program.commands if isinstance(command, Exchange)]
     for work in encode_frames.prepare(exchanges, 2, memory, Counters(flags), most):
         longest = work.table[LONGEST - work.place]
-        blocks, threads = Launch((Mock(handle=1), Mock(handle=2)), work, most, THREADS, {}).bind({}, rows).shape
+        blocks, threads = Launch((1, 2), work, most, THREADS, {}).bind({}, rows).shape
         assert threads == THREADS
         assert blocks == most or blocks * FRAME_BYTES >= rows * longest
         assert (blocks - 1) * FRAME_BYTES < rows * longest

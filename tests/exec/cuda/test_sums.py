@@ -15,7 +15,7 @@ from cuda.bindings import driver
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda import launch
-from tpplan.exec.cuda.sums import Addition, Sums
+from tpplan.exec.cuda.sums import Addition, prepare
 from tpplan.exec.memory.binding import Memory, no_memory
 from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.program import EXCHANGE, INPUT, OUTPUT, RESIDUAL, Buffer, Sum, View
@@ -63,7 +63,7 @@ def test_a_kernel_gets_addresses_and_pitches(fake: Driver) -> None:
     views = View(X, 8, 16, 1, 3), View(Buffer(EXCHANGE, 0, 1, 2), 0, 8, 1, 3, 8), View(MORE, 16, 24, 1, 3)
     step = Sum(own(0), views, View(OUT, 8, 16, 1, 3))
     x, more, out = _matrix(0, 64), _matrix(0, 80), _matrix(0, 96)
-    ready = Addition(Mock(handle=1), step, Memory({0: exchange}, {}, Mock()), torch.float16)
+    ready = Addition(1, step, Memory({0: exchange}, {}, Mock()), torch.float16)
     for _ in range(2):
         ready.bind({X: x, MORE: more, OUT: out}, 3)(123)
         places = [x.data_ptr() + 64 + 16, 64, exchange.data_ptr() + 2048, 16, more.data_ptr() + 80 + 32, 80]
@@ -78,7 +78,7 @@ def test_a_kernel_gets_addresses_and_pitches(fake: Driver) -> None:
 def test_vectors_are_for_what_is_aligned(offset: int, pitch: int, vectors: int, fake: Driver) -> None:
     """Addresses and pitches of all matrices count."""
     step = Sum(own(0), (View(X, 0, 32), View(MORE, 0, 32)), View(OUT, 0, 32))
-    ready = Addition(Mock(handle=1), step, no_memory(), torch.float16)
+    ready = Addition(1, step, no_memory(), torch.float16)
     odd, even = _matrix(offset, pitch), _matrix(0, 64)
     for matrices in ((odd, even, even), (even, odd, even), (even, even, odd)):
         ready.bind(dict(zip((X, MORE, OUT), matrices, strict=True)), 3)(0)
@@ -90,7 +90,7 @@ def test_all_threads_have_something_to_add(columns: int, rows: int, blocks: int,
     """A thread adds up vectors of 16 bytes, as far as the GPU has room for blocks of them."""
     step = Sum(own(0), (View(X, 0, columns),), View(X, 0, columns))
     x = torch.zeros(rows, columns, dtype=torch.bfloat16)
-    Addition(Mock(handle=1), step, no_memory(), x.dtype).bind({X: x}, rows)(0)
+    Addition(1, step, no_memory(), x.dtype).bind({X: x}, rows)(0)
     assert fake.blocks == blocks
 
 
@@ -98,18 +98,19 @@ def test_a_refused_launch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the device and what the driver says."""
     monkeypatch.setattr(launch, "driver", Driver(driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY))
     step = Sum(own(3), (View(X, 0, 4),), View(X, 0, 4))
-    ready = Addition(Mock(handle=1), step, no_memory(), torch.float32)
+    ready = Addition(1, step, no_memory(), torch.float32)
     with pytest.raises(ExecutionError, match="a sum of device 3 was not launched: CUDA_ERROR_OUT_OF_MEMORY"):
         ready.bind({X: torch.zeros(1, 4)}, 1)(0)
 
 
-def test_kernels_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By dtype and device, when a sum of theirs is first prepared."""
-    load = Mock(return_value=Mock(handle=1))
-    monkeypatch.setattr(kernel_cache, "load", load)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    step, ready = Sum(own(0), (View(X, 0, 4),), View(X, 0, 4)), Sums()
-    for dtype, device in ((torch.float32, 0), (torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)):
-        ready.prepare(step, no_memory(), dtype, torch.device("cuda", device))
-    assert [call.args[0] for call in load.mock_calls] == ["sum_f32", "sum_bf16", "sum_f32"]
-    assert len(ready.kernels) == 3
+def test_a_kernel_is_that_of_dtype_and_device(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for the device's compute capability."""
+    kernels = {("sum_f32", (8, 0)): 5, ("sum_bf16", (8, 0)): 6, ("sum_bf16", (9, 0)): 7}
+    monkeypatch.setattr(kernel_cache, "load", lambda *of: kernels[of])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8 + device.index, 0))
+    step = Sum(own(0), (View(X, 0, 4),), View(X, 0, 4))
+    launched = []
+    for dtype, index in ((torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 1)):
+        addition = prepare(step, no_memory(), dtype, torch.device("cuda", index))
+        launched.append(int(addition.bind({X: torch.zeros(1, 4, dtype=dtype)}, 1).kernel))  # type: ignore[attr-defined]
+    assert launched == [5, 6, 7]

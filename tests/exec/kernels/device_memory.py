@@ -11,6 +11,7 @@ from tpplan.exec.cuda.counters import Counters
 from tpplan.exec.memory.binding import Memory
 from tpplan.exec.programs.program import HOST, RESIDUAL, Buffer, Queue
 from tpplan.exec.programs.program import OPERANDS as ROLES
+from tpplan.exec.protocol.direct import TOLD
 from tpplan.exec.protocol.words import ALONE, COUNTER_BYTES, COUNTERS, DEADLINE, MOST_WORDS, OPERANDS, ROWS, STATUS
 
 if TYPE_CHECKING:
@@ -35,18 +36,20 @@ class DeviceMemory:
         status: other than 0 where a device has waited in vain.
     """
 
-    def __init__(self, devices: Iterable[int], slot_bytes: int, counters: int) -> None:
+    def __init__(self, devices: Iterable[int], slot_bytes: int, counters: int, exchange_bytes: int = 0) -> None:
         """Take it.
 
         Args:
             devices: each of which has its GPU to itself.
             slot_bytes: of each slot of a queue.
             counters: that there is room for, on each device and on the host.
+            exchange_bytes: of each device's exchange buffer.
         """
         devices, self._slot_bytes, self._slots = list(devices), slot_bytes, dict[Queue, "Tensor"]()
         self._flags = {d: torch.zeros(counters * COUNTER_BYTES, dtype=torch.uint8) for d in (*devices, HOST)}
         self.status = torch.zeros(16, dtype=torch.int32)
-        self.memory = Memory({}, {}, self._slots_of, self._flags)
+        self._exchange = {d: torch.zeros(exchange_bytes, dtype=torch.uint8) for d in devices}
+        self.memory = Memory(self._exchange, {}, self._slots_of, self._flags)
         self.counters = Counters(self._flags)
         for device in devices:
             self._flags[device][ALONE * COUNTER_BYTES] = 1
@@ -57,7 +60,7 @@ class DeviceMemory:
     @property
     def tensors(self) -> list[Tensor]:
         """All that kernels may touch beside operands."""
-        return [*self._slots.values(), *self._flags.values(), self.status]
+        return [*self._slots.values(), *self._flags.values(), *self._exchange.values(), self.status]
 
     def words(self, work: Work, operands: dict[Buffer, Tensor], rows: int) -> list[int]:
         """Return what a device's kernel is told."""
@@ -67,6 +70,8 @@ class DeviceMemory:
         of_operands = work.operands.words(operands)
         words[OPERANDS : OPERANDS + len(of_operands)] = of_operands
         words[work.place : work.place + len(work.table)] = work.table
+        for index, (buffer, _) in enumerate(work.operands.told, TOLD):
+            words[index] = operands[buffer].data_ptr()
         return words
 
 

@@ -7,16 +7,18 @@ import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
 from tests import machine_code
 from tests.machine_code import CAPABILITIES, check_code, in_order, registers
 from tpplan.core.missing import install_command
+from tpplan.errors import ExecutionError
 from tpplan.exec.cuda.blocks import DIRECT_BLOCKS, FRAME_BLOCKS, SLOT_BLOCKS
 from tpplan.exec.protocol import direct, frames, slots
 from tpplan.exec.protocol.frames import VECTORS
-from tpplan.exec.toolchain import kernel_cache
+from tpplan.exec.toolchain import bindings, kernel_cache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,18 +172,46 @@ def test_compiling_leaves_numba_as_it_was() -> None:
 
 
 def test_a_kernel_on_disk_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second process finds the same machine code without importing numba."""
+    """The second process loads the same machine code without importing what compiles, which takes long."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code = kernel_cache.machine_code("sum_f32", (9, 0))
     script = """if True:
         import sys
-        from tpplan.exec.toolchain.kernel_cache import machine_code
-        sys.stdout.buffer.write(machine_code("sum_f32", (9, 0)))
-        sys.exit("numba" in sys.modules)
+        from types import SimpleNamespace
+        from tpplan.exec.toolchain import bindings, kernel_cache
+        results = bindings.driver.CUresult
+        bindings.driver = SimpleNamespace(
+            CUresult=results,
+            cuLibraryLoadData=lambda data, *_: (results.CUDA_SUCCESS, sys.stdout.buffer.write(data)),
+            cuLibraryGetKernel=lambda *_: (results.CUDA_SUCCESS, 7),
+        )
+        assert kernel_cache.load("sum_f32", (9, 0)) == 7
+        sys.exit("numba" in sys.modules or "cuda.core" in sys.modules)
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (0, code), done.stderr.decode()
     assert [path.suffix for path in (tmp_path / "tpplan" / "kernels").iterdir()] == [".cubin"]
+
+
+def test_a_kernel_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each compute capability, by its name, from its machine code; what the driver refuses is told."""
+    driver = Mock(CUresult=bindings.driver.CUresult)
+    result = bindings.driver.CUresult.CUDA_SUCCESS
+    driver.cuLibraryLoadData.side_effect = lambda code, *_: (result, f"library of {code.decode()}")
+    driver.cuLibraryGetKernel.side_effect = lambda library, name: (result, f"{name.decode()} in {library}")
+    monkeypatch.setattr(bindings, "driver", driver)
+    monkeypatch.setattr(kernel_cache, "machine_code", lambda name, capability: f"{name} {capability}".encode())
+    kernel_cache.load.cache_clear()
+    try:
+        for capability in ((8, 0), (9, 0), (9, 0)):
+            assert kernel_cache.load("sum_f32", capability) == f"sum_f32 in library of sum_f32 {capability}"
+        assert driver.cuLibraryLoadData.call_count == driver.cuLibraryGetKernel.call_count == 2
+        result = bindings.driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match=r"sum_f16 for sm_90 was not loaded: CUDA_ERROR_NO_BINARY_FOR_GPU"):
+                kernel_cache.load("sum_f16", (9, 0))
+    finally:
+        kernel_cache.load.cache_clear()
 
 
 def test_several_kernels_are_compiled_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,7 @@ def test_what_real_verdicts_depend_on(change: str, tmp_path: Path, monkeypatch: 
         "setting": lambda: monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
     }
     changes[change]()
+    kernel_cache._source.cache_clear()  # as another process
     assert link_driver.TorchDriver().software() not in ("", before)
 
 

@@ -39,7 +39,7 @@ def test_thresholds_are_where_the_ways_cross() -> None:
     assert tune(machine.time, ROOM, 2, direct=True) == Tuning(
         peer_fans_bytes=256 * KIB, peer_exchanges_bytes=256 * KIB, peer_sums_bytes=256 * KIB,
         host_fans_bytes=64 * KIB, host_exchanges_bytes=64 * KIB, host_sums_bytes=64 * KIB,
-        copies_fans_bytes=2 * MIB, copies_exchanges_bytes=8 * MIB,
+        copies_fans_bytes=2 * MIB, copies_exchanges_bytes=8 * MIB, peer_one_shot_bytes=0,
     )  # fmt: skip
 
 
@@ -132,7 +132,18 @@ def test_defaults_are_those_of_h200(devices: int) -> None:
         return [by_way.get(way) or inf for way in ways]
 
     found = tune(time, {"peer": MIB // (devices // 2)}, devices, direct=True)
-    assert evolve(found, passed_on_bytes=MIB) == default(devices)
+    unmeasured = {name: getattr(default(devices), name) for name in ("passed_on_bytes", "peer_one_shot_bytes")}
+    assert evolve(found, **unmeasured) == default(devices)
+
+
+@pytest.mark.parametrize(
+    ("one_shot", "slots", "most"),
+    [((4, 0.012), 128 * KIB, 512 * KIB), ((4, 0.01), 128 * KIB, LARGEST), ((9, 0.02), 256 * KIB, 0)],
+)
+def test_sums_in_one_shot_have_a_threshold(one_shot: tuple[float, float], slots: int, most: int) -> None:
+    """They follow slots, which end from 250 KiB on, and precede shares of the columns, from 1,000 KiB on."""
+    found = tune(Machine(one_shot=one_shot).time, ROOM, 2, direct=True)
+    assert (found.peer_sums_bytes, found.peer_one_shot_bytes) == (slots, most)
 
 
 @pytest.mark.parametrize(("devices", "like"), [(1, 2), (3, 4), (6, 4), (8, 4)])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from tpplan.exec.tuning import COPIES, FANS, KIB, MIB, RELAYED, SLOTS
+from tpplan.exec.tuning import COPIES, FANS, KIB, MIB, ONE_SHOT, RELAYED, SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,7 @@ class Machine:
         copies: by copy engines.
         fans: by copy engines, if one device sends.
         passed: by kernels that pass on what others want too.
+        one_shot: by kernels of which each adds up all; as straight if not given.
         bad: a size that seems to take many times as long through slots.
     """
 
@@ -33,12 +34,14 @@ class Machine:
     copies: tuple[float, float] = (20, 0.008)
     fans: tuple[float, float] = (20, 0.008)
     passed: tuple[float, float] = (70, 0.004)
+    one_shot: tuple[float, float] | None = None
     bad: int = 0
 
     def time(self, transport: str, kind: str, size: int, ways: tuple[str, ...]) -> Sequence[float]:
         """Return the time by each way."""
         assert size <= ROOM[transport] or SLOTS not in ways
         lines = {SLOTS: self.slots, COPIES: self.fans if kind == FANS else self.copies, RELAYED: self.passed}
+        lines[ONE_SHOT] = self.one_shot or self.direct
         times = []
         for way in ways:
             start, each = lines.get(way, self.direct)

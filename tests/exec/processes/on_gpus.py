@@ -162,6 +162,50 @@ def graphs() -> None:
                 caller.call()
 
 
+def reach() -> None:
+    """Call the same operations on memory that comes and goes, in one process more often than in others.
+
+    What torch gives back is closed by the others, and what comes to the same addresses is opened anew; residuals begin
+    anywhere, and some memory cannot be opened.
+    """
+    with compile_plan(plan_for(), group=distributed.group.WORLD, transport="peer") as ctx:
+        caller, process, random = Caller(ctx, 5), ctx.process, Random(7)
+        for turn in range(60):
+            rows, dtype = random.choice((255, 511, 1500)), torch.bfloat16
+            whole, residual = caller._whole(rows, dtype), caller._whole(rows, dtype)
+            total = len(ctx.all_devices) * whole.float() + residual.float()
+            part, room = whole.to(caller.place), torch.empty(rows * COLUMNS + 3, dtype=dtype, device=caller.place)
+            shift = 3 * ((turn + process) % 2)  # between vectors in one of the processes
+            behind = room[shift : shift + rows * COLUMNS].view(rows, COLUMNS).copy_(residual)
+            for _ in range(random.choice((1, 20))):  # also as graphs of one kernel
+                (found,) = ctx.all_reduce([part], [behind])
+                caller._check([found], total.to(dtype))
+            caller._check(ctx.broadcast(caller._given(whole, 0), source=0), whole)
+            del part, room, behind, found
+            if turn % 3 == process:
+                torch.cuda.empty_cache()
+        pool = torch.cuda.mem_get_info(caller.place)
+        huge = torch.ones(2**19, COLUMNS, dtype=torch.bfloat16, device=caller.place)  # 4 GiB, of which others open all
+        ctx.all_reduce([huge[:2048]], out=[huge[:2048]])
+        large = torch.ones(1500, COLUMNS, device=caller.place)
+        ctx.all_reduce([large], out=[large])
+        with ctx.capture() as graph:  # in a pool of its own
+            (found,) = ctx.all_reduce([large + 1])
+        for value in (1, 2):
+            large.fill_(value)
+            graph.replay()
+            caller._check([found], torch.full((1500, COLUMNS), float(len(ctx.all_devices) * (value + 1))))
+        del graph, found, large, huge
+        torch.cuda.synchronize(caller.place)
+        torch.cuda.empty_cache()
+        ctx.tell(None)
+        time.sleep(1.5)  # looks come twice a second
+        mine: Any = vars(ctx._engine.backend)["_reach"]
+        told = ctx.tell([len(mine._own), len(mine._opened)])
+        assert all(opened == sum(own for own, _ in told) - own for own, opened in told), told
+        assert torch.cuda.mem_get_info(caller.place)[0] > pool[0] - 2**28, "others keep what was given back"
+
+
 def decoder() -> None:
     """Generate with a model of random weights: all processes the same tokens, and logits near those of float32."""
     process = distributed.get_rank()
@@ -278,6 +322,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "peer": lambda: operations("peer", 200),
     "events": lambda: operations("events", 60),
     "graphs": graphs,
+    "reach": reach,
     "decoder": decoder,
     "late": late,
     "slow": slow,

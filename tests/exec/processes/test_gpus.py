@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
     [
         ("peer",),
         ("events",),
-        ("graphs", "decoder"),
+        ("graphs", "reach", "decoder"),
         ("late", "slow", "interrupted"),
         ("lost",),
         ("hidden", "peer", "graphs", "decoder"),

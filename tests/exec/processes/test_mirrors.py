@@ -47,7 +47,7 @@ def _run(program: Program, operands: dict[Buffer, Tensor]) -> None:
         count = min(at_once, rows - first)
         part = {buffer: x[first : first + count] for buffer, x in operands.items()}
         inside = mirrors.over(place, count, DTYPE)
-        for copy in mirrors.inward(range(8)):
+        for copy in mirrors.inward():
             source, target = (resolve(v, part, place, count, DTYPE) for v in (copy.source, copy.target))
             assert target.data_ptr() == inside[copy.source.buffer].data_ptr()
             target.copy_(source)
@@ -56,7 +56,7 @@ def _run(program: Program, operands: dict[Buffer, Tensor]) -> None:
                 resolve(p.view, part | inside, place, count, DTYPE) for p in (work.target, *work.sources)
             )
             add(target, sources) if len(sources) > 1 else target.copy_(sources[0])
-        for copy in mirrors.outward(range(8)):
+        for copy in mirrors.outward():
             resolve(copy.target, part, place, count, DTYPE).copy_(resolve(copy.source, part, place, count, DTYPE))
 
 

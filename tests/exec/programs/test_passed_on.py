@@ -10,7 +10,7 @@ from hypothesis import given
 
 from tests.exec.program_cases import ITEM_BYTES, LIMITS, slices
 from tpplan.errors import InternalError
-from tpplan.exec.cuda.encode_direct import operands, table
+from tpplan.exec.cuda.encode_direct import table, touched
 from tpplan.exec.programs import lower_flags
 from tpplan.exec.programs.lower import Mode, Route, lower, route
 from tpplan.exec.programs.operation import Moves, Operation, all_reduce, allgather, broadcast, scatter
@@ -87,7 +87,7 @@ def test_relays_fit_and_are_safe_for_any_slices(cut: tuple[tuple[int, int, int],
     assert max(leaving(made).values()) <= max(reaching(operation).values()) + 8 * len(EIGHT) * len(EIGHT)
     exchanges = [command for command in made.commands if isinstance(command, Exchange)]
     for exchange in exchanges:
-        table(exchange, 2, operands(exchanges), lambda _: 1, lambda _: 1)
+        table(exchange, 2, touched(exchanges), lambda _: 1, lambda _: 1)
 
 
 @pytest.mark.parametrize("name", MOVES)

@@ -147,10 +147,10 @@ class _OnGpu(torch.Tensor):
     ("x", "is_kept"),
     [
         (torch.zeros(4, 3, 8).bfloat16(), True),
-        (torch.zeros(4, 24).bfloat16()[:, 8:].unflatten(1, (2, 8)), True),
+        (torch.zeros(4, 24).bfloat16()[:, 8:].view(4, 2, 8), True),
         (torch.zeros(3, 5, 8).bfloat16().transpose(0, 1)[:1], True),
         (torch.zeros(1, 5).bfloat16(), True),  # a single row has no next one
-        (torch.zeros(4, 24).bfloat16()[:, 4:20].unflatten(1, (2, 8)), False),  # behind 8 bytes
+        (torch.zeros(4, 24).bfloat16()[:, 4:20].view(4, 2, 8), False),  # behind 8 bytes
         (torch.zeros(4, 20).bfloat16()[:, :16], False),  # rows of 40 bytes
     ],
 )

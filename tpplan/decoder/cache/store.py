@@ -223,10 +223,10 @@ class Store:
         """Bytes of memory."""
         return sum(part.nbytes for part in self._parts)
 
-    def clear(self, sequences: slice, end: int | None = None) -> None:
-        """Clear the places of sequences up to ``end``, by default all."""
+    def clear(self, sequences: slice, places: slice = slice(None)) -> None:
+        """Clear some places of sequences, by default all."""
         for part in self._parts:
-            part[:, sequences, :, :end].zero_()
+            part[:, sequences, :, places].zero_()
 
     def mix_queries(self, q: Tensor) -> Tensor:
         """Return the queries whose products with the keys as they are read are those of queries and keys."""

@@ -211,27 +211,17 @@ class Fused(Plain):
                 return found
         return super().experts_down(h_RCI, downs, choice_RC, to_RD, fixed=fixed)
 
-    def norm_and_rope(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> None:
-        """Apply the norms and rotation to the query and key heads of rows, in place."""
-        norm_rope = self._norm_first(qkv_RHK, heads, norm_rope)
+    def norm_and_rope(
+        self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope, to: tuple[Tensor, Tensor] | None = None
+    ) -> bool:
+        """Apply the norms and rotation to the query and key heads of rows, and write to the cache if a kernel can."""
+        norm_rope, cache = self._norm_first(qkv_RHK, heads, norm_rope), heads.cache
+        places = None if to is None or cache.value_dim else Places(*cache.as_rows(), *to, cache.scales)
+        if places and self._norm_and_rope(qkv_RHK, heads, norm_rope, places):
+            return True
         if not self._norm_and_rope(qkv_RHK, heads, norm_rope):
             super().norm_and_rope(qkv_RHK, heads, norm_rope)
-
-    def append_kv(
-        self,
-        qkv_RHK: Tensor,
-        heads: Heads,
-        norm_rope: NormAndRope,
-        sequences: Tensor,
-        places: Tensor,
-        *,
-        rows_to_write: Tensor | None = None,
-    ) -> None:
-        """Apply :meth:`norm_and_rope`, and write the keys and values to the cache."""
-        to = None if heads.cache.value_dim else Places(*heads.cache.as_rows(), sequences, places, heads.cache.scales)
-        norm_rope = self._norm_first(qkv_RHK, heads, norm_rope)
-        if to is None or not self._norm_and_rope(qkv_RHK, heads, norm_rope, to):
-            super().append_kv(qkv_RHK, heads, norm_rope, sequences, places, rows_to_write=rows_to_write)
+        return False
 
     def _norm_first(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> NormAndRope:
         """Apply norms in front of a rotation of a part of each head, for which no kernel has norms; return the rest."""
@@ -247,6 +237,11 @@ class Fused(Plain):
         return self._pointwise.norm_and_rope(
             qkv_RHK, (heads.queries, heads.keys), norm_rope.angles, norm_rope.norms, to
         )
+
+    def merge(self, out_BHSK: Tensor, sums_BHS: Tensor, new_BHSK: Tensor, new_sums_BHS: Tensor) -> Tensor:
+        """Merge attention over another part of the tokens."""
+        found = self._pointwise.merge(out_BHSK, sums_BHS, new_BHSK, new_sums_BHS)
+        return super().merge(out_BHSK, sums_BHS, new_BHSK, new_sums_BHS) if found is None else found
 
     def attends(self, heads: Heads) -> bool:
         """Tell whether there is an attention kernel for these heads; it needs no mask."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
@@ -17,7 +15,7 @@ from tpplan.core.speed import Speed
 from tpplan.decoder.decoder import Decoder
 from tpplan.decoder.decoding.sampling import Sampling
 from tpplan.decoder.generation.generate import generate
-from tpplan.decoder.generation.timing import Timing, seconds_since_start
+from tpplan.decoder.generation.timing import Timing
 from tpplan.decoder.generation.warmup import on_gpus
 from tpplan.decoder.model.settings import check_model
 from tpplan.decoder.text.continuation import Continuation
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from tpplan.decoder.generation.arguments import Task
+    from tpplan.decoder.generation.timing import Startup
 
 #: Seeds are below this.
 _SEEDS = 2**63
@@ -46,7 +45,6 @@ class Engine:
         tokens: returns an iterator over the next token of each text, None for texts that have ended; from prompts, the
             most new tokens and the sampling of each, and the tokens that end a text.
         speed: what the plan predicts of it; None if nothing.
-        waits: what loading did, and its seconds; empty if it was not told apart.
     """
 
     context: TPContext
@@ -54,14 +52,12 @@ class Engine:
         [Sequence[Sequence[int]], Sequence[int], Sequence[Sampling], frozenset[int]], Iterator[tuple[int | None, ...]]
     ]
     speed: Speed | None = None
-    waits: Sequence[tuple[str, float]] = ()
 
 
 @contextmanager
-def by_decoder(task: Task, note: Callable[[str], None]) -> Iterator[Engine]:
+def by_decoder(task: Task, note: Callable[[str], None], startup: Startup) -> Iterator[Engine]:
     """Load a checkpoint into the decoder; see :func:`loaded`."""
-    waits: list[tuple[str, float]] = []
-    with loaded(task, note, waits) as decoder:
+    with loaded(task, note, startup) as decoder:
 
         def tokens(
             prompts: Sequence[Sequence[int]],
@@ -71,37 +67,34 @@ def by_decoder(task: Task, note: Callable[[str], None]) -> Iterator[Engine]:
         ) -> Iterator[tuple[int | None, ...]]:
             return generate(decoder, prompts, counts, sampling=samplings, end=end)
 
-        yield Engine(decoder.context, tokens, task.plan.speed if on_gpus(decoder) else None, waits)
+        yield Engine(decoder.context, tokens, task.plan.speed if on_gpus(decoder) else None)
 
 
 @contextmanager
-def loaded(task: Task, note: Callable[[str], None], waits: list[tuple[str, float]] | None = None) -> Iterator[Decoder]:
+def loaded(task: Task, note: Callable[[str], None], startup: Startup) -> Iterator[Decoder]:
     """Load a checkpoint by a plan. Whatever can be checked is checked before the weights load.
 
     Args:
         task: what to generate.
         note: called with the reason if the devices are virtual, and with why predictions do not hold.
-        waits: gets what loading does, and its seconds.
+        startup: gets the parts of loading.
 
     Raises:
         TpplanError: the plan, the checkpoint and the machine do not fit together.
     """
-    plan, source, times = task.plan, task.source, [perf_counter()]
+    plan, source = task.plan, task.source
     check_model(source, source.model, plan)
     with compiler(plan, task.order.backend, note, scratch=False)("auto") as context:
         if plan.speed and (told := without_kernels(source.model)):
             note(told)
         if source.gguf and (told := room_note(context, source.gguf)):
             note(told)
-        times.append(perf_counter())
+        startup.mark("compile")
         weights = load_weights(plan, source, context)
-        times.append(perf_counter())
+        startup.mark("weights", weights.nbytes)
         decoder = Decoder(context, source, weights)
         del weights  # the decoder has what it needs of them
-        times.append(perf_counter())
-        if waits is not None:
-            seconds = (end - start for start, end in pairwise(times))
-            waits += zip(("devices", "weights", "decoder"), seconds, strict=True)
+        startup.mark("decoder")
         yield decoder
 
 
@@ -110,7 +103,9 @@ def run(
     note: Callable[[str], None],
     tell: Callable[[str], None],
     done: Callable[[GenerateReport], None],
-    load: Callable[[Task, Callable[[str], None]], AbstractContextManager[Engine]] = by_decoder,
+    startup: Startup,
+    *,
+    load: Callable[[Task, Callable[[str], None], Startup], AbstractContextManager[Engine]] = by_decoder,
 ) -> Timing:
     """Load a checkpoint by a plan, and continue its prompts, as many at a time as the plan has room for.
 
@@ -119,18 +114,19 @@ def run(
         note: see :func:`loaded`.
         tell: called with every piece of the text, or every token if tokens were given; only if there is one prompt.
         done: called with each text when those that are generated together are complete, in the order of prompts.
+        startup: gets the parts of loading, and the first token.
         load: loads the checkpoint into an engine, and calls its second argument with what users should know.
 
     Raises:
         TpplanError: see :func:`loaded`.
     """
-    batch, before, start = task.plan.request.batch, seconds_since_start(), perf_counter()
-    with load(task, note) as engine:
-        loading = engine.waits or [("model", perf_counter() - start)]
-        timing = Timing(engine.speed, [("start", before), *loading] if before else ())
+    batch = task.plan.request.batch
+    with load(task, note, startup) as engine:
+        timing = Timing(engine.speed)
         for first in range(0, len(task.prompts), batch):
             group = task.prompts[first : first + batch]
-            for report in _continued(engine, task, group, first, timing, tell if len(task.prompts) == 1 else None):
+            show = tell if len(task.prompts) == 1 else None
+            for report in _continued(engine, task, group, first, timing, startup, show):
                 done(report)
     return timing
 
@@ -141,6 +137,7 @@ def _continued(  # noqa: PLR0917 (what a group of prompts needs)
     prompts: Sequence[list[int]],
     first: int,
     timing: Timing,
+    startup: Startup,
     tell: Callable[[str], None] | None,
 ) -> list[GenerateReport]:
     """Return what follows prompts that are continued together; ``first`` is the number of the first one."""
@@ -149,12 +146,14 @@ def _continued(  # noqa: PLR0917 (what a group of prompts needs)
     samplings = [evolve(asked, seed=(asked.seed + first + i) % _SEEDS) for i in range(len(prompts))]
     tokens = engine.tokens(prompts, [*map(task.count, prompts)], samplings, task.end)
     for step in timing.of(sum(map(len, prompts)), tokens):
+        startup.end()
         for text, token in zip(texts, step, strict=True):
             if token is not None:
                 text.add(token)
         if all(text.ended for text in texts):
             break
-    return [text.report(engine.context) for text in texts]
+    reports = [text.report(engine.context) for text in texts]
+    return reports if first else [evolve(reports[0], start=tuple(startup.parts)), *reports[1:]]
 
 
 class _Text:

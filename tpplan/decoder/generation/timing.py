@@ -1,36 +1,89 @@
-"""How many tokens were read and generated, and how fast; and what the first of them waited for."""
+"""What the first token waits for from the start of its process on; how many follow, and how fast."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Final
 
+from tpplan.reports.generate import StartPart
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from tpplan.core.speed import Speed
 
 #: Rates from here on are told in whole tokens.
 _WHOLE: Final = 100
+#: The last part of a start.
+_FIRST: Final = "first token"
 #: Place of a process's start among the fields of ``/proc/PID/stat`` behind its name.
 _START: Final = 19
+
+
+class Startup:
+    """What the time of a process goes to until its first token: parts, each from the end of the one before.
+
+    The first is ``Python``, or ``Python and torch`` if torch is imported by now. It is left out where the system does
+    not tell when the process started, which only Linux does; then the time counts from now.
+
+    Attributes:
+        parts: the parts so far.
+    """
+
+    def __init__(self, before: float | None = None) -> None:
+        """Begin with the first part.
+
+        Args:
+            before: for how long the process has run, in seconds; as the system says if not given.
+        """
+        self.parts: list[StartPart] = []
+        self._latest = perf_counter_ns()
+        if before_ns := round(1e9 * (seconds_since_start() if before is None else before)):
+            what = "Python and torch" if "torch" in sys.modules else "Python"
+            self.parts.append(StartPart(what=what, time_ns=before_ns))
+
+    def mark(self, what: str, size_bytes: int = 0) -> None:
+        """End a part.
+
+        Args:
+            what: its name.
+            size_bytes: what was loaded in it, if something was.
+        """
+        before, self._latest = self._latest, perf_counter_ns()
+        self.parts.append(StartPart(what=what, time_ns=self._latest - before, size_bytes=size_bytes))
+
+    def end(self) -> None:
+        """End the last part, with the first token; behind that, do nothing."""
+        if not self.parts or self.parts[-1].what != _FIRST:
+            self.mark(_FIRST)
+
+    @property
+    def seconds(self) -> float:
+        """The time of all parts."""
+        return sum(part.time_ns for part in self.parts) / 1e9
+
+    def __str__(self) -> str:
+        return f"{_FIRST} after {self.seconds:.2f} s: {self.told()}"
+
+    def told(self) -> str:
+        """Return the parts and their seconds."""
+        return ", ".join(f"{part.what} {part.time_ns / 1e9:.2f}{_rate_of(part)}" for part in self.parts)
 
 
 class Timing:
     """Counts tokens of prompts and new ones, and the time that both take."""
 
-    def __init__(self, predicted: Speed | None = None, waits: Sequence[tuple[str, float]] = ()) -> None:
+    def __init__(self, predicted: Speed | None = None) -> None:
         """Count from zero.
 
         Args:
             predicted: what a plan predicts of steps, if it predicts something of where they run.
-            waits: what comes before the first prompt, and its seconds; empty if nobody is to be told.
         """
-        self._waits = [*waits]
         self._predicted = {each.rows: each.tokens_per_second for each in predicted.decode} if predicted else {}
         self._rows: set[int] = set()
         self._read = self._new = self._stepped = 0
@@ -52,8 +105,6 @@ class Timing:
             seconds, count = perf_counter() - start, len(step) - step.count(None)
             self._new += count
             if is_first:
-                if self._waits and self._new == count:
-                    self._waits.append(("prompt", seconds))
                 self._read += read
                 self._reading += seconds
             else:
@@ -69,13 +120,9 @@ class Timing:
         The plan's prediction is of little context, and told where every step was of as many texts as it is for.
         """
         predicted = self._predicted.get(max(self._rows), 0) if len(self._rows) == 1 else 0
-        rates = f"{_rate(self._read, self._read, self._reading, 'prompt')}, " + _rate(
+        return f"{_rate(self._read, self._read, self._reading, 'prompt')}, " + _rate(
             self._new, self._stepped, self._stepping, "new", predicted
         )
-        if not self._waits or not self._new:
-            return rates
-        total = sum(seconds for _, seconds in self._waits)
-        return f"{rates}; the first after {total:.1f} s: " + ", ".join(f"{what} {s:.1f}" for what, s in self._waits)
 
 
 def _rate(count: int, timed: int, seconds: float, kind: str, predicted: int = 0) -> str:
@@ -83,6 +130,12 @@ def _rate(count: int, timed: int, seconds: float, kind: str, predicted: int = 0)
     rate = timed / seconds if seconds else 0
     beside = f", the plan says {predicted}" if predicted else ""
     return f"{what} ({rate:.{0 if rate >= _WHOLE else 1}f} tokens/s{beside})" if rate else what
+
+
+def _rate_of(part: StartPart) -> str:
+    """Return what was loaded in a part, and how fast; empty if nothing was."""
+    size, seconds = part.size_bytes / 1e9, part.time_ns / 1e9
+    return f" ({size:.3g} GB at {size / seconds:.3g} GB/s)" if size and seconds else ""
 
 
 def seconds_since_start() -> float:

@@ -203,10 +203,10 @@ class Latents:
                 q_1HSK = q_RHK[rows, heads].transpose(0, 1)[None]
                 if len(tokens) > 1:
                     parts = self._pairs_of(sequence, tokens, up_HOL)
-                    found_1HSK = attend_over_parts(q_1HSK, parts, scoring=scoring)
+                    found_1HSK = attend_over_parts(q_1HSK, parts, scale=scoring.scale, merge=self.steps.merge)
                 else:
                     pair = self._pair_of(cache.latents(sequence, tokens[0]), up_HOL)
-                    found_1HSK = attend(q_1HSK, *pair, scoring=scoring, recurs=text.is_full)
+                    found_1HSK = attend(q_1HSK, *pair, scoring=scoring, recurs=text.is_full, merge=self.steps.merge)
                     del pair
                 out_RHV[rows, heads] = found_1HSK[0, ..., : self._value_dim].transpose(0, 1)
                 del found_1HSK

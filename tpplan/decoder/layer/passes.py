@@ -36,12 +36,14 @@ class Prefill:
         angles: RoPE angles of the rows, by device.
         groups: the grouping of all rows for a single attention call, by device; empty if they are one prompt slice.
         prompt_slices: the prompt slices of all rows, in order; empty if all rows are sure to attend in a single call.
+        places: sequence and position of each row, by device; left out if no kernel writes to the cache.
         sizes: rows of each prompt slice.
     """
 
     angles: Mapping[int, Angles]
     groups: Mapping[int, Group]
     prompt_slices: Sequence[PromptSlice] = ()
+    places: Mapping[int, tuple[Tensor, Tensor]] = field(factory=dict)
     sizes: list[int] = field(init=False)
     fixed = False
 
@@ -65,12 +67,16 @@ class Prefill:
         group = self.groups.get(device)
         if group and heads.attend_at_once(group.pass_shape, scoring.cap):
             return group.attention(steps, heads, qkv_RHK, norm_rope, scoring)
-        steps.norm_and_rope(qkv_RHK, heads, norm_rope)
+        # In a ring buffer, rows may overwrite what others still see.
+        has_room = all(each.start + each.size <= heads.cache.length for each in self.prompt_slices)
+        is_written = steps.norm_and_rope(qkv_RHK, heads, norm_rope, self.places.get(device) if has_room else None)
+        merge = steps.merge_within_room(qkv_RHK, heads)
         parts = [split_rows(x_RHK, self.sizes) for x_RHK in heads.split_qkv(qkv_RHK)]
         found = []
         for each, *own in zip(self.prompt_slices, *parts, strict=True):
             q_BHSK, *kv = [torch.unflatten(x_RHK, 0, (each.count, each.size)).transpose(1, 2) for x_RHK in own]
-            found.append(self._read(each, heads, q_BHSK, kv, scoring))
+            attending = partial(attend, recurs=each.is_full, merge=merge)
+            found.append(self._read(each, heads, q_BHSK, () if is_written else kv, scoring, attending))
         return concat(found, dim=0)
 
     def pieces(
@@ -89,25 +95,34 @@ class Prefill:
             yield each.rows, Prefill(self.angles, {}, (each,)), each if whole(each) else None
 
     @staticmethod
-    def _read(each: PromptSlice, heads: Heads, q_BHSK: Tensor, kv: Sequence[Tensor], scoring: Scoring) -> Tensor:
-        """Return the attention output of one prompt slice."""
+    def _read(  # noqa: PLR0917 (what a layer has on a device)
+        each: PromptSlice,
+        heads: Heads,
+        q_BHSK: Tensor,
+        kv: Sequence[Tensor],
+        scoring: Scoring,
+        attending: partial[Tensor],
+    ) -> Tensor:
+        """Return the attention output of a prompt slice, whose keys and values the cache has if they are not given."""
         mixed_BHSK, end = heads.cache.mix_queries(q_BHSK), each.start + each.size
 
         def find(some: slice, keys: slice) -> Tensor:
             sequences = slice(each.sequence + some.start, each.sequence + some.stop)
+            own_BHSK = slice_of(mixed_BHSK, some, dim=0)
+            if not kv:
+                k_BHTK, v_BHTK = heads.cache.read(sequences, keys, end)
+                return attend_by_runs(heads.runs_of(keys), own_BHSK, k_BHTK, v_BHTK, attending, scoring=scoring)
             k_BHSK, v_BHSK = [slice_of(slice_of(x_BHSK, some, dim=0), keys, dim=1) for x_BHSK in kv]
             if heads.cache.takes_parts(end):
                 heads.cache.append(sequences, each.start, k_BHSK)
                 read = heads.cache.parts(sequences, end, heads.queries * each.size)
                 new = slice(each.start, end)
                 parts = ((k, v, causal_mask(new, places, q_BHSK)) for places, k, v in read)
-                found_BHSK = attend_in_parts(mixed_BHSK[some], parts, scoring=scoring)
+                found_BHSK = attend_in_parts(own_BHSK, parts, scoring=scoring)
                 return found_BHSK.transpose(1, 2).flatten(2).flatten(0, 1)
             k_BHTK, v_BHTK, window = heads.cache.extend(sequences, keys, each.start, k_BHSK, v_BHSK)
-            attending = partial(attend, window=window, recurs=each.is_full)
-            return attend_by_runs(
-                heads.runs_of(keys), slice_of(mixed_BHSK, some, dim=0), k_BHTK, v_BHTK, attending, scoring=scoring
-            )
+            windowed = partial(attending, window=window)
+            return attend_by_runs(heads.runs_of(keys), own_BHSK, k_BHTK, v_BHTK, windowed, scoring=scoring)
 
         return heads.cache.in_pieces(each.count, each.start, end, find)
 

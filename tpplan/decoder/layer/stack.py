@@ -57,6 +57,7 @@ class Stack:
         heads: attention heads of each layer, by device.
         linear: linear attention of each layer, by device.
         progress: how far the states of linear attention have read; None if no layer has any.
+        has_experts: whether any layer has experts.
         steps: the computation steps of each device.
         looks_at_spans: whether the work of a step depends on how many places of the cache it may read.
         processors_left: multiprocessors that matrix products leave free while passes are interleaved, so that the
@@ -94,6 +95,7 @@ class Stack:
         self.heads = heads
         self.linear = linear
         self.progress = progress
+        self.has_experts = any(block.experts for block in blocks)
         attend = all(steps[device].attends(each) for layer in heads for device, each in layer.items())
         self.looks_at_spans = not agreed(context, [attend])[0]
         self._is_alone = len(context.all_devices) == 1
@@ -160,14 +162,15 @@ class Stack:
         if self.progress:
             self.progress.set([0] * sequences)
 
-    def clear_caches(self, sequences: slice, end: int | None = None) -> None:
-        """Clear the caches of sequences up to position ``end``, by default all, on the devices of this process.
+    def clear_caches(self, sequences: slice, places: slice = slice(None)) -> None:
+        """Clear some places of the caches of sequences, by default all, on the devices of this process.
 
         Numbers that are not finite would spoil later texts even where attention does not see them: 0 times NaN is NaN.
         """
         for heads in self.heads:
             for each in heads.values():
-                each.cache.clear(sequences, end)
+                if (places.start or 0) < each.cache.length:
+                    each.cache.clear(sequences, places)
 
     def has_fixed_experts(self, rows: int) -> bool:
         """Tell whether neither the host nor a shape depends on the experts that rows are routed to, in any layer."""

@@ -7,7 +7,7 @@ C experts of a row.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from attrs import frozen
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tpplan.decoder.cache.heads import attend_by_runs
 from tpplan.decoder.layer import experts
-from tpplan.decoder.math import argmax_columns, attend, attend_in_parts, rms_norm, rotate
+from tpplan.decoder.math import argmax_columns, attend, attend_in_parts, merge_parts, rms_norm, rotate
 from tpplan.decoder.model.gates import gated
 from tpplan.decoder.weights.products import (
     ROOM,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.cache.state import State
     from tpplan.decoder.cache.store import CachePlaces
     from tpplan.decoder.layer.recurrence import DeltaKernels, DeltaWeights
-    from tpplan.decoder.math import Scoring
+    from tpplan.decoder.math import Merge, Scoring
     from tpplan.decoder.model.router import Router
     from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.weights.device import DeviceWeights
@@ -43,6 +43,11 @@ if TYPE_CHECKING:
     from tpplan.decoder.weights.row_kernels import RowKernels
     from tpplan.decoder.weights.stacked import Projection
     from tpplan.exec.cuda.channel import Channel
+
+
+#: A second attention output needs scratch for this many beside queries, keys and values. A plan counts these and twice
+#: the residual stream, so that both outputs also fit if the stream, of which one is there, is wider than both.
+_OUTPUTS: Final = 4
 
 
 @frozen
@@ -258,19 +263,31 @@ class Plain:
         y_RD = experts.down(h_RCI, downs, numbers_RC.long(), weights_RC, self._options, fixed=fixed)
         return y_RD if to_RD is None else to_RD.add_(y_RD)
 
-    def norm_and_rope(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> None:
+    def norm_and_rope(
+        self,
+        qkv_RHK: Tensor,
+        heads: Heads,
+        norm_rope: NormAndRope,
+        to: tuple[Tensor, Tensor] | None = None,  # noqa: ARG002 (a kernel may)
+    ) -> bool:
         """Apply the norms and rotation to the query and key heads of rows, in place.
 
         Args:
             qkv_RHK: queries, then keys, then values.
             heads: the attention heads of the layer on the device.
             norm_rope: the norms and rotation.
+            to: sequence of each row, below 0 for padding, and its place in the cache. A kernel may write the keys and
+                values there at once.
+
+        Returns:
+            Whether the keys and values are written.
         """
         if not norm_rope.norms_last:
             self._norm_heads(qkv_RHK, heads, norm_rope)
         rotate(qkv_RHK[:, : heads.queries + heads.keys], norm_rope.angles, are_neighbours=norm_rope.are_neighbours)
         if norm_rope.norms_last:
             self._norm_heads(qkv_RHK, heads, norm_rope)
+        return False
 
     def _norm_heads(self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope) -> None:
         if norm_rope.norms:
@@ -337,11 +354,24 @@ class Plain:
             rows_to_write: for each row, the number of the row whose keys and values are written, which is never
                 padding. If not given, each row is written and none is padding.
         """
-        self.norm_and_rope(qkv_RHK, heads, norm_rope)
+        if self.norm_and_rope(qkv_RHK, heads, norm_rope, (sequences, places)):
+            return
         kv_RHK = qkv_RHK[:, heads.queries :]
         if rows_to_write is not None:  # no shape may depend on the padding: a real row is written again, unchanged
             kv_RHK, sequences, places = (x.index_select(0, rows_to_write) for x in (kv_RHK, sequences, places))
         heads.cache.put(sequences, places, *kv_RHK.chunk(2, dim=1))
+
+    def merge(self, out_BHSK: Tensor, sums_BHS: Tensor, new_BHSK: Tensor, new_sums_BHS: Tensor) -> Tensor:
+        """Merge attention over another part of the tokens; see :func:`tpplan.decoder.math.merge_parts`."""
+        return merge_parts(out_BHSK, sums_BHS, new_BHSK, new_sums_BHS)
+
+    def merge_within_room(self, qkv_RHK: Tensor, heads: Heads) -> Merge | None:
+        """Return :meth:`merge` if the plan has room for two attention outputs of these rows, else None.
+
+        Nor is it returned for smaller caches: the longer a text, the fewer heads are read at a time, all new shapes.
+        """
+        elements = qkv_RHK.numel() + _OUTPUTS * qkv_RHK[:, : heads.queries].numel()
+        return self.merge if heads.cache.is_plain and elements <= self._options.room else None
 
     def attends(self, heads: Heads) -> bool:  # noqa: ARG002 (a kernel may)
         """Tell whether :meth:`attend` needs no mask for these heads, and issues the same work for any positions."""

@@ -72,6 +72,7 @@ class CachedCall:
         twins: indices of those that are, each after that of the earlier one: outputs that are inputs.
         hosted: indices of the tensors in host memory.
         issue: issues the operation.
+        is_stale: returns whether the memory at the addresses is another than it was; None if that makes no difference.
         pinned: the output last found to be pinned; None if the output need not be pinned.
     """
 
@@ -80,6 +81,7 @@ class CachedCall:
     twins: tuple[tuple[int, int], ...]
     hosted: tuple[int, ...]
     issue: Callable[[], Pending]
+    is_stale: Callable[[], bool] | None
     pinned: weakref.ref[Tensor] | None
 
     @classmethod
@@ -91,10 +93,13 @@ class CachedCall:
         alone = tuple(first.values())
         twins = tuple((first[id(tensor)], i) for i, tensor in enumerate(tensors) if first[id(tensor)] != i)
         guard = alike([tensors[i] for i in alone])  # which takes no tensor twice
-        return cls(guard, alone, twins, call.hosted, issue, None if out is None else weakref.ref(out))
+        is_stale = getattr(issue, "is_stale", None)
+        return cls(guard, alone, twins, call.hosted, issue, is_stale, None if out is None else weakref.ref(out))
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether tensors at the same addresses are those that were checked, or of the same kind."""
+        if self.is_stale and self.is_stale():
+            return False
         if not self.twins:
             return self.alike(*tensors)
         for first, second in self.twins:

@@ -13,6 +13,7 @@ from weakref import WeakMethod
 import torch
 
 from tpplan.errors import ExecutionError
+from tpplan.exec.cuda import sums
 from tpplan.exec.cuda.channel import Channel
 from tpplan.exec.cuda.copies import HostCopy, Transfer
 from tpplan.exec.cuda.events import CudaEvents
@@ -23,7 +24,6 @@ from tpplan.exec.cuda.host_writes import writes_host_memory
 from tpplan.exec.cuda.launch import Bound, BoundStep, LaunchGraphs, Ready, ReadyProgram, Step
 from tpplan.exec.cuda.programmatic_launch import programmatic
 from tpplan.exec.cuda.streams import Streams, StreamsAside, streams_aside
-from tpplan.exec.cuda.sums import Sums
 from tpplan.exec.machine.links import refute
 from tpplan.exec.memory.binding import no_memory
 from tpplan.exec.programs.fence import HOST_STREAM, without_callers
@@ -71,6 +71,7 @@ class CudaDevices(Streams):
         others: Mapping[int, int] = MappingProxyType({}),
         status: Tensor | None = None,
         cause: Callable[[int], str] = lambda _: "",
+        reach: Callable[[int, int], int] = lambda address, _: address,
     ) -> None:
         """Load the kernels on every device.
 
@@ -83,12 +84,12 @@ class CudaDevices(Streams):
                 :class:`tpplan.exec.processes.peers.PeerProcesses`.
             status: see :class:`tpplan.exec.cuda.exchanges.Exchanges`.
             cause: see there.
+            reach: see there.
         """
         super().__init__(places, len(others))
         self.transport = transport
         self._memory = memory
         self._events = CudaEvents(self._ordinals)
-        self._sums = Sums()
         self._graphs = LaunchGraphs(self._ordinals)
         self._ready: dict[tuple[int, torch.dtype], ReadyProgram] = {}
         self._channels: dict[int, Channel] = {}
@@ -101,7 +102,15 @@ class CudaDevices(Streams):
             is_proof = transport == "peer" and not others and timeout >= _PROOF_SECONDS
             on_timeout = partial(refute, [place.index for place in places.values()] if is_proof else [])
             self._exchanges = Exchanges(
-                memory, places, kernels, others, status, timeout=timeout, on_timeout=on_timeout, cause=cause
+                memory,
+                places,
+                kernels,
+                others,
+                status,
+                timeout=timeout,
+                on_timeout=on_timeout,
+                cause=cause,
+                reach=reach,
             )
         ask = WeakMethod(self._is_busy)  # or a dropped context would live until garbage collection
         self._exchanges.host_writes.watch(lambda: (is_busy := ask()) is None or is_busy())
@@ -246,17 +255,13 @@ class CudaDevices(Streams):
         """Return a graph that captures the work that its ``with`` block issues."""
         return Graph(self, self._places)
 
-    def kernels(self) -> tuple[object, ...]:
-        """Return the kernels loaded so far, which graphs must keep alive."""
-        return (*self._exchanges.kernels.values(), *self._sums.kernels.values())
-
     def forget(self) -> None:
         """Forget issued work, all of which is complete; called before and after the capture of a graph."""
         super().forget()
         self._events.forget()
 
     def close(self) -> None:
-        """Release streams, events and kernels; closing again does nothing."""
+        """Release streams and events; closing again does nothing."""
         self._is_closed = True
         for held in (self._current, self._streams, self._ready, self._channels, self._events, self._graphs):
             held.clear()
@@ -307,7 +312,7 @@ class CudaDevices(Streams):
         if isinstance(command, Wait):
             return self._events.waiting(command, on_host=on_host)
         if isinstance(command, Sum):
-            return self._sums.prepare(command, self._memory, dtype, self._places[command.stream.device])
+            return sums.prepare(command, self._memory, dtype, self._places[command.stream.device])
         return (HostCopy if on_host else Transfer)(command, self._memory, dtype)
 
 

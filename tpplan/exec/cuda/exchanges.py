@@ -63,6 +63,7 @@ class Exchanges:
         timeout: float,
         on_timeout: Callable[[], None] = lambda: None,
         cause: Callable[[int], str] = lambda _: "",
+        reach: Callable[[int, int], int] = lambda address, _: address,
     ) -> None:
         """Load every kernel on every device now: loading one later could deadlock with kernels that wait for it.
 
@@ -76,8 +77,10 @@ class Exchanges:
             timeout: how long a kernel waits for another device, in seconds.
             on_timeout: called once, when it is first seen that a kernel has waited in vain.
             cause: takes a failure's status word, and returns what another process has to do with it, in words.
+            reach: takes an address and another device, and returns the address by which that reaches the same.
         """
         self._memory = memory
+        self._reach = reach
         self._places = places
         self._deadline = round(timeout * 10**9)
         self._counters = Counters(memory.flags, others)
@@ -93,7 +96,7 @@ class Exchanges:
         rooms = {"slot": SLOT_BLOCKS, "direct": DIRECT_BLOCKS, "frame": FRAME_BLOCKS}
         self._most = {way: most_blocks([*places.values()], room, others.values()) for way, room in rooms.items()}
         self._most["frame"] = min(frames.MOST_BLOCKS, self._most["frame"])
-        kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_packets(name))))
+        kernels = tuple(dict.fromkeys(each for name in kernels for each in (name, _for_aligned(name))))
         flags = torch.zeros(LINE * len(places), dtype=torch.int32, device="cpu", pin_memory=True)
         check = partial(_refuse, self._seen, self._on_timeout, cause)  # self.check would be a reference cycle
         self.host_writes = HostWrites(tuple(places), flags, self._counters, check)
@@ -166,7 +169,7 @@ class Exchanges:
         what = NAMES[dtype] if any(isinstance(step, Sum) for step in steps) else "move"
         filled = {view.buffer.queue for step in steps for view in writes(step) if view.buffer.role == SLOT}
         if not filled:
-            works = encode_direct.prepare(exchanges, dtype.itemsize, self._counters)
+            works = encode_direct.prepare(exchanges, dtype.itemsize, self._counters, self._memory)
             return tuple(self._launch(f"direct_{what}", w) for w in works if w.stream.device in self._places)
         if any(queue and queue.framed for queue in filled):
             works = encode_frames.prepare(exchanges, dtype.itemsize, self._memory, self._counters, self._most["frame"])
@@ -199,12 +202,14 @@ class Exchanges:
 
     def _launch(self, name: str, work: Work) -> Launch:
         device = work.stream.device
-        names = name, _for_packets(name) if work.simple else name
+        names = name, _for_aligned(name) if work.simple else name
         kernels = self._kernel(names[0], device), self._kernel(names[1], device)
-        way = "slot" if name.startswith("packet") else name.partition("_")[0]
-        may_be_programmatic = way != "direct" and is_possible(self._capability(device))
-        blocks = min(self._most[way], work.blocks)
-        return Launch(kernels, work, blocks, _THREADS[way], self.header(device), programmatic=may_be_programmatic)
+        way = {"packet": "slot", "one": "direct"}.get(start := name.partition("_")[0], start)
+        may_be = is_possible(self._capability(device))
+        are_early = may_be and way != "direct", may_be and not names[1].startswith("direct")
+        blocks, threads = min(self._most[way], work.blocks), _THREADS[way]
+        header = self.header(device)
+        return Launch(kernels, work, blocks, threads, header, programmatic=are_early, reach=self._reach)
 
     def _nothing(self, name: str, device: int) -> Ready:
         """Return a launch of a kernel without any work."""
@@ -236,6 +241,6 @@ def _refuse(seen: memoryview, on_timeout: list[Callable[[], None]], cause: Calla
         raise ExecutionError(_FAILURES[code], "close the context, and compile again")
 
 
-def _for_packets(name: str) -> str:
-    """Return the name of the variant of a kernel for operands aligned to packets."""
-    return name.replace("slot_", "packet_")
+def _for_aligned(name: str) -> str:
+    """Return the name of the kernel for operands aligned to packets, or to vectors if it adds up in one shot."""
+    return name.replace("slot_", "packet_").replace("direct_sum_", "one_shot_sum_")

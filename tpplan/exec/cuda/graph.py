@@ -63,9 +63,6 @@ class Capturing(Protocol):
     def forget(self) -> None:
         """Forget issued work, all of which is complete."""
 
-    def kernels(self) -> tuple[object, ...]:
-        """Return the kernels loaded so far, which graphs must keep alive."""
-
     def check(self) -> None:
         """Check that the context may issue kernels that exchange data."""
 
@@ -98,7 +95,6 @@ class Graph:
         self._room = room or _Room.on(self._places)
         self._stack = ExitStack()
         self._captured = False
-        self._used: tuple[object, ...] = ()
 
     def __enter__(self) -> Self:
         if self._captured:
@@ -140,13 +136,12 @@ class Graph:
         self._captured = kind is None
         if self._captured and not self._room.graph:
             self._room.graph = self._graph
-        self._used = self._backend.kernels()
         if self._captured:
             give_back()
 
     def __del__(self) -> None:
         held = vars(self)  # incomplete if __init__ failed
-        _RETIRED.append([held.get(name) for name in ("_graph", "_room", "_used")])
+        _RETIRED.append([held.get(name) for name in ("_graph", "_room")])
 
     def replay(self) -> None:
         """Launch the graph after the work queued on the current streams of all devices, which then wait for it.

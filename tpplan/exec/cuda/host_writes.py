@@ -72,7 +72,7 @@ class HostWrites:
 
         Args:
             program: a program of which :func:`writes_host_memory` is true.
-            kernels: the kernel for each of its exchanges, loaded by cuda.core on its device.
+            kernels: the loaded kernel for each of its exchanges.
             item: bytes of an element.
         """
         steps = [step for each in program.commands if isinstance(each, Exchange) for step in each.steps]
@@ -94,7 +94,7 @@ class HostWrites:
         """Return a launch of the kernel on no columns, and count it as a host write."""
         self._counts[device] += 1
         words = (0, 0, 0, 0, 0, 1, 1, self._counter(device), self.flag(device))
-        return _ready(device, driver.CUfunction(int(kernel.handle)), 1, words)
+        return _ready(device, driver.CUfunction(int(kernel)), 1, words)
 
     def results(self, devices: Sequence[int]) -> Callable[[], HostWritesDone]:
         """Return a callable that counts an issued host write on each of these devices and returns a handle for them."""
@@ -121,14 +121,14 @@ class HostWrite:
         """Prepare everything that does not depend on the operands.
 
         Args:
-            kernel: the kernel, loaded by cuda.core.
+            kernel: the loaded kernel.
             step: the program's copy.
             item: bytes of an element.
             counter: address of the device's counter of host_writes.
             flag: address of the device's flag in host memory.
         """
         self.stream = step.stream
-        self._kernel = driver.CUfunction(int(kernel.handle))
+        self._kernel = driver.CUfunction(int(kernel))
         self._target, self._source = (finder(view, no_memory(), item) for view in (step.target, step.source))
         self._width = (step.target.stop - step.target.start) * item
         self._places = counter, flag

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from tpplan.errors import ExecutionError
 from tpplan.exec.handles import Pending
 from tpplan.exec.memory.binding import pitch
 from tpplan.exec.programs.program import Buffer, Program, Stream
+from tpplan.exec.protocol.direct import TOLD
 from tpplan.exec.protocol.words import BLOCKS, MOST_WORDS, OPERANDS, ROWS
 from tpplan.exec.toolchain.bindings import driver
 from tpplan.exec.toolchain.torch_shims import current_device, switch_device
@@ -36,22 +37,35 @@ class Operands:
         buffers: the buffers in the order of the words; some may have no tensor.
         bits: bitwise or of all byte offsets in rows and of all widths.
         piece: maximum bytes that are moved at once.
+        others: further buffers that have to be aligned alike.
+        fixed: addresses and pitches of buffers of the context.
+        told: buffers that other devices are told of, and for which device.
     """
 
     buffers: tuple[Buffer, ...]
     bits: int
     piece: int
+    others: tuple[Buffer, ...] = ()
+    fixed: Mapping[Buffer, tuple[int, int]] = field(factory=dict)
+    told: tuple[tuple[Buffer, int], ...] = ()
 
     def words(self, tensors: Mapping[Buffer, Tensor]) -> list[int]:
         """Return the largest piece to which everything is aligned, then the address and pitch of each tensor."""
         words, every = [0], self.bits | self.piece
         for buffer in self.buffers:
-            matrix = tensors.get(buffer)
-            address, step = (0, 0) if matrix is None else (matrix.data_ptr(), pitch(matrix))
+            address, step = self.fixed[buffer] if buffer in self.fixed else _place(tensors.get(buffer))
             every |= address | step
             words += (address, step)
+        for buffer in self.others:
+            address, step = _place(tensors.get(buffer))
+            every |= address | step
         words[0] = every & -every
         return words
+
+
+def _place(matrix: Tensor | None) -> tuple[int, int]:
+    """Return the address and the pitch of a matrix; zeros if there is none."""
+    return (0, 0) if matrix is None else (matrix.data_ptr(), pitch(matrix))
 
 
 @frozen(eq=False)
@@ -94,22 +108,25 @@ class Launch:
         threads: int,
         header: Mapping[int, int],
         *,
-        programmatic: bool = False,
+        programmatic: tuple[bool, bool] = (False, False),
+        reach: Callable[[int, int], int] = lambda address, _: address,
     ) -> None:
         """Write all constant words of the parameter.
 
         Args:
-            kernels: kernels loaded by cuda.core: one for all operands, and one for those aligned to the largest piece.
+            kernels: loaded kernels: one for all operands, and one for those aligned to the largest piece.
             work: the device's work.
             blocks: maximum blocks that run at once.
             threads: threads per block.
             header: the context's words, by index.
-            programmatic: whether graphs may launch kernels early, see :mod:`tpplan.exec.cuda.programmatic_launch`.
+            programmatic: whether graphs may launch each kernel early, see
+                :mod:`tpplan.exec.cuda.programmatic_launch`.
+            reach: returns the address by which another device reaches an address of this one.
         """
-        self._programmatic = programmatic
+        self._programmatic, self._reach, self._told = programmatic, reach, work.operands.told
         self.stream = work.stream
         self._operands = work.operands.words
-        self._kernel, self._aligned = (driver.CUfunction(int(kernel.handle)) for kernel in kernels)
+        self._kernel, self._aligned = (driver.CUfunction(int(kernel)) for kernel in kernels)
         self._piece = work.operands.piece
         self._words = (ctypes.c_uint64 * MOST_WORDS)()
         for index, word in {**header, **dict(enumerate(work.table, work.place))}.items():
@@ -129,10 +146,13 @@ class Launch:
         piece, *_ = words = self._operands(operands)
         parameter[ROWS] = rows
         self._packed.pack_into(parameter, 8 * OPERANDS, *words)
-        kernel = self._aligned if piece == self._piece else self._kernel
+        for index, (buffer, device) in enumerate(self._told, TOLD):
+            parameter[index] = self._reach(operands[buffer].data_ptr(), device)
+        is_aligned = piece == self._piece
+        kernel = self._aligned if is_aligned else self._kernel
         blocks = min(self._blocks, -(-rows * self._row_bytes // self._block_bytes)) or 1
         what = f"a kernel of device {self.stream.device}"
-        return Ready(what, kernel, (blocks, self._threads), parameter, 1, programmatic=self._programmatic)
+        return Ready(what, kernel, (blocks, self._threads), parameter, 1, programmatic=self._programmatic[is_aligned])
 
 
 class Ready:

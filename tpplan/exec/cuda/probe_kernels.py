@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
 
 from tpplan.exec.cuda.exchanges import Exchanges
+from tpplan.exec.cuda.launch import Ready
 from tpplan.exec.cuda.streams import new_stream
 from tpplan.exec.machine.link_report import Mechanism
 from tpplan.exec.machine.probe import COPIER, EXCHANGER, Started
@@ -15,6 +17,7 @@ from tpplan.exec.programs import lower_flags, operation
 from tpplan.exec.programs.program import INPUT, OUTPUT, SLOTS, Buffer
 from tpplan.exec.protocol.slots import capacity
 from tpplan.exec.toolchain import kernel_cache
+from tpplan.exec.toolchain.bindings import driver
 from tpplan.exec.toolchain.kernel_cache import MOST_SOURCES
 
 if TYPE_CHECKING:
@@ -59,10 +62,11 @@ def _copy(moves: Sequence[Move], *, by_source: bool) -> Started:
         size = source.numel()
         rest = [source.data_ptr(), size] + [0] * (2 * MOST_SOURCES - 2)
         words = [target.data_ptr(), size, 1, size, 1, 1, *rest]
-        kernel_cache.start(kernel, stream.cuda_stream, _BLOCKS, _THREADS, words)
-        started.append((stream, kernel))  # which lives as long as it runs
-
-    return Started([stream for stream, _ in started], started.clear)
+        parameters = (ctypes.c_uint64 * len(words))(*words)
+        function = driver.CUfunction(int(kernel))
+        Ready(f"a copy by {device}", function, (_BLOCKS, _THREADS), parameters, len(words))(stream.cuda_stream)
+        started.append(stream)
+    return Started(started, lambda: None)
 
 
 def _exchange(moves: Sequence[Move]) -> Started:

@@ -1,9 +1,10 @@
 """Programmatic dependent launch in graphs: a kernel begins before the preceding one ends; saves up to 1 µs each.
 
-Such kernels call ``tpplan.exec.kernels.ptx.after_earlier`` before they access memory that other kernels write or read;
-constant data such as weights they may read before. Only after this wait they let the next kernel begin, so at most two
-kernels of a stream are resident at a time. The next kernel occupies the room that finished blocks leave, and prefetches
-its first weights. Kernels that wait for other devices do this only if the context has its GPUs to itself, see
+Such kernels call ``tpplan.exec.kernels.ptx.after_earlier`` before they access memory that other kernels write or read.
+Only after this wait they let the next kernel begin, so at most two kernels of a stream are resident at a time. Before
+the wait a kernel may read what the one in front of it does not write: weights, and what earlier kernels have written,
+for these have ended. It occupies the room that finished blocks leave, and prefetches its first weights. Kernels that
+wait for other devices let the next one begin only if the context has its GPUs to itself, see
 :mod:`tpplan.exec.cuda.exclusive`.
 """
 

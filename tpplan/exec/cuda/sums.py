@@ -31,29 +31,17 @@ _MOST_BLOCKS = 264
 _ARGUMENTS = 6 + 2 * MOST_SOURCES
 
 
-class Sums:
-    """Prepares sums.
+def prepare(step: Sum, memory: Memory, dtype: torch.dtype, device: torch.device) -> Addition:
+    """Return a sum, ready for all operands, and load its kernel on first use.
 
-    Attributes:
-        kernels: the kernels loaded so far, by dtype and device.
+    Args:
+        step: the program's sum.
+        memory: the context's memory.
+        dtype: dtype of the operands.
+        device: the device that adds up.
     """
-
-    def __init__(self) -> None:
-        self.kernels: dict[tuple[torch.dtype, torch.device], Any] = {}
-
-    def prepare(self, step: Sum, memory: Memory, dtype: torch.dtype, device: torch.device) -> Addition:
-        """Return a sum, ready for all operands, and load its kernel on first use.
-
-        Args:
-            step: the program's sum.
-            memory: the context's memory.
-            dtype: dtype of the operands.
-            device: the device that adds up.
-        """
-        key = (dtype, device)
-        if key not in self.kernels:
-            self.kernels[key] = kernel_cache.load(NAMES[dtype], torch.cuda.get_device_capability(device))
-        return Addition(self.kernels[key], step, memory, dtype)
+    kernel = kernel_cache.load(NAMES[dtype], torch.cuda.get_device_capability(device))
+    return Addition(kernel, step, memory, dtype)
 
 
 class Addition:
@@ -63,13 +51,13 @@ class Addition:
         """Prepare everything that does not depend on the operands.
 
         Args:
-            kernel: the kernel, loaded by cuda.core.
+            kernel: the loaded kernel.
             step: the program's sum.
             memory: the context's memory.
             dtype: dtype of the operands.
         """
         self._device = step.stream.device
-        self._kernel = driver.CUfunction(int(kernel.handle))
+        self._kernel = driver.CUfunction(int(kernel))
         self._itemsize = dtype.itemsize
         self._target, *self._sources = (finder(view, memory, dtype.itemsize) for view in (step.target, *step.sources))
         self._width = (step.target.stop - step.target.start) * dtype.itemsize

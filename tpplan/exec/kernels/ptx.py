@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpplan.exec.protocol.words import GRID_DEPENDENCY, PARAMETER
+from tpplan.exec.protocol.words import GRID_DEPENDENCY, PARAMETER, PREFETCH
 from tpplan.exec.toolchain.language import intrinsic, ir, types
 
 #: Writes an instruction for LLVM, given its builder and the arguments, and returns the results.
@@ -135,6 +135,7 @@ emit_shared_load_128 = emitter("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32
 emit_shared_load_32 = emitter("ld.shared.u32 $0, [$1];", "u32", "u32", memory=True)
 #: Adds to a word there, and returns what it was.
 shared_add_32 = _instruction("atom.shared.add.u32 $0, [$1], $2;", "u32", "u32 u32", memory=True)
+shared_store_32 = _instruction("st.volatile.shared.u32 [$0], $1;", "", "u64 u32", memory=True)
 shared_store_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
 #: Copies 16 bytes there without registers; what a thread has copied so is there behind the second one.
 copy_128 = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "", "u32 u64", memory=True)
@@ -164,6 +165,12 @@ emit_store_floats = emitter("st.global.v4.f32 [$0], {$1,$2,$3,$4};", "", "u64 f3
 poll_32 = _instruction("ld.volatile.global.u32 $0, [$1];", "u32", "u64", memory=True)
 post_32 = _instruction("st.volatile.global.u32 [$0], $1;", "", "u64 u32", memory=True)
 poll_128 = _instruction("ld.volatile.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u64", memory=True)
+#: If the last number is not 0; else zeros are found.
+poll_128_if = _instruction(
+    "{ .reg .pred p; setp.ne.u64 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+    "@p ld.volatile.global.v4.u32 {$0,$1,$2,$3}, [$4]; }",
+    "u32 u32 u32 u32", "u64 u64", memory=True,
+)  # fmt: skip
 post_128 = _instruction("st.volatile.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "u64 u32 u32 u32 u32", memory=True)
 #: The same of 8 bytes at once, of which each half is given, or returned, for itself.
 poll_64 = _instruction(
@@ -252,6 +259,8 @@ def _multiply(kind: str) -> Emitter:
 
 
 emit_multiply_bf16, emit_multiply_f16 = _multiply("bf16"), _multiply("f16")
+#: Brings so many bytes, a multiple of 16 at one, to the L2 cache, where what reads them later finds them.
+prefetch = _instruction(f"{PREFETCH}.L2.global [$0], $1;", "", "u64 u32", memory=True)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

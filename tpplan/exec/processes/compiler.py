@@ -227,12 +227,19 @@ class _Here:
         if not way.others:
             return Processes(memory, owners, meeting.process, self.carrier, [*self.gpus.values()])
         from tpplan.exec.processes.peers import PeerProcesses  # noqa: PLC0415 (needs CUDA)
+        from tpplan.exec.processes.reach import Reach  # noqa: PLC0415 (needs CUDA)
 
         far = Processes(memory, owners, meeting.process, self.carrier, [])
         if timeout is None:
             timeout = min(_MOST_SECONDS, timeout_of(meeting.group, self.carrier.place) or _MOST_SECONDS)
         patience = seconds("timeout", timeout)
-        return PeerProcesses(memory, self.gpus, way.others, timeout=patience, sharing=sharing, far=far)
+        (gpu,) = self.gpus.values()
+        reach = Reach(self.carrier.name, gpu, meeting.process, {each: owners[each] for each in way.others})
+        try:
+            return PeerProcesses(memory, self.gpus, way.others, timeout=patience, sharing=sharing, reach=reach, far=far)
+        except BaseException:
+            reach.close()
+            raise
 
 
 def _own(own: Sequence[int] | None, plan: SplitPlan, used: Sequence[int], meeting: Meeting) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple, Self
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from attrs import frozen
@@ -12,9 +13,14 @@ from torch import Tensor
 from tpplan.errors import ExecutionError
 from tpplan.exec.toolchain.bindings import driver, runtime
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _SUCCESS = runtime.cudaError_t.cudaSuccess
 #: Bytes of the driver's handles. Not every version of the bindings tells them, but all tell where they are.
 _HANDLE_BYTES = 64
+#: The attribute of an address by which the driver tells allocations apart.
+_BUFFER_ID = int(driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID)
 
 
 class Handle(NamedTuple):
@@ -109,6 +115,43 @@ class Opened:
         """Close it; nothing may use it any more."""
         with torch.cuda.device(self.place):
             self._close(self.start)
+
+
+def allocation_of(address: int, gpu: torch.device) -> tuple[int, int, bytes]:
+    """Return where the allocation that an address is in begins and ends, and its handle; empty if it has none.
+
+    Allocations that a driver maps piece by piece, as those of torch's expandable segments, have none.
+    """
+    with torch.cuda.device(gpu):
+        error, start, nbytes = driver.cuMemGetAddressRange(address)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            return address, address + 1, b""
+        before = allow_while_capturing()
+        error, handle = runtime.cudaIpcGetMemHandle(int(start))
+        runtime.cudaThreadExchangeStreamCaptureMode(before)
+    found = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES) if error == _SUCCESS else b""
+    return int(start), int(start) + int(nbytes), found
+
+
+@cache
+def _attribute() -> Callable[..., int]:
+    """Return the driver's function for attributes of addresses; calls by cuda-bindings take several times as long."""
+    function = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64), ctypes.c_int
+    return function
+
+
+def identity_of(address: int) -> int:
+    """Return the driver's number of the allocation that an address is in, which no other has; 0 if there is none."""
+    found = ctypes.c_uint64()
+    error = _attribute()(ctypes.byref(found), _BUFFER_ID, address)
+    return 0 if error else found.value
+
+
+def allow_while_capturing() -> Any:
+    """Let this thread share, open and close memory while a graph is captured; return what was so before."""
+    _, before = runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
+    return before
 
 
 def _failed(what: str, error: Any) -> ExecutionError:

@@ -1,23 +1,28 @@
 """The backend for one GPU in each of several processes, whose kernels write to each other's memory.
 
-Tensors that other processes cannot reach have mirrors in the exchange buffer, which stand in for them.
+Kernels tell each other where tensors are. A tensor that other processes cannot reach, or whose rows do not begin at
+multiples of what kernels move at once, has a mirror in the exchange buffer, which stands in for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from operator import or_
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from attrs import frozen
+from attrs import define, evolve, frozen
 
-from tpplan.core.workspace import ALIGNMENT
+from tpplan.core.workspace import ALIGNMENT, PAIR
 from tpplan.errors import ExecutionError, InternalError
 from tpplan.exec.cuda.backend import CudaDevices
 from tpplan.exec.cuda.copies import Transfer
 from tpplan.exec.cuda.exclusive import ISSUING
 from tpplan.exec.cuda.launch import Bound
+from tpplan.exec.handles import Pending
+from tpplan.exec.memory.binding import pitch
+from tpplan.exec.processes.reach import PATIENT_S, SOON_S, Allocation, Reach
 from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.program import (
     EXCHANGE,
@@ -25,6 +30,7 @@ from tpplan.exec.programs.program import (
     INPUT,
     OPERANDS,
     OUTPUT,
+    RESIDUAL,
     SLOT,
     Await,
     Buffer,
@@ -35,15 +41,15 @@ from tpplan.exec.programs.program import (
     reads,
     writes,
 )
+from tpplan.exec.protocol.direct import VECTOR_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
+    from collections.abc import Container, Iterator
 
     import torch
     from torch import Tensor
 
     from tpplan.exec.cuda.launch import BoundStep, ReadyProgram
-    from tpplan.exec.handles import Pending
     from tpplan.exec.memory.binding import Memory
     from tpplan.exec.processes.distributed import Processes
     from tpplan.exec.processes.shared import Sharing
@@ -52,13 +58,13 @@ if TYPE_CHECKING:
 
 @frozen
 class Mirrors:
-    """The mirrored operands of a program, the same in all processes.
+    """The operands of a program that may need mirrors, the same in all processes.
 
     A mirror is a piece of its device's exchange buffer, of which each device needs one or two. In a sum, a device's
-    input and output have the same one, as sums may be in place.
+    input and output have the same one, as sums may be in place; that of a residual, where one is needed, is beside it.
 
     Attributes:
-        columns: columns of each mirrored operand.
+        columns: columns of each operand.
         pieces: the mirror of each.
     """
 
@@ -69,19 +75,22 @@ class Mirrors:
     def of(cls, program: Program) -> Self:
         """Return the operands that a device other than their own reads or writes.
 
-        Where devices relay what they read from another, all operands are mirrored: kernels then move pieces of the same
-        size, for which all operands have to be aligned alike.
+        Where devices relay what they read from another, and in one-shot sums, these are all operands: kernels then move
+        pieces of the same size, for which all operands have to be aligned alike.
         """
         steps = [*flat(program)]
         touched = [(view, step.stream.device) for step in steps for view in (*reads(step), *writes(step))]
         found = {view.buffer for view, device in touched if view.buffer.device != device}
         is_sum = any(isinstance(step, Sum) for step in steps)
-        if not is_sum and any(buffer.role == INPUT for buffer in found):
+        is_one_shot = any(view.buffer.role == EXCHANGE for view, _ in touched)
+        if is_one_shot or (not is_sum and any(buffer.role == INPUT for buffer in found)):
             found = {view.buffer for view, _ in touched if view.buffer.role in OPERANDS}
         counts, pieces = Counter(buffer.device for buffer in found), dict[Buffer, Buffer]()
         for buffer in sorted(found):
             before = sum(other.device == buffer.device for other in pieces)
             piece, count = (0, 1) if is_sum else (before, counts[buffer.device])
+            if is_one_shot:
+                piece, count = (int(buffer.role == RESIDUAL), PAIR)
             pieces[buffer] = Buffer(EXCHANGE, buffer.device, piece, count)
         return cls({each: max(v.stop for v, _ in touched if v.buffer == each) for each in pieces}, pieces)
 
@@ -104,10 +113,10 @@ class Mirrors:
         return rows
 
     def over(self, memory: Memory, rows: int, dtype: torch.dtype) -> dict[Buffer, Tensor]:
-        """Return the mirrors ``[rows, columns]`` of all devices.
+        """Return the mirrors ``[rows, columns]``.
 
         Args:
-            memory: memory with the exchange buffers of all devices.
+            memory: memory with the exchange buffers of their devices.
             rows: rows of the operands.
             dtype: dtype of the operands.
         """
@@ -117,23 +126,27 @@ class Mirrors:
             for buffer, piece in self.pieces.items()
         }
 
-    def inward(self, devices: Container[int]) -> Iterator[Copy]:
-        """Yield the copies of these devices' inputs to mirrors, before the kernels run."""
-        for buffer, (operand, mirror) in self._views(devices):
+    def only(self, some: Container[Buffer]) -> Self:
+        """Return the mirrors of some operands."""
+        kept = {buffer: piece for buffer, piece in self.pieces.items() if buffer in some}
+        return evolve(self, pieces=kept, columns={buffer: self.columns[buffer] for buffer in kept})
+
+    def inward(self) -> Iterator[Copy]:
+        """Yield the copies of inputs to mirrors, before the kernels run."""
+        for buffer, (operand, mirror) in self._views():
             if buffer.role != OUTPUT:
                 yield Copy(own(buffer.device), operand, mirror)
 
-    def outward(self, devices: Container[int]) -> Iterator[Copy]:
-        """Yield the copies of mirrors to these devices' outputs, after the kernels."""
-        for buffer, (operand, mirror) in self._views(devices):
+    def outward(self) -> Iterator[Copy]:
+        """Yield the copies of mirrors to outputs, after the kernels."""
+        for buffer, (operand, mirror) in self._views():
             if buffer.role == OUTPUT:
                 yield Copy(own(buffer.device), mirror, operand)
 
-    def _views(self, devices: Container[int]) -> Iterator[tuple[Buffer, tuple[View, View]]]:
+    def _views(self) -> Iterator[tuple[Buffer, tuple[View, View]]]:
         for buffer, piece in self.pieces.items():
             columns = self.columns[buffer]
-            if buffer.device in devices:
-                yield buffer, (View(buffer, 0, columns), View(piece, 0, columns, width=columns))
+            yield buffer, (View(buffer, 0, columns), View(piece, 0, columns, width=columns))
 
 
 #: How long a process that closes after a failure waits for the others, one of which may be gone, in seconds.
@@ -145,18 +158,50 @@ _KEPT = 1024
 
 
 class _Route(NamedTuple):
-    """How a program runs; it is kept alive, as routes are looked up by its identity."""
+    """How a program runs; it is kept alive, as routes are looked up by its identity.
+
+    Attributes:
+        program: the program.
+        kind: one of the kinds above.
+        mirrors: the mirrors that it may need.
+        shared: the operands that a device other than their own touches.
+        columns: bitwise or of all first columns and numbers of columns that kernels move.
+    """
 
     program: Program
     kind: str
     mirrors: Mirrors
+    shared: frozenset[Buffer]
+    columns: int
+
+
+@define(eq=False)
+class Reissue:
+    """Issues a program again, on memory that other processes reach.
+
+    Attributes:
+        issue: issues it.
+        reach: what the others reach.
+        allocations: the allocations that the memory is in.
+    """
+
+    issue: Callable[[], Pending]
+    reach: Reach
+    allocations: tuple[Allocation, ...]
+
+    def __call__(self) -> Pending:
+        """Issue it."""
+        return self.issue()
+
+    def is_stale(self) -> bool:
+        """Return whether other memory has come to the same addresses, which the others have not opened."""
+        return not all(map(self.reach.is_current, self.allocations))
 
 
 class PeerProcesses(CudaDevices):
     """Runs exchanges by kernels, which each process launches for its own GPU; everything else as Processes do.
 
-    Kernels of different processes wait for each other as those of one process do. They do not reach the tensors of
-    other processes: copies in the exchange buffers stand in for those that other devices would read or write.
+    Kernels of different processes wait for each other as those of one process do.
     """
 
     _has_left = False
@@ -169,6 +214,7 @@ class PeerProcesses(CudaDevices):
         *,
         timeout: float,
         sharing: Sharing,
+        reach: Reach,
         far: Processes,
     ) -> None:
         """Load the kernels.
@@ -180,15 +226,23 @@ class PeerProcesses(CudaDevices):
             timeout: how long a kernel waits for another device, and this process for the others when it closes, in
                 seconds.
             sharing: what the processes share.
+            reach: what they reach of each other's memory beside that.
             far: runs all other programs.
         """
         assert sharing.page  # noqa: S101 (kernels of several processes share one)
         self._presence = sharing.page.presence
         cause = partial(self._presence.cause, name=sharing.named, timeout=timeout)
         super().__init__(
-            memory, own, transport="peer", timeout=timeout, others=others, status=sharing.page.status, cause=cause
+            memory,
+            own,
+            transport="peer",
+            timeout=timeout,
+            others=others,
+            status=sharing.page.status,
+            cause=cause,
+            reach=reach.address,
         )
-        self._timeout = timeout
+        self._timeout, self._reach = timeout, reach
         self._sharing = sharing
         self._far = far
         self._programs: dict[int, _Route] = {}
@@ -211,21 +265,61 @@ class PeerProcesses(CudaDevices):
             raise
 
     def bind(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Callable[[], Pending] | None:
-        """Return a callable that issues a program on the same memory again; None unless kernels run it."""
-        return None if self._route(program).kind == _FAR else super().bind(program, operands)
+        """Return a callable that issues a program on the same memory again.
+
+        None unless kernels run it, and on memory that others reach or never will: what was late may be in time next.
+        """
+        route = self._route(program)
+        if route.kind != _DIRECT:
+            return None if route.kind == _FAR else super().bind(program, operands)
+        found = self._allocations(route, operands)
+        if any(each and each.is_late for each in found.values()):
+            return None
+        bound = self._over(self._ready_for(program, operands), operands, found)
+        return Reissue(partial(self.issue, bound), self._reach, tuple({each for each in found.values() if each}))
 
     def _bind(self, ready: ReadyProgram, operands: Mapping[Buffer, Tensor]) -> Bound:
-        """Bind a program; one that goes straight, to mirrors of some rows after the other."""
-        if self._route(ready.program).kind != _DIRECT:
+        """Bind a program; one that goes straight, with mirrors for what others do not reach."""
+        route = self._route(ready.program)
+        if route.kind != _DIRECT:
             return super()._bind(ready, operands)
+        return self._over(ready, operands, self._allocations(route, operands))
+
+    def _allocations(self, route: _Route, operands: Mapping[Buffer, Tensor]) -> dict[Buffer, Allocation | None]:
+        """Return the allocations of operands of this process that are aligned; None for what no other device touches.
+
+        Raises:
+            ExecutionError: the others do not reach the mirrors.
+        """
+        for exchange in (self._memory.exchange[device] for device in self._places):
+            if not self._reach.find(exchange.data_ptr(), self._timeout).is_reached:
+                message = f"other processes have not opened the exchange buffer within {self._timeout:g} s"
+                raise ExecutionError(message, 'compile with transport="events"')
+        seconds = PATIENT_S if self.is_capturing() else SOON_S
+        found: dict[Buffer, Allocation | None] = {}
+        for buffer in route.mirrors.pieces:
+            x = operands.get(buffer)
+            if x is None or x.is_meta:
+                continue
+            piece = route.columns * x.itemsize | VECTOR_BYTES
+            if not (x.data_ptr() | pitch(x)) & ((piece & -piece) - 1):
+                found[buffer] = self._reach.find(x.data_ptr(), seconds) if buffer in route.shared else None
+        return found
+
+    def _over(
+        self, ready: ReadyProgram, operands: Mapping[Buffer, Tensor], found: Mapping[Buffer, Allocation | None]
+    ) -> Bound:
+        """Bind a program to what others reach, and to mirrors of the rest: of some rows after the other."""
         some = next(iter(operands.values()))
-        here, dtype, mirrors = self._places, some.dtype, self._route(ready.program).mirrors
+        dtype, every = some.dtype, self._route(ready.program).mirrors
+        reached = {buffer for buffer, each in found.items() if each is None or each.is_reached}
+        mirrors = every.only([b for b in every.pieces if b.device in self._places and b not in reached])
         inward, outward = (
             [(Transfer(copy, self._memory, dtype), copy.stream.device) for copy in copies]
-            for copies in (mirrors.inward(here), mirrors.outward(here))
+            for copies in (mirrors.inward(), mirrors.outward())
         )
         steps: list[BoundStep] = []
-        at_once = mirrors.rows(min(map(len, self._memory.exchange.values())), dtype.itemsize)
+        at_once = every.rows(min(map(len, self._memory.exchange.values())), dtype.itemsize)
         for first in range(0, len(some), at_once):
             rows = min(at_once, len(some) - first)
             part = {buffer: x[first : first + rows] for buffer, x in operands.items() if not x.is_meta}
@@ -245,6 +339,7 @@ class PeerProcesses(CudaDevices):
         self._far.close()
         self._programs.clear()
         super().close()
+        self._reach.close()
         self._sharing.leave(seconds)
         self._has_left = True
 
@@ -257,7 +352,15 @@ class PeerProcesses(CudaDevices):
             waits = any(isinstance(step, Await) for step in steps)
             kind = _SLOTS if has_slots else _DIRECT if waits else _FAR if _crosses(program) else _ALONE
             mirrors = Mirrors.of(program) if kind == _DIRECT else Mirrors({}, {})
-            self._programs[id(program)] = _Route(program, kind, mirrors)
+            views = [view for step in steps for view in (*reads(step), *writes(step))]
+            columns = reduce(or_, (view.start | (view.stop - view.start) for view in views), 0)
+            shared = frozenset(
+                view.buffer
+                for step in steps
+                for view in (*reads(step), *writes(step))
+                if view.buffer.device != step.stream.device
+            )
+            self._programs[id(program)] = _Route(program, kind, mirrors, shared, columns)
         return self._programs[id(program)]
 
 

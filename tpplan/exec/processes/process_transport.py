@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 #: Thresholds by which every process takes the same route, whether or not it captures a graph.
 _SAME = {"copies_fans_bytes": 0, "copies_exchanges_bytes": 0}
-#: Between two processes, slots are faster than mirrors for everything that fits them (two H100 with NVLink).
-_BETWEEN_TWO = dict.fromkeys(("peer_fans_bytes", "peer_exchanges_bytes", "peer_sums_bytes"), 2 * 2**20)
+
+
+#: Between two processes, in which no copy engines take over, what fits slots takes less time there (two H100, NVLink).
+_BETWEEN_TWO = {"peer_fans_bytes": 2 * 2**20, "peer_exchanges_bytes": 2**20}
 
 
 @frozen
@@ -30,7 +32,7 @@ class ProcessTransport:
 
     Attributes:
         others: if by kernels, the multiprocessors of each device of another process.
-        direct: whether kernels may read and write mirrors, not only slots.
+        direct: whether kernels may read and write each other's tensors and mirrors, not only slots.
         tuning: thresholds, if by kernels.
         notes: reasons, and where thresholds come from.
         problem: why it is impossible, if kernels were asked for.
@@ -102,9 +104,7 @@ def _thresholds(gpus: Sequence[Gpu]) -> tuple[Tuning, str]:
         tuning, origin = stored(devices, "peer", [gpu.uuid for gpu in gpus])
     except Exception as error:  # noqa: BLE001 (the others wait for an answer)
         tuning, origin = default(devices), f"built in: {error}"
-    if devices == 2:  # noqa: PLR2004
-        return evolve(tuning, **_BETWEEN_TWO), "for two processes: what fits a slot goes through it"
-    return tuning, origin
+    return (evolve(tuning, **_BETWEEN_TWO), origin) if devices == 2 else (tuning, origin)  # noqa: PLR2004
 
 
 def _guarded(find: Callable[[], _Verdict]) -> _Verdict:

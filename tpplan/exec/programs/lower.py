@@ -28,6 +28,7 @@ from tpplan.exec.programs import lower_flags, lower_host
 from tpplan.exec.programs.fence import caller, fence, meet, order, own
 from tpplan.exec.programs.operation import Addition, Moves, Reduction
 from tpplan.exec.programs.program import HOST, INPUT, OUTPUT, SLOTS, Buffer, Copy, Event, Exchange, Program, Sum, View
+from tpplan.exec.protocol.direct import VECTOR_BYTES
 from tpplan.exec.tuning import EXCHANGES, FANS, SUMS, Tuning
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ class Limits:
         streams: whether kernels stream messages of any length through frames; if not, messages are cut to fit.
         spared_bytes: reductions in frames are divided by columns if that saves each device more than this.
         tuning: thresholds.
+        held_bytes: largest sum that a device can hold while others read its part: in registers, and in half of its
+            exchange buffer.
         mirror_bytes: size of the memory that stands in for an input and an output of a device where other devices
             cannot reach these; 0 if they can. Rows are moved in as many turns as it takes.
     """
@@ -165,6 +168,7 @@ class Limits:
     streams: bool = False
     spared_bytes: int = SPARED_BYTES
     tuning: Tuning = field(factory=Tuning)
+    held_bytes: int = 0
     mirror_bytes: int = 0
 
     def slots(self, operation: Operation, transport: str) -> int:
@@ -185,6 +189,13 @@ class Limits:
     def relays(self, operation: Moves, column_bytes: int) -> bool:
         """Return whether devices of ``peer`` relay a part of what one of them sends."""
         return self.direct and 0 < self.tuning.passed_on_bytes <= lower_flags.spared(operation) * column_bytes
+
+    def one_shot(self, operation: Operation, rows: int, item_bytes: int) -> bool:
+        """Return whether every device of ``peer`` adds up all of a sum, instead of a share of the columns."""
+        row_bytes = operation.columns * item_bytes
+        most = min(self.tuning.peer_one_shot_bytes, self.held_bytes)
+        is_aligned = not row_bytes % VECTOR_BYTES  # in whole vectors, blocks read and write the same of all devices
+        return self.direct and rows * row_bytes <= most and is_aligned and _is_even(operation)
 
     def mirrors(self, operation: Operation, item_bytes: int) -> bool:
         """Return whether kernels can write an operation's rows directly: to tensors, or to what stands in for them."""
@@ -220,6 +231,7 @@ class Route:
         transport: ``peer``, ``host``, ``events``, or ``local`` if no devices communicate.
         small: whether every message goes through a slot; for ``local`` moves, whether kernels write to host memory.
         relayed: whether devices relay a part of what another device sends.
+        one_shot: whether every device adds up all of a sum.
         framed: whether kernels send messages in frames.
         shared: whether a reduction in frames is divided by columns.
         parts: number of parts of the rows.
@@ -229,6 +241,7 @@ class Route:
     transport: str
     small: bool = False
     relayed: bool = False
+    one_shot: bool = False
     framed: bool = False
     shared: bool = False
     parts: int = 1
@@ -269,8 +282,8 @@ def route(
     if small and (found := _through_slots(operation, transport, rows, row_bytes, limits, mode=mode)):
         return found
     by_kernels = transport == "peer" and not mode.aside and limits.mirrors(operation, item_bytes)
-    if by_kernels and isinstance(operation, Moves) and limits.relays(operation, rows * item_bytes):
-        return Route(transport, relayed=True)
+    if by_kernels and (found := _read_by_several(operation, rows, item_bytes, limits)):
+        return found
     if transport == "peer" and not (by_kernels and limits.writes(operation, rows * row_bytes, mode)):
         transport = "events"
     if transport == "events" and isinstance(operation, Reduction):
@@ -284,6 +297,13 @@ def route(
     else:
         return Route(transport)
     return Route(transport, parts=_parts(operation.name, rows, row_bytes, limit), slots=slots)
+
+
+def _read_by_several(operation: Operation, rows: int, item_bytes: int, limits: Limits) -> Route | None:
+    """Return the route on which several devices read the same of another one; None if none is suitable."""
+    if isinstance(operation, Moves):
+        return Route("peer", relayed=True) if limits.relays(operation, rows * item_bytes) else None
+    return Route("peer", one_shot=True) if limits.one_shot(operation, rows, item_bytes) else None
 
 
 def _through_slots(
@@ -362,7 +382,8 @@ def _lower_reduction(operation: Reduction, way: Route) -> Program:
         on_host = way.transport == "host"
         return lower_flags.reduction(operation, on_host=on_host, framed=way.framed, parts=way.parts)
     if way.transport == "peer":
-        return lower_flags.direct_reduction(operation)
+        lowered = lower_flags.one_shot_reduction if way.one_shot else lower_flags.direct_reduction
+        return lowered(operation)
     return lower_host.reduction(operation, way.parts, way.slots)
 
 

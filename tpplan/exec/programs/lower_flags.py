@@ -11,9 +11,11 @@ from collections import Counter
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from tpplan.core.workspace import PAIR
 from tpplan.exec.programs.fence import caller, order, own
 from tpplan.exec.programs.operation import Share, share_out
 from tpplan.exec.programs.program import (
+    EXCHANGE,
     HOST,
     INPUT,
     OUTPUT,
@@ -26,6 +28,7 @@ from tpplan.exec.programs.program import (
     Program,
     Queue,
     Signal,
+    Sum,
     View,
 )
 
@@ -257,6 +260,27 @@ def direct_reduction(operation: Reduction) -> Program:
         kernels[share.receiver] += (Copy(stream, total, share.of(OUTPUT, other)) for other in others)
     _close(kernels, pairs)
     return _program(f"{operation.name} straight from and to peers", kernels)
+
+
+def one_shot_reduction(operation: Reduction) -> Program:
+    """Lower a reduction: every device sums all parts straight from their memory, and writes once all have read its own.
+
+    Meanwhile it holds the sum in a half of its exchange buffer, or in registers.
+
+    Args:
+        operation: a reduction whose receivers are its senders.
+    """
+    pairs = [_pair(device, other) for device in operation.devices for other in _others(device, operation.devices)]
+    kernels, whole = _opened(operation.devices, pairs), operation.columns
+    held = {d: View(Buffer(EXCHANGE, d, 1, PAIR), 0, whole, width=whole) for d in operation.devices}
+    for device in operation.devices:
+        share = Share(device, 0, whole)
+        total = operation.total(own(device), share, partial(share.of, INPUT))
+        kernels[device].append(Sum(total.stream, total.sources, held[device]))
+    _close(kernels, pairs)
+    for device in operation.devices:
+        kernels[device].append(Copy(own(device), held[device], View(Buffer(OUTPUT, device), 0, whole)))
+    return _program(f"{operation.name} in one shot from peers", kernels)
 
 
 def _columns(view: View, start: int, stop: int) -> View:

@@ -29,9 +29,9 @@ FAILURES, ALONE = 0, 1
 
 #: The name of the parameter in PTX, where it is an array.
 PARAMETER = "tpplan_words"
-#: PTX's instruction of launches that overlap, see :mod:`tpplan.exec.cuda.programmatic_launch`. Older GPUs have none,
-#: and kernels for them leave it out.
-GRID_DEPENDENCY = "griddepcontrol"
+#: PTX's instructions of launches that overlap, see :mod:`tpplan.exec.cuda.programmatic_launch`, and of what is read
+#: ahead meanwhile. Older GPUs have none, and kernels for them leave them out.
+GRID_DEPENDENCY, PREFETCH = "griddepcontrol", "cp.async.bulk.prefetch"
 
 #: Maximum words of the parameter, and maximum sequences: enough for eight devices.
-MOST_WORDS, MOST_SEQUENCES = 384, 48
+MOST_WORDS, MOST_SEQUENCES = 480, 48

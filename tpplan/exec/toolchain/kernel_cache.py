@@ -23,15 +23,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpplan.core.missing import install_command
-from tpplan.errors import InternalError, TpplanError
-from tpplan.exec.protocol.words import GRID_DEPENDENCY, MOST_WORDS, PARAMETER
+from tpplan.errors import ExecutionError, InternalError, TpplanError
+from tpplan.exec.protocol.words import GRID_DEPENDENCY, MOST_WORDS, PARAMETER, PREFETCH
 from tpplan.files.text import cache_folder, save_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from tpplan.exec.toolchain.bindings import driver
 
 
 def work_off(tasks: Iterable[str], command: Sequence[str], most: int) -> None:
@@ -123,6 +125,7 @@ _MODULES = {
     "skinny": "tpplan.decoder.fast.kernels.skinny",
     "slot": "tpplan.exec.kernels.slot",
     "direct": "tpplan.exec.kernels.direct",
+    "one": "tpplan.exec.kernels.one_shot",
     "sum": "tpplan.exec.kernels.sums",
     "turn": "tpplan.decoder.fast.kernels.turn",
     "wide": "tpplan.decoder.fast.kernels.wide",
@@ -179,40 +182,48 @@ def _sources(modules: Iterable[str]) -> dict[str, bytes]:
     root, asked = Path(__file__).parents[3], [*modules, "tpplan.exec.toolchain.kernel_cache"]
     while asked:
         name = asked.pop()
-        path = root.joinpath(*name.split(".")).with_suffix(".py")
-        if name in found or not path.is_file():  # a package or not a module
-            continue
-        found[name] = path.read_bytes()
-        for package, names in _IMPORTS.findall(found[name].decode()):
-            asked += [package, *(f"{package}.{each}" for each in re.findall(r"\w+", names))]
+        if name not in found and (source := _source(root, name)):
+            found[name], imported = source
+            asked += imported
     return found
 
 
-def load(name: str, capability: tuple[int, int]) -> Any:
-    """Return a kernel that ``cuda.core.launch`` can run on every GPU of a compute capability.
+@cache
+def _source(root: Path, name: str) -> tuple[bytes, tuple[str, ...]] | None:
+    """Return a module's source file, and the names of all that it imports; None of a package or what is no module.
+
+    Cached, for modules of kernels share most of what they import.
+    """
+    path = root / f"{name.replace('.', '/')}.py"
+    if not path.is_file():
+        return None
+    text = path.read_bytes()
+    found = ((package, re.findall(r"\w+", names)) for package, names in _IMPORTS.findall(text.decode()))
+    return text, tuple(each for package, names in found for each in (package, *(f"{package}.{name}" for name in names)))
+
+
+@cache
+def load(name: str, capability: tuple[int, int]) -> driver.CUkernel:
+    """Return a kernel that runs on every GPU of a compute capability; once loaded, it is there until the process ends.
+
+    The driver is called directly: to import cuda.core takes a third of a second, which only compiling has to wait for.
 
     Args:
         name: name of the kernel; its first word determines the module.
         capability: compute capability such as ``(9, 0)``.
+
+    Raises:
+        ExecutionError: the driver refuses the kernel.
     """
-    from cuda.core import ObjectCode  # noqa: PLC0415 (needs a driver)
+    from tpplan.exec.toolchain.bindings import driver  # noqa: PLC0415 (compiling needs none)
 
-    return ObjectCode.from_cubin(machine_code(name, capability)).get_kernel(name)
-
-
-def start(kernel: Any, stream: int, blocks: int, threads: int, words: Iterable[int]) -> None:
-    """Launch a kernel on a stream.
-
-    Args:
-        kernel: as :func:`load` returns it; it must live as long as it runs.
-        stream: the stream's handle.
-        blocks: number of blocks.
-        threads: threads of each block.
-        words: the kernel's parameters.
-    """
-    from cuda.core import LaunchConfig, Stream, launch  # noqa: PLC0415 (needs a driver)
-
-    launch(Stream.from_handle(stream), LaunchConfig(grid=blocks, block=threads), kernel, *words)
+    result, library = driver.cuLibraryLoadData(machine_code(name, capability), [], [], 0, [], [], 0)
+    if result == driver.CUresult.CUDA_SUCCESS:
+        result, kernel = driver.cuLibraryGetKernel(library, name.encode())
+    if result != driver.CUresult.CUDA_SUCCESS:
+        message = f"the kernel {name} for {_arch(capability)} was not loaded: {result.name}"
+        raise ExecutionError(message, "delete ~/.cache/tpplan/kernels, or update the driver")
+    return kernel
 
 
 def prepare(kernels: Iterable[tuple[str, tuple[int, int]]]) -> None:
@@ -272,7 +283,7 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     mangled = text.partition(".visible .entry ")[2].partition("(")[0]
     text = str(text.replace(mangled, name))
     if capability < OVERLAPS:
-        text = re.sub(rf"{GRID_DEPENDENCY}\.\w+;", "", text)
+        text = re.sub(rf"({GRID_DEPENDENCY}\.\w+|{re.escape(PREFETCH)}[^;]*);", "", text)
     if kernel.arguments > 1:
         return text
     declared = f".param .u64 {name}_param_0"  # one word, instead of an array for which numba has no type
@@ -318,6 +329,7 @@ def _arch(capability: tuple[int, int]) -> str:
     return f"sm_{capability[0]}{capability[1]}"
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)

@@ -135,9 +135,17 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return check
 
 
-def takes_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> bool:
+def takes_cudnn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    *,
+    is_causal: bool = False,
+) -> bool:
     """Return whether torch would choose cuDNN for this grouped-query attention."""
-    choice = torch._fused_sdp_choice(q, k, v, mask, scale=scale, enable_gqa=True)  # noqa: SLF001
+    choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=True)  # noqa: SLF001
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
@@ -195,6 +203,20 @@ def flash_attention_to_part(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     found, sums = _flash(q, k, v, (None, None, None), most, scale=scale, window=0, is_causal=is_causal)
     return found.transpose(1, 2), sums
+
+
+def cudnn_attention_to_part(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention over a part of the tokens by cuDNN; see :func:`flash_attention_to_part`.
+
+    cuDNN makes a plan for each shape, and one of its own without these logarithms.
+    """
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention  # noqa: SLF001
+    with_sums, returns_mask = True, False
+    q, k, v = map(at_vectors, (q, k, v))
+    found, sums, *_ = attend(q, k, v, None, with_sums, 0.0, is_causal, returns_mask, scale=scale)
+    return found, sums.view(q.shape[:3])  # in some releases of torch with a last dimension of 1
 
 
 def flash_attention_of_several(

@@ -208,6 +208,8 @@ WIDE = 128
 
 _NAME = re.compile("ATTENTION_(?P<dtype>BF16|F16)_(?P<size>[0-9]+)(_(?P<kind>Q8|FP8))?(?P<capped>_CAPPED)?")
 _EVERY = 0xFFFFFFFF
+#: Bytes of keys, and of values, that a block brings to the L2 cache while it waits for the kernel before, in vectors.
+_AHEAD, _VECTOR = 2**16, 16
 #: Words that a block keeps in shared memory.
 _KEPT = 6
 
@@ -351,11 +353,10 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             else:
                 k0, k1 = keys_of(k, at + UINT32(g), last, t)
 
-    def attend(  # type: ignore[no-untyped-def]
+    def attend(  # type: ignore[no-untyped-def]  # noqa: PLR0915
         q, q_pitch, k, v, kv_pitch, k_scales, v_scales, positions, sinks, out, out_pitch, partial, turns, length,
         group, factor, cap, least,
     ):  # fmt: skip
-        ptx.after_earlier_with_next()
         found = cuda.shared.array(floats, FLOAT32, alignment=16)
         peaks, totals = cuda.shared.array(rows, FLOAT32), cuda.shared.array(rows, FLOAT32)
         kept, turn = cuda.shared.array(_KEPT, UINT64), cuda.shared.array(1, UINT32)
@@ -363,15 +364,13 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         token, number = UINT64(cuda.blockIdx.z), UINT64(cuda.blockIdx.y)
         lane, warp = thread % UINT64(32), thread // UINT64(32)
         g, t = lane // UINT64(4), lane % UINT64(4)
+        # The kernel before may still run, but has waited for those before it: positions and earlier tokens are there.
         low_word, high_word = ptx.load_64(positions + token * UINT64(8))
         parts = (group + UINT64(QUERIES - 1)) // UINT64(QUERIES)
         head = UINT64(UINT32(number) // UINT32(parts))
         first_query = (number - head * parts) * UINT64(QUERIES)
         count = min(group - first_query, UINT64(QUERIES))
         column = (head * group + first_query) * UINT64(size)
-        query = load_queries(
-            q + token * q_pitch + column + min(g, count - UINT64(1)) * UINT64(size) + t * UINT64(16), t * UINT64(16)
-        )
 
         seen = min((UINT64(low_word) | UINT64(high_word) << UINT64(32)) + UINT64(1), length)
         total = (seen + UINT64(TILE - 1)) // UINT64(TILE)
@@ -380,15 +379,24 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         if tile >= total:
             return
         used = min(end - tile, UINT64(warps))
+        base = token * kv_pitch + head * length * UINT64(row_size)
+        if row_size % _VECTOR == 0 and thread == 0:
+            start = base + tile * UINT64(TILE * row_size)
+            some = min(min(end * UINT64(TILE), length) - tile * UINT64(TILE), UINT64(_AHEAD // row_size))
+            ptx.prefetch(k + start, UINT32(some * UINT64(row_size)))
+            ptx.prefetch(v + start, UINT32(some * UINT64(row_size)))
+        ptx.after_earlier_with_next()
+        query = load_queries(
+            q + token * q_pitch + column + min(g, count - UINT64(1)) * UINT64(size) + t * UINT64(16), t * UINT64(16)
+        )
         if thread == 0:  # where they take no registers from the walk
             kept[0], kept[1], kept[2], kept[3] = used, total, each, count
             kept[4], kept[5] = out + token * out_pitch + column, token * UINT64(cuda.gridDim.y) + number
         if warp < used:
-            base = token * kv_pitch + head * length * UINT64(row_size)
-            keys, values = _at(k, k_scales, base), _at(v, v_scales, base)
-            factor, cap = ptx.float_of(UINT32(factor)) * FLOAT32(unit), ptx.float_of(UINT32(cap))
-            own = UINT32(ptx.shared_address(found) + warp * UINT64(4 * QUERIES * pitch) + lane * UINT64(16))
             first, last = UINT32(tile + warp), UINT32(seen - UINT64(1))
+            factor, cap = ptx.float_of(UINT32(factor)) * FLOAT32(unit), ptx.float_of(UINT32(cap))
+            keys, values = _at(k, k_scales, base), _at(v, v_scales, base)
+            own = UINT32(ptx.shared_address(found) + warp * UINT64(4 * QUERIES * pitch) + lane * UINT64(16))
             peak, weight, sums = walk(query, own, keys, values, first, UINT32(end), last, factor, cap)
             cuda.syncwarp()  # after which queries are no longer needed
             at = warp * UINT64(QUERIES)

@@ -124,10 +124,11 @@ def _write_of(count: int, eight: Any, both: Any) -> Any:
     return write_all
 
 
-def norm_of(count: int, eight: Any, both: Any) -> Any:
-    """Make what writes rows divided by their root mean square, times weights plus a number, to shared memory.
+def norm_of(count: int, eight: Any, both: Any) -> tuple[Any, Any]:
+    """Make what asks for a norm's weights, and what writes the norm of rows to shared memory.
 
-    A thread's first two vectors of every row, and of the weights, stay in registers: mostly there are no others.
+    That is rows divided by their root mean square, times weights plus a number. A thread's first two vectors of every
+    row, and of the weights, stay in registers: mostly there are no others.
 
     Args:
         count: of rows.
@@ -143,20 +144,26 @@ def norm_of(count: int, eight: Any, both: Any) -> Any:
     load = mapped(count, loads)
 
     @device_function
-    def ask(x: Any, offsets: Any, width: Any, gain: Any) -> Any:
-        """Ask for a thread's vectors; one behind the last column is the first."""
+    def places_of(width: Any) -> Any:
+        """Return how far behind the first column a thread's vectors are; one behind the last column is the first."""
         first = UINT64(cuda.threadIdx.x) * UINT64(_LANE)
         second = first + UINT64(cuda.blockDim.x) * UINT64(_LANE)
-        first = UINT64(2) * (first if first < width else UINT64(0))
-        second = UINT64(2) * (second if second < width else UINT64(0))
-        r, s = load(offsets, offsets, x + first), load(offsets, offsets, x + second)
-        return r, s, ptx.load_128(gain + first), ptx.load_128(gain + second)
+        return UINT64(2) * (first if first < width else UINT64(0)), UINT64(2) * (
+            second if second < width else UINT64(0)
+        )
+
+    @device_function
+    def ask(gain: Any, width: Any) -> Any:
+        first, second = places_of(width)
+        return ptx.load_128(gain + first), ptx.load_128(gain + second)
 
     @device_function
     def norm(
-        kept: Any, sums: Any, x: Any, offsets: Any, places: Any, width: Any, gain: Any, eps: Any, offset: Any
+        kept: Any, sums: Any, x: Any, offsets: Any, places: Any, width: Any, asked: Any, gain: Any, eps: Any,
+        offset: Any,
     ) -> None:  # fmt: skip
-        r, s, g, h = ask(x, offsets, width, gain)
+        (first, second), (g, h) = places_of(width), asked
+        r, s = load(offsets, offsets, x + first), load(offsets, offsets, x + second)
         more = ptx.float_of(types.uint32(offset))
         first, stride = UINT64(cuda.threadIdx.x) * UINT64(_LANE), UINT64(cuda.blockDim.x) * UINT64(_LANE)
         second = first + stride
@@ -177,13 +184,15 @@ def norm_of(count: int, eight: Any, both: Any) -> Any:
             column += stride
         cuda.syncthreads()
 
-    return norm
+    return ask, norm
 
 
 #: Bytes of rows that a kernel with a norm keeps in shared memory, at most.
 MOST_BYTES = 2**15
 
-#: Columns of a lane: 16 bytes.
+#: Columns of four rows, 64 KiB, that a block brings to the L2 cache while it waits for the kernel before: 17 MB of a
+#: matrix for two blocks on each multiprocessor, which take as long as attention, that reads little.
+_AHEAD = 2**13
 
 #: Sums that a warp keeps until they are stored.
 _KEPT = 128
@@ -252,12 +261,12 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
     bits, values = count.bit_length() - 1, 4 * count
     eight, offsets_of, collect = eight_of(first, second), dot_products.offsets_of(count), collected(count)
     finish, wait = _finish_of(count, first, both, joint=joint), wait_of(joint=joint)
-    norm, add_up = norm_of(count, eight, both), add_up_of(first, both)
+    (ask_gain, norm), add_up = norm_of(count, eight, both), add_up_of(first, both)
 
     start, use = products_of(count, eight, normed=normed)
 
     @device_function
-    def multiply(  # noqa: C901, PLR0915 (the kernel)
+    def multiply(  # noqa: C901, PLR0912, PLR0915 (the kernel)
         y: Any, y_pitch: Any, x: Any, x_pitch: Any, weight: Any, pitch: Any, half: Any, size: Any, per: Any,
         width: Any, rows: Any, plus: Any, plus_pitch: Any, mode: Any, team: Any, teams: Any, inverse: Any,
         gain: Any, eps: Any, more: Any,
@@ -277,12 +286,22 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
         last = width - UINT64(_LANE)
         w = ask_now(base + min(begin, last) * UINT64(2), pitch, half)
         v = ask_now(base + min(again, last) * UINT64(2), pitch, half)
+        # What follows: one lane asks for a row of a batch, and few of a warp do, as they do so one after the other.
+        row = lane * team + member
+        batch = row >> UINT64(2)
+        which, skipped = lead + mine + batch * stride, wide + wide if batch == UINT64(0) else UINT64(0)
+        if which < end and skipped < width and batch * width * teams <= UINT64(_AHEAD):
+            at = weight + min(which * per, size - per) * pitch + (row & UINT64(1)) * pitch
+            at += (row >> UINT64(1) & UINT64(1)) * half + skipped * UINT64(2)
+            ptx.prefetch(at, types.uint32(min(width - skipped, UINT64(_AHEAD)) * UINT64(2)))
+        if normed:
+            asked = ask_gain(gain, width)
         number, is_alone = wait()
         if normed:  # while they come
             rows_kept = cuda.shared.array(_WORDS, types.uint32, 16)
             kept, places = ptx.shared_address(rows_kept), offsets_of(width * UINT64(2))
             cuda.syncthreads()
-            norm(kept, sums, x, offsets, places, width, gain, eps, more)
+            norm(kept, sums, x, offsets, places, width, asked, gain, eps, more)
             x, offsets = kept, places
         totals = start(offsets, offsets, 0)
         phase, slots, near = lead + mine, UINT64(0), UINT64(0)

@@ -1,4 +1,4 @@
-"""Kernels for what a layer does between its matrices, in 16 bits: norms and gates; and for the choice of tokens.
+"""Kernels for what a layer does between its matrices, in 16 bits: norms, gates, merged attention, the choice of tokens.
 
 They compute in float32, on vectors of 16 bytes: all addresses, pitches and widths are multiples of that, and all are in
 bytes. A matrix is an address and a pitch: from one row to the next.
@@ -239,6 +239,48 @@ def _best(name: str, low: Any, high: Any) -> Kernel:
     return Kernel(name, best, 8)
 
 
+def _merge(name: str, low: Any, high: Any, two: Any) -> Kernel:
+    """Make a kernel that merges attention over two parts of the tokens, into that over the first.
+
+    Blocks take rows, each some of their vectors; rows consist of heads. Each head of a row has the logarithm of its
+    softmax's denominator over a part, in float32: all of a head side by side.
+
+    Args:
+        name: of the kernel.
+        low: makes a float32 of the first element in 32 bits.
+        high: the same of the second.
+        two: makes 32 bits of both.
+    """
+
+    @device_function
+    def between(a: Any, b: Any, kept: Any, added: Any) -> Any:
+        return two(kept * low(a) + added * low(b), kept * high(a) + added * high(b))
+
+    def merge(  # type: ignore[no-untyped-def]
+        out, out_pitch, other, other_pitch, row_width, head_width, sums, other_sums, merged_sums, sums_pitch,
+    ):  # fmt: skip
+        ptx.after_earlier_with_next()
+        row = UINT64(cuda.blockIdx.x)
+        at = types.uint32(types.uint32(16) * types.uint32(cuda.blockIdx.y * cuda.blockDim.x + cuda.threadIdx.x))
+        if at < types.uint32(row_width):
+            target = out + row * out_pitch + UINT64(at)
+            a0, a1, a2, a3 = ptx.load_128(target)
+            b0, b1, b2, b3 = ptx.load_128(other + row * other_pitch + UINT64(at))
+            head = types.uint32(at // types.uint32(head_width))
+            of_sum = UINT64(head) * sums_pitch + UINT64(4) * row
+            first, second = ptx.float_of(ptx.load_32(sums + of_sum)), ptx.float_of(ptx.load_32(other_sums + of_sum))
+            added = FLOAT32(1) / (FLOAT32(1) + libdevice.expf(first - second))
+            kept = FLOAT32(1) - added
+            a0, a1 = between(a0, b0, kept, added), between(a1, b1, kept, added)
+            a2, a3 = between(a2, b2, kept, added), between(a3, b3, kept, added)
+            ptx.store_128(target, a0, a1, a2, a3)
+            if at == types.uint32(head * types.uint32(head_width)):
+                both = ptx.larger(first, second) + libdevice.log1pf(libdevice.expf(-abs(first - second)))
+                ptx.store_32(merged_sums + of_sum, ptx.bits_of(both))
+
+    return Kernel(name, merge, 10)
+
+
 _BF16 = ptx.low_bf16, ptx.high_bf16, ptx.two_bf16
 _F16 = ptx.low_f16, ptx.high_f16, ptx.two_f16
 
@@ -252,5 +294,7 @@ POINTWISE_GELU_TANH_BF16 = _gate("pointwise_gelu_tanh_bf16", gelu_tanh, *_BF16)
 POINTWISE_GELU_TANH_F16 = _gate("pointwise_gelu_tanh_f16", gelu_tanh, *_F16)
 POINTWISE_SWIGLU_OAI_BF16 = _gate("pointwise_swiglu_oai_bf16", limited_silu, *_BF16, limited_plus_one)
 POINTWISE_SWIGLU_OAI_F16 = _gate("pointwise_swiglu_oai_f16", limited_silu, *_F16, limited_plus_one)
+POINTWISE_MERGE_BF16 = _merge("pointwise_merge_bf16", *_BF16)
+POINTWISE_MERGE_F16 = _merge("pointwise_merge_f16", *_F16)
 POINTWISE_BEST_BF16 = _best("pointwise_best_bf16", ptx.low_bf16, ptx.high_bf16)
 POINTWISE_BEST_F16 = _best("pointwise_best_f16", ptx.low_f16, ptx.high_f16)

@@ -187,7 +187,6 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         cached_keys, cached_values, key_scales, value_scales, sequence_step, head_step,
         sequences, sequences_step, places, places_step,
     ):  # fmt: skip
-        ptx.after_earlier_with_next()
         row, thread = UINT64(cuda.blockIdx.x), UINT32(cuda.threadIdx.x)
         lanes = UINT32(width) // UINT32(32)  # of a head
         many, which = UINT32(cuda.blockDim.x) // lanes, thread // lanes
@@ -203,9 +202,12 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         offset, half = place_of(lane, width, turned, is_value)
         is_turned = offset < turned and not is_value
         source = x + row * pitch + UINT64(head) * width + offset
+        # The kernel before, which may still run, writes heads; all else is older.
+        angle = angles + row * angle_pitch + (offset if is_turned else UINT64(0))
+        distance = half if is_turned else UINT64(0)
+        cos, sin = ptx.load_128(angle), ptx.load_128(angle + distance)
+        ptx.after_earlier_with_next()
         a, b = ptx.load_128(source), ptx.load_128(source + half)
-        angle = angles + row * angle_pitch + offset if is_turned else source
-        cos, sin = ptx.load_128(angle), ptx.load_128(angle + half)
         if query_norm != UINT64(0):
             weight = (query_norm if is_query else key_norm) + offset
             weights = weights_at(weight, more), weights_at(weight + half, more)

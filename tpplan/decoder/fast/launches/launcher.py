@@ -42,11 +42,11 @@ class Launcher:
 
         capability = torch.cuda.get_device_capability(place)
         self._name, self._place, self._is_array = name, place, is_array
-        self._kernel = kernel_cache.load(name, capability)
+        kernel = kernel_cache.load(name, capability)
         self._start, self._success, self._refused = driver.cuLaunchKernel, driver.CUresult.CUDA_SUCCESS, refused
         torch.empty(1, device=place)  # makes torch create the CUDA context that the driver needs
         with torch.cuda.device(place):
-            result, self._function = driver.cuKernelGetFunction(driver.CUkernel(int(self._kernel.handle)))
+            result, self._function = driver.cuKernelGetFunction(kernel)
             if result != self._success:
                 raise refused(f"{name} of {place}", result)
             if most_shared:

@@ -1,6 +1,7 @@
-"""Launches of the kernels between a layer's matrix products: RMS norm, gates, RoPE with cache append, and argmax.
+"""Launches of kernels between a layer's matrix products: RMS norm, gates, RoPE with cache append, merging, and argmax.
 
-Shapes: R rows, D hidden, I intermediate, H heads, K elements of a head, W columns of a RoPE table, T places of a cache.
+Shapes: R rows, D hidden, I intermediate, H heads, K elements of a head, W columns of a RoPE table, T places of a cache,
+B batch, S queries.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class Places:
 
 def names_of(dtype: torch.dtype, activation: str, kind: str = "fp16") -> list[str]:
     """Return the names of the kernels for a dtype, a gate and a kind of cache."""
-    names = [f"pointwise_{what}_{DTYPES[dtype]}" for what in ("norm", GATES[activation], "best")]
+    names = [f"pointwise_{what}_{DTYPES[dtype]}" for what in ("norm", GATES[activation], "best", "merge")]
     return [*names, f"turn_{DTYPES[dtype]}{KERNEL_KINDS.get(kind, '')}"]
 
 
 class Pointwise:
-    """Norms, gates, RoPE and argmax in 16 bits on one CUDA device; each method returns whether it supports its tensors.
+    """Norms, gates, RoPE, merging and argmax in 16 bits on a CUDA device; each method tells if it supports its tensors.
 
     Rows of tensors must begin at, and consist of, multiples of 16 bytes.
     """
@@ -88,7 +89,7 @@ class Pointwise:
             offset: number that norms add to their weights.
         """
         launchers = (Launcher(name, place) for name in names_of(dtype, activation, kind))
-        self._norm, self._gate, self._best, self._norm_and_rope = launchers
+        self._norm, self._gate, self._best, self._merge, self._norm_and_rope = launchers
         self._dtype, self._eps, self._offset = dtype, bits_of(eps), bits_of(offset)
         self._stored = {"q8": torch.int8, "fp8": torch.uint8}.get(kind, dtype)
 
@@ -139,6 +140,24 @@ class Pointwise:
         self._gate((rows, parts, 1), threads, start, pitch, *of_up[:2], start, pitch, columns * _ITEM)
         return True
 
+    def merge(self, out_BHSK: Tensor, sums_BHS: Tensor, new_BHSK: Tensor, new_sums_BHS: Tensor) -> Tensor | None:
+        """Merge attention of one text over another part of its tokens; see :func:`tpplan.decoder.math.merge_parts`.
+
+        Returns:
+            The logarithms of the denominators over both parts, or None if the kernel does not take such tensors.
+        """
+        target, source = self._rows_of_heads(out_BHSK), self._rows_of_heads(new_BHSK)
+        are_fitting = all(x.dtype is torch.float32 and x.is_contiguous() for x in (sums_BHS, new_sums_BHS))
+        if not target or not source or not are_fitting:
+            return None
+        start, pitch, rows, columns = target
+        merged_BHS = torch.empty_like(sums_BHS)
+        parts, threads = _even(columns // _ELEMENTS, _THREADS)
+        widths = columns * _ITEM, out_BHSK.shape[3] * _ITEM
+        sums = sums_BHS.data_ptr(), new_sums_BHS.data_ptr(), merged_BHS.data_ptr(), rows * sums_BHS.itemsize
+        self._merge((rows, parts, 1), threads, start, pitch, *source[:2], *widths, *sums)
+        return merged_BHS
+
     def argmax(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor | None:
         """Find the largest element of each row, and return it and its index in one of several pairs of columns.
 
@@ -185,7 +204,7 @@ class Pointwise:
         """
         rows, _, width = qkv_RHK.shape
         turned, lanes = 2 * by.shape[-1], width // (2 * _ELEMENTS)
-        if width % (2 * _ELEMENTS) or turned % (2 * _ELEMENTS) or qkv_RHK.stride(1) != width or lanes > _THREADS:
+        if not turned or (width | turned) % (2 * _ELEMENTS) or qkv_RHK.stride(1) != width or lanes > _THREADS:
             return False
         start, pitch = qkv_RHK.data_ptr(), qkv_RHK.stride(0) * _ITEM
         is_fitting = qkv_RHK.dtype is self._dtype and qkv_RHK.stride(2) == 1 and rows and not (start | pitch) % _VECTOR
@@ -240,6 +259,13 @@ class Pointwise:
         steps = to.sequence_stride * width * item, k_THK.stride(1) * item
         of_rows = [(each.data_ptr(), each.stride(0) * _NUMBER) for each in (sequences, places)]
         return *starts, *scales, *steps, *of_rows[0], *of_rows[1]
+
+    def _rows_of_heads(self, x_BHSK: Tensor) -> tuple[int, int, int, int] | None:
+        """Return what :meth:`_matrix` does of a text's queries, or None if their heads are not side by side."""
+        width: int = x_BHSK.shape[3]
+        if len(x_BHSK) != 1 or x_BHSK.stride(1) != width or x_BHSK.stride(3) != 1 or width % _ELEMENTS:
+            return None
+        return self._matrix(x_BHSK[0].transpose(0, 1).flatten(1))
 
     def _matrix(self, x: Tensor) -> tuple[int, int, int, int] | None:
         """Return address, pitch, rows and columns of a matrix, or None if kernels do not take it."""
