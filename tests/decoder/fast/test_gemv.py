@@ -14,12 +14,11 @@ from tests.decoder.pointwise_cases import memory, number
 from tests.machine_code import CAPABILITIES, check_code, registers
 from tpplan.decoder.fast.launches import gemv
 from tpplan.decoder.fast.launches.gemv import Gemv, Norm, shape_of
-from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
+from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.math import rms_norm
 from tpplan.decoder.model.gates import ACTIVATIONS
 from tpplan.decoder.weights.row_kernels import GATES
 from tpplan.exec.toolchain import kernel_cache
-from tpplan.exec.toolchain.kernel_cache import OVERLAPS
 
 SIZES = [(1536, 4096), (4096, 1024), (4096, 3584), (28672, 4096), (4096, 14336), (7, 8), (9, 2304), (33, 896), (5, 520)]
 #: Kernels, each with the generation of GPUs that it is compiled for: it takes long, and they differ by dtype in little.
@@ -40,21 +39,12 @@ PROCESSORS = 132
 
 @pytest.mark.parametrize(("name", "capability"), KERNELS)
 def test_they_read_vectors_and_spill_nothing(name: str, capability: tuple[int, int]) -> None:
-    """Loads are of 16 bytes, all is computed in 32 bits in registers, of which blocks have enough.
-
-    Weights, of matrices and norms, are asked for before the kernel before has ended, and more of them for the L2 cache.
-    """
+    """Loads are of 16 bytes, all is computed in 32 bits in registers, of which blocks have enough."""
     text = machine_code.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     check_overlap(name, text, capability)
     assert "ld.global.nc.L1::no_allocate.L2::128B.v4.u32" in text
     assert ("st.shared.v4.u32" in text) == ("_norm_" in name)
-    assert ("cp.async.bulk.prefetch.L2.global" in text) == (capability >= OVERLAPS)
-    if capability >= OVERLAPS:
-        early = machine_code.in_order(text).partition("griddepcontrol.wait")[0]
-        assert early.count("ld.volatile.global.v4.u32") == 8
-        assert early.count("ld.global.v4.u32") == (2 if "_norm_" in name else 0)
-        assert "cp.async.bulk.prefetch.L2.global" in early
     assert ".f64" not in text
     assert ".local" not in text
     log = check_code(text, capability)
@@ -80,42 +70,6 @@ def test_all_of_a_matrix_has_warps_at_once(size: int, width: int, per: int) -> N
 def test_teams_have_even_steps(width: int, team: int) -> None:
     """A team's warps have two steps of 256 columns at a time, and as few as possible behind the last column."""
     assert shape_of(1000, width, PROCESSORS).team == team
-
-
-@pytest.mark.parametrize(
-    "case",  # rows, size, width, warps of a team, teams, blocks, mode
-    [
-        ("gemv_norm_bf16_1", 9, 1288, (2, 1), 2, "silu"),  # whose third step is begun before
-        ("gemv_norm_f16_2", 21, 520, (1, 2), 1, None),
-        ("gemv_f16_1", 30, 264, (1, 2), 2, None),
-    ],
-)
-def test_lanes_agree(case: tuple[str, int, int, tuple[int, int], int, str | None]) -> None:
-    """What the source does lane by lane is a product, of rows that are there when the kernel before has ended."""
-    lanes, sources = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.gemv")
-    name, size, width, (team, teams), blocks, gate = case
-    _, *is_normed, kind, count = name.split("_")
-    dtype, rows = {text: each for each, text in DTYPES.items()}[kind], int(count)
-    torch.manual_seed(size)
-    x_RK, norm_K = torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype)
-    weight_NK = torch.randn(2 * size if gate else size, width).div(width**0.5).to(dtype)
-    y_RN, per, pitch = torch.zeros(rows, size, dtype=dtype), 2 if gate else 4, 2 * width
-    words = [
-        y_RN.data_ptr(), 2 * size, x_RK.data_ptr(), pitch, weight_NK.data_ptr(), pitch, pitch * (size if gate else 2),
-        size, per, width, rows, 0, 0, GATES[gate] if gate else 0, team, teams, -(-(2**16) // team),
-        *((norm_K.data_ptr(), bits_of(EPS), bits_of(0.5)) if is_normed else (0, 0, 0)),
-    ]  # fmt: skip
-    touched = [x_RK, norm_K, weight_NK, y_RN]
-    lanes.run(getattr(sources, name.upper()), blocks, 32 * team * teams, words, touched, written=[x_RK])
-    right_RK = x_RK.double()
-    if is_normed:
-        right_RK = right_RK / (right_RK.square().mean(-1, keepdim=True) + EPS).sqrt() * (norm_K.double() + 0.5)
-    right_RN = right_RK @ weight_NK.double().mT
-    if gate:
-        first, second = right_RN.chunk(2, dim=-1)
-        right_RN = functional.silu(first) * second
-    step = torch.finfo(dtype).eps
-    torch.testing.assert_close(y_RN.double(), right_RN, atol=4 * step, rtol=2 * step)
 
 
 class FakeLauncher:

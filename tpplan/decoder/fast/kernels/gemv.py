@@ -190,10 +190,6 @@ def norm_of(count: int, eight: Any, both: Any) -> tuple[Any, Any]:
 #: Bytes of rows that a kernel with a norm keeps in shared memory, at most.
 MOST_BYTES = 2**15
 
-#: Columns of four rows, 64 KiB, that a block brings to the L2 cache while it waits for the kernel before: 17 MB of a
-#: matrix for two blocks on each multiprocessor, which take as long as attention, that reads little.
-_AHEAD = 2**13
-
 #: Sums that a warp keeps until they are stored.
 _KEPT = 128
 #: Lengths of arrays in shared memory.
@@ -266,7 +262,7 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
     start, use = products_of(count, eight, normed=normed)
 
     @device_function
-    def multiply(  # noqa: C901, PLR0912, PLR0915 (the kernel)
+    def multiply(  # noqa: C901, PLR0915 (the kernel)
         y: Any, y_pitch: Any, x: Any, x_pitch: Any, weight: Any, pitch: Any, half: Any, size: Any, per: Any,
         width: Any, rows: Any, plus: Any, plus_pitch: Any, mode: Any, team: Any, teams: Any, inverse: Any,
         gain: Any, eps: Any, more: Any,
@@ -286,14 +282,6 @@ def _gemv(  # noqa: C901, PLR0915 (the kernel)
         last = width - UINT64(_LANE)
         w = ask_now(base + min(begin, last) * UINT64(2), pitch, half)
         v = ask_now(base + min(again, last) * UINT64(2), pitch, half)
-        # What follows: one lane asks for a row of a batch, and few of a warp do, as they do so one after the other.
-        row = lane * team + member
-        batch = row >> UINT64(2)
-        which, skipped = lead + mine + batch * stride, wide + wide if batch == UINT64(0) else UINT64(0)
-        if which < end and skipped < width and batch * width * teams <= UINT64(_AHEAD):
-            at = weight + min(which * per, size - per) * pitch + (row & UINT64(1)) * pitch
-            at += (row >> UINT64(1) & UINT64(1)) * half + skipped * UINT64(2)
-            ptx.prefetch(at, types.uint32(min(width - skipped, UINT64(_AHEAD)) * UINT64(2)))
         if normed:
             asked = ask_gain(gain, width)
         number, is_alone = wait()
