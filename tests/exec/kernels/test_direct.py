@@ -34,7 +34,14 @@ ALL = (0, 1, 2)
 
 
 def _run(
-    program: Program, operation: Operation, kernels: tuple[str, str], *, rows: int, in_place: bool, shift: int
+    program: Program,
+    operation: Operation,
+    kernels: tuple[str, str],
+    *,
+    rows: int,
+    in_place: bool,
+    shift: int,
+    blocks: int = 1,
 ) -> set[str]:
     """Run an operation three times on the same memory, and return the kernels that did it.
 
@@ -45,6 +52,7 @@ def _run(
         rows: rows of the operands.
         in_place: whether sums are written over their own parts.
         shift: elements by which operands begin behind a multiple of 16 bytes.
+        blocks: of each device.
     """
     random, dtype, ran = Random(rows), torch.bfloat16, set()
     exchanges = [each for each in program.commands if isinstance(each, Exchange)]
@@ -61,7 +69,7 @@ def _run(
         ran.add(name)
         kernel = next(k for k in (*vars(direct_kernels).values(), *vars(one_shot_kernels).values()) if _is(k, name))
         allowed = [*(x if x._base is None else x._base for x in operands.values()), *memory.tensors]
-        lanes.run_together([kernel] * len(told), THREADS, [[words] for words in told], allowed)
+        lanes.run_together([kernel] * len(told), THREADS, [[words] for words in told], allowed, blocks=blocks)
         assert not memory.status.any()
         for buffer, truth in results.items():
             assert torch.equal(operands[buffer], truth), buffer
@@ -91,6 +99,15 @@ def test_sums_in_one_shot(count: int, residual: bool, rows: int, in_place: bool,
     names = "direct_sum_bf16", "one_shot_sum_bf16"
     ran = _run(one_shot_reduction(operation), operation, names, rows=rows, in_place=in_place, shift=shift)
     assert ran == {names[shift % 8 == 0]}
+
+
+@pytest.mark.parametrize("shift", [2, 4])
+def test_blocks_of_sums_in_one_shot_write_what_they_added_up(shift: int) -> None:
+    """Whatever operands are aligned to: nothing tells a block that others have read or added up the rest."""
+    operation = all_reduce(8 * THREADS, (0, 1), (0, 1), residual=False)
+    names = "direct_sum_bf16", "one_shot_sum_bf16"
+    program = one_shot_reduction(operation)
+    assert _run(program, operation, names, rows=3, in_place=True, shift=shift, blocks=3) == {names[0]}
 
 
 @pytest.mark.parametrize(

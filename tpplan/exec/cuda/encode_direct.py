@@ -92,7 +92,8 @@ def prepare(exchanges: Sequence[Exchange], item: int, counters: Counters, memory
             for view in writes(step)
             if view.buffer.role == EXCHANGE
         }
-        ends = Operands(made.operands, bits(exchanges, item), VECTOR_BYTES, aligned, held, made.told)
+        least = item if is_one_shot else 0  # else threads would copy what others have not added up yet
+        ends = Operands(made.operands, bits(exchanges, item), VECTOR_BYTES, aligned, held, made.told, least)
         pieces = HELD_EACH if is_one_shot else 1
         works.append(Work(exchange.stream, SEQUENCES, made.words, ends, row_bytes, simple=is_one_shot, pieces=pieces))
     return works

@@ -40,6 +40,7 @@ class Operands:
         others: further buffers that have to be aligned alike.
         fixed: addresses and pitches of buffers of the context.
         told: buffers that other devices are told of, and for which device.
+        least: bytes that are moved at once if not everything is aligned to ``piece``; 0 for as many as possible.
     """
 
     buffers: tuple[Buffer, ...]
@@ -48,9 +49,10 @@ class Operands:
     others: tuple[Buffer, ...] = ()
     fixed: Mapping[Buffer, tuple[int, int]] = field(factory=dict)
     told: tuple[tuple[Buffer, int], ...] = ()
+    least: int = 0
 
     def words(self, tensors: Mapping[Buffer, Tensor]) -> list[int]:
-        """Return the largest piece to which everything is aligned, then the address and pitch of each tensor."""
+        """Return the bytes that are moved at once, then the address and pitch of each tensor."""
         words, every = [0], self.bits | self.piece
         for buffer in self.buffers:
             address, step = self.fixed[buffer] if buffer in self.fixed else _place(tensors.get(buffer))
@@ -60,6 +62,8 @@ class Operands:
             address, step = _place(tensors.get(buffer))
             every |= address | step
         words[0] = every & -every
+        if words[0] < self.piece and self.least:
+            words[0] = self.least
         return words
 
 
