@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from secrets import token_hex
-from typing import TYPE_CHECKING
+from threading import Event, Timer
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from attrs import define, field
 from tpplan.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 reaching = pytest.importorskip("tpplan.exec.processes.reach", reason="needs cuda-bindings")
 
@@ -40,6 +42,7 @@ class Driver:
 
     identities: dict[int, int] = field(factory=dict)
     opened: list[Opened] = field(factory=list)
+    entered: list[torch.device] = field(factory=list)
     refuses: bool = False
 
     def allocation_of(self, address: int, _: torch.device) -> tuple[int, int, bytes]:
@@ -59,6 +62,13 @@ class Driver:
         return self.opened[-1]
 
 
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Play the driver for all processes."""
@@ -66,7 +76,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(reaching.ipc, "allocation_of", found.allocation_of)
     monkeypatch.setattr(reaching.ipc, "identity_of", found.identity_of)
     monkeypatch.setattr(reaching.ipc.Opened, "on", staticmethod(found.open))
-    monkeypatch.setattr(reaching.ipc, "allow_while_capturing", lambda: None)
+    monkeypatch.setattr(reaching.ipc, "enter", found.entered.append)
     monkeypatch.setattr(reaching, "_LOOK_S", 0.02)
     return found
 
@@ -89,6 +99,7 @@ def test_all_others_open_what_is_first_used(three: list[reaching.Reach], driver:
     found = first.find(3007, PATIENT_S)
     assert found.is_reached
     assert len(driver.opened) == 2
+    assert driver.entered == [GPU] * 3  # by the threads that answer
     starts = {opened.tensor.data_ptr() for opened in driver.opened}
     assert {first.address(3007, device) - 7 for device in (1, 2)} == starts
     assert first.find(3050, PATIENT_S) is found
@@ -114,10 +125,67 @@ def test_what_is_used_no_more_is_closed_soon(three: list[reaching.Reach], driver
     """Without any further call."""
     three[1].find(2000, PATIENT_S)
     del driver.identities[2]
-    deadline = time.monotonic() + PATIENT_S
-    while any(opened.is_open for opened in driver.opened):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    _wait_until(lambda: not any(opened.is_open for opened in driver.opened))
+
+
+def test_who_closes_memory_for_long_keeps_nobody_waiting(
+    three: list[reaching.Reach],  # type: ignore[name-defined]
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even if it has room for no message; and it closes later what it could not be told of."""
+    first, second, third = three
+    go_on, close = Event(), Opened.close
+
+    def close_late(opened: Opened) -> None:
+        go_on.wait(PATIENT_S)
+        close(opened)
+
+    assert all(first.find(address, PATIENT_S).is_reached for address in (3000, 4000))
+    monkeypatch.setattr(Opened, "close", close_late)
+    del driver.identities[3]
+    _wait_until(lambda: not second._opened.keys() & {(0, 1)})
+    try:
+        with suppress(BlockingIOError):  # there is room for no more
+            while True:
+                third._socket.sendto(b"a message", first._path(1))
+        del driver.identities[4]
+        _wait_until(lambda: not first._own)
+        began = time.monotonic()
+        assert not first.find(5000, 0.05).is_reached
+        assert time.monotonic() - began < reaching.PATIENT_S
+    finally:
+        go_on.set()
+    _wait_until(lambda: not any(opened.is_open for opened in driver.opened[:4]))
+    assert first.find(5000, PATIENT_S).is_reached
+
+
+def test_memory_that_has_come_to_the_place_of_several_is_another(
+    three: list[reaching.Reach],  # type: ignore[name-defined]
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even if nobody has looked meanwhile, so that others still have all of them open."""
+    first, _, _ = three
+    monkeypatch.setattr(reaching, "_LOOK_S", 60)
+    places = {3000: (3100, 1)}
+    monkeypatch.setattr(reaching.ipc, "identity_of", lambda start: places.get(start, (0, 0))[1])
+    monkeypatch.setattr(
+        reaching.ipc,
+        "allocation_of",
+        lambda address, _: next((i, j, bytes(64)) for i, (j, _) in places.items() if i <= address < j),
+    )
+    for start, stop, address in ((3000, 3100, 3060), (3050, 3150, 3120), (3000, 3150, 3060)):
+        places.clear()
+        places[start] = stop, len(driver.opened) + 1
+        assert first.find(address, PATIENT_S).is_reached
+    assert first.address(3060, 1) - 60 in {opened.tensor.data_ptr() for opened in driver.opened[4:]}
+
+
+def test_what_the_driver_does_not_know_is_not_kept(three: list[reaching.Reach]) -> None:  # type: ignore[name-defined]
+    """As nothing would tell when it is given back."""
+    assert not any(three[0].find(address, PATIENT_S).is_reached for address in (20000, 21000))
+    assert not three[0]._own
 
 
 def test_what_cannot_be_opened_is_refused_at_once(three: list[reaching.Reach], driver: Driver) -> None:  # type: ignore[name-defined]
@@ -143,6 +211,21 @@ def test_a_process_that_comes_late_is_asked_again(driver: Driver) -> None:
             second.close()
     finally:
         first.close()
+    assert [opened.is_open for opened in driver.opened] == [False]
+
+
+def test_a_process_is_asked_again_while_it_is_waited_for(driver: Driver) -> None:
+    """So that it may come, or have room for messages, later than the question."""
+    name, made = token_hex(8), list[Any]()
+    first = reaching.Reach(name, GPU, 0, {1: 1})
+    coming = Timer(0.1, lambda: made.append(reaching.Reach(name, GPU, 1, {0: 0})))
+    try:
+        coming.start()
+        assert first.find(1000, PATIENT_S).is_reached
+    finally:
+        coming.join()
+        first.close()
+        made[0].close()
     assert [opened.is_open for opened in driver.opened] == [False]
 
 

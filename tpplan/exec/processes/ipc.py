@@ -148,6 +148,15 @@ def identity_of(address: int) -> int:
     return 0 if error else found.value
 
 
+def enter(gpu: torch.device) -> None:
+    """Let this thread ask for a GPU's allocations, and share, open and close memory, also while a graph is captured.
+
+    Without a GPU's context, the driver might know none of them.
+    """
+    torch.cuda.set_device(gpu)
+    allow_while_capturing()
+
+
 def allow_while_capturing() -> Any:
     """Let this thread share, open and close memory while a graph is captured; return what was so before."""
     _, before = runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)

@@ -15,6 +15,7 @@ number. That is asked at each call, and twice a second, so that nobody keeps the
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 from contextlib import suppress
@@ -98,15 +99,17 @@ class Reach:
         self._others = tuple(sorted(set(owners.values())))
         self._own: dict[int, Allocation] = {}
         self._opened: dict[tuple[int, int], ipc.Opened] = {}
+        self._unsent: list[tuple[int, int]] = []
         self._lock, self._number, self._is_over = Lock(), 0, False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.bind(self._path(process))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._socket.bind(self._path(process))
         except OSError as error:
+            self._socket.close()
             message = f"processes of this host cannot send each other messages: {error.strerror}"
             raise ExecutionError(message, 'compile with transport="events"') from error
-        self._socket.settimeout(_LOOK_S)
+        self._socket.settimeout(0)
         self._thread = Thread(target=self._answer, name="tpplan reach", daemon=True)
         self._thread.start()
 
@@ -119,9 +122,10 @@ class Reach:
         """
         with self._lock:
             found = self._known(address) or self._new(address)
-        if found.is_late:
+        end = time.monotonic() + seconds
+        while found.is_late and (left := end - time.monotonic()) > 0:
             self._ask(found)
-            found.is_open.wait(seconds)
+            found.is_open.wait(min(left, _LOOK_S))
         return found
 
     def address(self, address: int, device: int) -> int:
@@ -138,8 +142,7 @@ class Reach:
     def close(self) -> None:
         """Close what is of others; closing again does nothing. No kernel may use it any more."""
         self._is_over = True
-        with suppress(OSError):
-            self._send(self._process, _CLOSE, 0)  # wakes the thread
+        self._send(self._process, _CLOSE, 0)  # wakes the thread
         self._thread.join()
         self._socket.close()
         for each in self._opened.values():
@@ -153,12 +156,10 @@ class Reach:
 
     def _known(self, address: int) -> Allocation | None:
         """Return the allocation that an address is in, if it is known, and still there."""
-        for each in self._own.values():
-            if each.start <= address < each.stop:
-                if self.is_current(each):
-                    return each
-                self._forget(each)
-                return None
+        for each in [each for each in self._own.values() if each.start <= address < each.stop]:
+            if self.is_current(each):
+                return each
+            self._forget(each)
         return None
 
     def _new(self, address: int) -> Allocation:
@@ -166,7 +167,8 @@ class Reach:
         self._number += 1
         start, stop, handle = ipc.allocation_of(address, self._gpu)
         found = Allocation(self._number, ipc.identity_of(start), start, stop, handle)
-        self._own[found.number] = found
+        if found.identity:  # else nothing would tell that it was given back
+            self._own[found.number] = found
         return found
 
     def _ask(self, allocation: Allocation) -> None:
@@ -182,19 +184,31 @@ class Reach:
     def _forget(self, allocation: Allocation) -> None:
         """Have the others close an allocation that torch has given back."""
         self._own.pop(allocation.number, None)
-        for other in self._others if allocation.asked else ():
-            self._send(other, _CLOSE, allocation.number)
+        self._unsent += [(other, allocation.number) for other in self._others if allocation.asked]
+        self._have_closed()
 
-    def _send(self, process: int, kind: int, number: int, value: int = 0, handle: bytes = b"") -> None:
-        with suppress(ConnectionRefusedError, FileNotFoundError):  # it is lost, or not there yet
-            self._socket.sendto(_MESSAGE.pack(kind, self._process, number, value, handle), self._path(process))
+    def _have_closed(self) -> None:
+        """Have the others close what they have not been told of yet."""
+        self._unsent = [each for each in self._unsent if not self._send(each[0], _CLOSE, each[1])]
+
+    def _send(self, process: int, kind: int, number: int, value: int = 0, handle: bytes = b"") -> bool:
+        """Send a message unless that would have to wait, for a thread that closes memory; return whether it did not."""
+        message = _MESSAGE.pack(kind, self._process, number, value, handle)
+        try:
+            with suppress(ConnectionRefusedError, FileNotFoundError):  # it is lost, or not there yet
+                self._socket.sendto(message, self._path(process))
+        except OSError:
+            return False
+        return True
 
     def _answer(self) -> None:
         """Answer the others until this is closed, and look at own allocations now and then."""
-        ipc.allow_while_capturing()
-        looked = time.monotonic()
+        ipc.enter(self._gpu)
+        looked, messages = time.monotonic(), select.poll()
+        messages.register(self._socket, select.POLLIN)
         while not self._is_over:
-            with suppress(TimeoutError, OSError):
+            messages.poll(1000 * _LOOK_S)
+            with suppress(OSError):  # there may be none
                 data, about, _, _ = self._socket.recvmsg(_MESSAGE.size + 1, socket.CMSG_SPACE(_SENDER.size))
                 if len(data) == _MESSAGE.size and any(_is_ours(level, kind, sent) for level, kind, sent in about):
                     self._take(*_MESSAGE.unpack(data))
@@ -203,6 +217,7 @@ class Reach:
                 with self._lock:
                     for each in [each for each in self._own.values() if not self.is_current(each)]:
                         self._forget(each)
+                    self._have_closed()
 
     def _take(self, kind: int, process: int, number: int, value: int, handle: bytes) -> None:
         """Do what a message asks for."""
