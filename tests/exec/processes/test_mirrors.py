@@ -19,7 +19,8 @@ from tpplan.exec.backends.cpu import add, sequence
 from tpplan.exec.memory.binding import resolve
 from tpplan.exec.processes.peers import Mirrors
 from tpplan.exec.programs.lower import Route, lower, route
-from tpplan.exec.programs.operation import Reduction, allgather
+from tpplan.exec.programs.lower_flags import one_shot_reduction
+from tpplan.exec.programs.operation import Reduction, all_reduce, allgather
 from tpplan.exec.programs.program import EXCHANGE, INPUT, OUTPUT, RESIDUAL, Buffer, flat, reads, writes
 
 if TYPE_CHECKING:
@@ -64,8 +65,25 @@ def _run(program: Program, operands: dict[Buffer, Tensor]) -> None:
 def test_tensors_hold_what_they_would_without(operation: Operation, rows: int) -> None:
     """Whatever is moved or added, directly or passed on, in as many turns as there is room for."""
     program = _straight(operation, rows)
-    if program is None or max(d for d in operation.devices) > 5:
-        return
+    if program is not None and max(d for d in operation.devices) <= 5:
+        _check(program, operation, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
+def test_sums_in_one_shot(count: int, residual: bool, rows: int) -> None:
+    """A residual has a mirror beside that of the input and the output; all operands have one, to be aligned alike."""
+    operation = all_reduce(40, tuple(range(count)), tuple(range(count)), residual=residual)
+    program = one_shot_reduction(operation)
+    _check(program, operation, rows)
+    mirrors = Mirrors.of(program)
+    assert {*mirrors.pieces} == {*widths(operation)}
+    assert all(piece.piece == (buffer.role == RESIDUAL) for buffer, piece in mirrors.pieces.items())
+
+
+def _check(program: Program, operation: Operation, rows: int) -> None:
+    """Hold what a program does on mirrors against what its operation says."""
     random = Random(rows)
     operands = {  # residuals are the same on all devices
         b: noise(rows, columns, DTYPE, Random(rows) if b.role == RESIDUAL else random)
