@@ -208,8 +208,10 @@ def test_a_kernel_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert driver.cuLibraryLoadData.call_count == driver.cuLibraryGetKernel.call_count == 2
         result = bindings.driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU
         for _ in range(2):
-            with pytest.raises(ExecutionError, match=r"sum_f16 for sm_90 was not loaded: CUDA_ERROR_NO_BINARY_FOR_GPU"):
+            message = r"sum_f16 for sm_90 was not loaded: CUDA_ERROR_NO_BINARY_FOR_GPU"
+            with pytest.raises(ExecutionError, match=message) as raised:
                 kernel_cache.load("sum_f16", (9, 0))
+            assert "$XDG_CACHE_HOME" in str(raised.value.hint)  # where kernels are if it is set
     finally:
         kernel_cache.load.cache_clear()
 

@@ -222,7 +222,8 @@ def load(name: str, capability: tuple[int, int]) -> driver.CUkernel:
         result, kernel = driver.cuLibraryGetKernel(library, name.encode())
     if result != driver.CUresult.CUDA_SUCCESS:
         message = f"the kernel {name} for {_arch(capability)} was not loaded: {result.name}"
-        raise ExecutionError(message, "delete ~/.cache/tpplan/kernels, or update the driver")
+        hint = "delete tpplan/kernels in $XDG_CACHE_HOME, by default ~/.cache, or update the driver"
+        raise ExecutionError(message, hint)
     return kernel
 
 
