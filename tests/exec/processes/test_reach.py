@@ -214,6 +214,20 @@ def test_a_process_that_comes_late_is_asked_again(driver: Driver) -> None:
     assert [opened.is_open for opened in driver.opened] == [False]
 
 
+def test_calls_wait_once_for_each_question(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has not answered one call costs the next ones no time."""
+    assert not driver.opened
+    first = reaching.Reach(token_hex(8), GPU, 0, {1: 1})
+    monkeypatch.setattr(reaching, "_LOOK_S", 60)
+    try:
+        began = time.monotonic()
+        for seconds in (0.2, PATIENT_S, PATIENT_S):
+            assert first.find(1000, seconds).is_late
+        assert 0.2 <= time.monotonic() - began < PATIENT_S
+    finally:
+        first.close()
+
+
 def test_a_process_is_asked_again_while_it_is_waited_for(driver: Driver) -> None:
     """So that it may come, or have room for messages, later than the question."""
     name, made = token_hex(8), list[Any]()

@@ -1,4 +1,4 @@
-"""Memory of GPUs that other processes on the same host write to, by CUDA's inter-process communication."""
+"""Memory of GPUs that other processes on the same host read and write, by CUDA's inter-process communication."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ import select
 import socket
 import time
 from contextlib import suppress
+from math import inf
 from struct import Struct
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Final
@@ -67,7 +68,7 @@ class Allocation:
     handle: bytes
     addresses: dict[int, int] = Factory(dict)
     is_open: Event = Factory(Event)
-    asked: float = 0.0
+    asked: float = -inf
 
     @property
     def is_reached(self) -> bool:
@@ -118,13 +119,14 @@ class Reach:
 
         Args:
             address: the address.
-            seconds: how long to wait for them.
+            seconds: how long to wait for them; if less than for the next question, once for each question.
         """
         with self._lock:
             found = self._known(address) or self._new(address)
         end = time.monotonic() + seconds
         while found.is_late and (left := end - time.monotonic()) > 0:
-            self._ask(found)
+            if not self._ask(found) and left < _LOOK_S:
+                break  # somebody has waited for this answer already
             found.is_open.wait(min(left, _LOOK_S))
         return found
 
@@ -171,20 +173,21 @@ class Reach:
             self._own[found.number] = found
         return found
 
-    def _ask(self, allocation: Allocation) -> None:
-        """Ask those that have not answered to open an allocation, unless they were asked just now."""
+    def _ask(self, allocation: Allocation) -> bool:
+        """Ask those that have not answered to open an allocation, unless they were asked just now; return whether."""
         if (now := time.monotonic()) - allocation.asked < _LOOK_S:
-            return
+            return False
         allocation.asked = now
         for other in self._others:
             if other not in allocation.addresses:
                 size = allocation.stop - allocation.start
                 self._send(other, _OPEN, allocation.number, size, allocation.handle)
+        return True
 
     def _forget(self, allocation: Allocation) -> None:
         """Have the others close an allocation that torch has given back."""
         self._own.pop(allocation.number, None)
-        self._unsent += [(other, allocation.number) for other in self._others if allocation.asked]
+        self._unsent += [(other, allocation.number) for other in self._others if allocation.asked > -inf]
         self._have_closed()
 
     def _have_closed(self) -> None:
