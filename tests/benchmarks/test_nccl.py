@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from benchmarks.decode.rows import Row
     from tpplan.decoder import Decoder
-    from tpplan.decoder.prompts import PromptSlice
 
 __all__ = ["fine_units", "flash_calls", "order"]  # fixtures
 
@@ -78,9 +77,9 @@ def test_prompts_are_read_by_graphs_and_without(tmp_path: Path, monkeypatch: pyt
         issue()
         return FakeGraph(issue, lambda: capture(self, issue, what))
 
-    def noted(self: PrefillGraphs, numbers: Tensor, prompt_slices: Sequence[PromptSlice]) -> tuple[Tensor, ...]:
+    def noted(self: PrefillGraphs, numbers: Tensor) -> tuple[Tensor, ...]:
         read.append(type(self._forward.context).__name__)
-        return replay(self, numbers, prompt_slices)
+        return replay(self, numbers)
 
     monkeypatch.setattr(model, "graphs_of", lambda forward, capture, **_: graphs_of(forward, capture, graphs=True))
     monkeypatch.setattr(model.Decoder, "captured", capture)

@@ -228,7 +228,7 @@ def test_long_texts_say_what_torch_says(model_type: str, graphs: bool | None, de
     plan = plan_of(directory, devices, request, {}, seed=4)
     with (
         compile_plan(plan, backend="cuda", scratch=False) as context,
-        patch.multiple(prompt_graphs, _SMALLEST=rows // 4, _OUTLASTING=1),
+        patch.object(prompt_graphs, "_SMALLEST", rows // 4),
         torch.inference_mode(),
     ):
         weights = load_weights(plan, directory, context)

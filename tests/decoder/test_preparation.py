@@ -74,31 +74,26 @@ def test_sequences_that_a_plan_has_no_room_for(sequences: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_gpus", "sizes", "leaves_full", "expected"),
+    ("on_gpus", "sizes", "expected"),
     [
-        (True, [], False, [MAX_ROWS, MAX_ROWS, 1]),
+        (True, [], [MAX_ROWS, MAX_ROWS, 1]),
         # a pass as it is written and as it is captured, and what a text begins with
-        (True, [3], False, [MAX_ROWS, MAX_ROWS, 3, 3, 3]),
-        (True, [3, MAX_ROWS], False, [MAX_ROWS, MAX_ROWS, 3, 3, 3]),
-        (True, [3, MAX_ROWS], True, [MAX_ROWS, MAX_ROWS, MAX_ROWS, MAX_ROWS, 3, 3, 3]),
-        (False, [], False, [1]),
+        (True, [3], [MAX_ROWS, MAX_ROWS, 3, 3, 3]),
+        (True, [3, MAX_ROWS], [MAX_ROWS, MAX_ROWS, 3, 3, 3]),
+        (False, [], [1]),
     ],
 )
 @pytest.mark.usefixtures("flash_calls")
-def test_full_passes_are_run(on_gpus: bool, sizes: list[int], leaves_full: bool, expected: list[int]) -> None:
-    """Two of a text, as they are written, on GPUs, where such passes are no graphs."""
+def test_full_passes_are_run(on_gpus: bool, sizes: list[int], expected: list[int]) -> None:
+    """Two of a text as they are written, on GPUs, where no graph is of as many rows."""
     with decoding(plan_of(model_of("llama").directory, 2, request_of(), {}, seed=8), "llama", "fp32") as decoder:
-        decoder.prompt_graphs = graphs = decoder.new_prompt_graphs(sizes) if sizes else None
-        if graphs:
-            graphs.leaves_full = leaves_full
+        decoder.prompt_graphs = decoder.new_prompt_graphs(sizes) if sizes else None
         with (
             patch.object(decoder, "captured", side_effect=_captured),
             patch.object(decoder.forward, "prefill", wraps=decoder.forward.prefill) as run,
             patch.object(warmup, "on_gpus", return_value=on_gpus),
         ):
             prepare(decoder)
-        if graphs:
-            assert set(graphs._graphs) == set(sizes)
     assert [len(call.args[0][0]) for call in run.call_args_list] == expected
 
 

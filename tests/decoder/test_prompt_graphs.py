@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections import Counter
 from random import Random
 from types import SimpleNamespace
@@ -335,78 +334,6 @@ def test_graphs_are_for_gpus(
         with patch.multiple(context, devices=devices, all_devices=tuple(devices)):
             found: object = prompt_graphs.graphs_of(decoder.forward, decoder.captured, graphs=graphs)
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("model_type", "quantised", "turns", "devices", "work", "expected"),
-    [
-        ("llama", False, False, 2, 1, True),
-        ("llama", False, False, 2, 0.9, False),
-        ("llama", False, False, 1, 1, True),
-        ("llama", False, False, 1, 0.9, False),
-        ("llama", False, True, 2, 9, False),
-        ("llama", True, False, 2, 9, False),
-        ("mixtral", False, False, 2, 9, False),
-    ],
-)
-def test_full_passes_outlast_the_host(  # noqa: PLR0917
-    model_type: str,
-    quantised: bool,
-    turns: bool,
-    devices: int,
-    work: float,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By rows, and the elements that the device with most has of a layer; for each device that the host serves."""
-    model = checkpoints.quantised(model_type, "awq g32")[0] if quantised else model_of(model_type)
-    config = json.loads((model.directory / "config.json").read_text(encoding="utf-8"))
-    hidden, heads, keys, width = (
-        config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    intermediate = config["intermediate_size"]
-    layer = 2 * hidden + hidden * width * 2 * (heads + keys) + 3 * hidden * intermediate
-    layer += (heads + 2 * keys) * width + hidden + 2 * intermediate + hidden  # biases
-    plan = plan_of(model.directory, devices, evolve(request_of(), max_rows=20), {}, seed=3)
-    with compile_plan(plan, backend="cpu") as context:
-        weights = load_weights(plan, model.directory, context)
-        decoder = Decoder(context, model.directory, weights, cache="fp32", turns=turns)
-        own = [
-            sum(x.numel() for name, x in weights[device].items() if name.startswith("model.layers."))
-            for device in context.devices
-        ]
-        if devices == 1 and not quantised:
-            assert own == [layer * config["num_hidden_layers"]]
-        least = 20 * max(own) / (config["num_hidden_layers"] * devices)
-        monkeypatch.setattr(prompt_graphs, "_OUTLASTING", least / work)
-        assert decoder.new_prompt_graphs([20]).leaves_full == expected
-
-
-@pytest.mark.usefixtures("flash_calls")
-def test_full_passes_of_a_text_run_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where GPUs take longer for one than the host; all others are graphs, and both write the same cache."""
-    monkeypatch.setattr(prompt_graphs, "_SMALLEST", 5)
-    monkeypatch.setattr(prompt_graphs, "_OUTLASTING", 1)
-    model, events = model_of("llama"), list[tuple[str, int]]()
-    plan = plan_of(model.directory, 3, evolve(request_of(batch=3), max_rows=20), {}, seed=9)
-    with compile_plan(plan, backend="cpu") as context:
-        decoders = made(context, "llama"), made(context, "llama", graphs=False)
-        seen = check_same(decoders, Random(3))
-        assert {size for _, size in seen} == {5, 10, 20}  # of mixtures
-        decoder = made(context, "llama")
-        with capturing(decoder, events), patch.object(decoder.forward, "prefill", wraps=decoder.forward.prefill) as run:
-            for prompts, expected in (
-                ([Prompt([5] * 20)], []),
-                ([Prompt([5] * 45)], []),
-                ([Prompt([5] * 19), Prompt([6] * 5, 1)], [("capture", 5)]),
-                ([Prompt([5] * 19), Prompt([6] * 5, 1)], [("capture", 20), ("replay", 5)]),
-                ([Prompt([5] * 30, 0, 3), Prompt([6] * 15, 1)], [("replay", 20), ("replay", 5)]),
-            ):
-                events.clear()
-                decoder.read(prompts)
-                assert events == expected
-        written = [len(call.args[1]) for call in run.call_args_list if len(call.args) > 1]
-        assert written == [1, 1, 1, 1]  # the full ones
 
 
 @pytest.mark.usefixtures("flash_calls")

@@ -152,8 +152,8 @@ def test_turns_are_for_links_that_are_slow() -> None:
     for transport in ("peer", "host"):
         with compile_plan(plan, backend="cpu", transport=transport) as context:
             weights = load_weights(plan, directory, context)
-            assert not Decoder(context, directory, weights).forward.in_turns
-            assert Decoder(context, directory, weights, turns=True).forward.in_turns
+            assert not Decoder(context, directory, weights).forward._in_turns
+            assert Decoder(context, directory, weights, turns=True).forward._in_turns
 
 
 @pytest.mark.usefixtures("flash_calls")

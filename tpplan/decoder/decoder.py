@@ -361,7 +361,7 @@ class Decoder:
             numbers = torch.tensor([tokens, *numbers_of(prompt_slices)]).T.contiguous()
             xs = ()  # frees memory for the next pass
             if self.prompt_graphs:
-                xs = self.prompt_graphs.run(numbers, prompt_slices)
+                xs = self.prompt_graphs.run(numbers)
                 if self.prompt_graphs.has_failed:
                     self.prompt_graphs = None
             xs = xs or self.run(self.context.broadcast(numbers, source=HOST), prompt_slices)

@@ -43,7 +43,6 @@ class Forward:
         weights: tensors by device and name; adjacent matrices with the same input are joined into one.
         batch: maximum number of sequences in the cache.
         length: maximum tokens of a sequence.
-        in_turns: whether the two halves of large prefill passes of a fixed shape are interleaved.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Forward:
         self.length = length
         self._tables = tables
         self._head = head
-        self.in_turns = in_turns
+        self._in_turns = in_turns
         scale = settings.embedding_scale
         if settings.family.scaled_embedding:
             scale = torch.tensor(scale, dtype=stack.context.dtype).item()  # rounded as in transformers
@@ -101,7 +100,7 @@ class Forward:
         xs = self._embed([one[:, 0] for one in numbers])
         count = len(numbers[0])
         half = count // 2 // _EVEN * _EVEN
-        if not self.in_turns or prompt_slices or half < _HALF:
+        if not self._in_turns or prompt_slices or half < _HALF:
             return self.stack.run(xs, self._pass_of(numbers, prompt_slices))
         halves = [
             (tuple(x_RD[some] for x_RD in xs), self._pass_of([one[some] for one in numbers]))

@@ -1,7 +1,4 @@
-"""CUDA graphs of prefill passes: each pass is padded to one of a few sizes, with one graph for each size.
-
-A pass that one text fills runs without where that costs no time: its kernels may then be made for its shape.
-"""
+"""CUDA graphs of prefill passes: each pass is padded to one of a few sizes, with one graph for each size."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ if TYPE_CHECKING:
 
     from tpplan.decoder.forward import Forward
     from tpplan.decoder.layer.stack import Stack
-    from tpplan.decoder.prompts import PromptSlice
-    from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.exec.cuda.graph import Graph
 
     #: Captures the work that a function issues as a graph, or returns None if it fails. The text names the work.
@@ -33,9 +28,6 @@ _SMALLEST: Final = 128
 #: Maximum rows of a graph on a single GPU: larger passes take longer than the host needs to launch them. This does not
 #: hold for quantised matrices, whose products are launched in many pieces.
 _MOST_ALONE: Final = 512
-#: Multiply-adds of a layer, for each device that a process launches work on, from which GPUs take longer than the host
-#: needs to launch it: an H100 takes 0.3 ms for as many in 16 bits, and the host half of that for a layer of a device.
-_OUTLASTING: Final = 10**11
 
 
 def graphs_of(forward: Forward, capture: Capture, *, graphs: bool | None = None) -> PrefillGraphs | None:
@@ -96,30 +88,6 @@ def sizes_of(max_rows: int, room: int, most: int | None = None) -> list[int]:
             return sizes[::-1]
 
 
-def outlasts_host(forward: Forward) -> bool:
-    """Tell whether GPUs surely take longer for a pass of the maximum rows than the host needs to launch it.
-
-    This does not hold for experts, nor for quantised matrices: their products are launched in many pieces. Halves that
-    take turns are faster than a whole pass, and only in graphs.
-    """
-    weights = forward.weights.values()
-    if forward.in_turns or any(each.quantised or each.stacked for each in weights) or forward.stack.has_experts:
-        return False
-    most, layers = max(map(_elements_in_layers, weights)), len(forward.stack.heads)
-    return forward.context.max_rows * most >= _OUTLASTING * layers * len(weights)
-
-
-def _elements_in_layers(weights: DeviceWeights) -> int:
-    """Return the elements of a device's weights in all layers; parts of fused matrices count once."""
-    total = end = 0
-    tensors = [x for name, x in weights.tensors.items() if ".layers." in name]
-    for x in sorted(tensors, key=lambda x: (x.data_ptr(), -x.nbytes)):
-        start, last = max(end, x.data_ptr()), x.data_ptr() + x.nbytes
-        total += max(0, last - start) // x.itemsize
-        end = max(end, last)
-    return total
-
-
 class PrefillGraphs:
     """Runs prefill passes, each padded to the smallest graph that has room for its rows.
 
@@ -128,7 +96,6 @@ class PrefillGraphs:
 
     Attributes:
         sizes: rows of each graph, in ascending order.
-        leaves_full: whether passes that the rows of one text fill run without a graph, see :func:`outlasts_host`.
         has_failed: whether a pass could not be captured.
     """
 
@@ -141,7 +108,6 @@ class PrefillGraphs:
             sizes: rows of each graph, in ascending order.
         """
         self.sizes = tuple(sizes)
-        self.leaves_full = agreed(forward.context, [outlasts_host(forward)])[0]
         self.has_failed = False
         self._forward = forward
         self._capture = capture
@@ -152,19 +118,15 @@ class PrefillGraphs:
         self._graphs: dict[int, Graph] = {}
         self._xs: dict[int, tuple[Tensor, ...]] = {}
 
-    def run(self, numbers: Tensor, prompt_slices: Sequence[PromptSlice]) -> tuple[Tensor, ...]:
+    def run(self, numbers: Tensor) -> tuple[Tensor, ...]:
         """Run a pass, and return the residual stream after the last layer, valid until the next pass or step.
 
         Args:
             numbers: numbers of the rows in host memory, see :meth:`tpplan.decoder.forward.Forward.prefill`.
-            prompt_slices: slices of prompts that make up all rows.
 
         Returns:
-            The residual stream of the rows, followed by meaningless rows of padding; empty if no graph has room, or the
-            pass is to run without.
+            The residual stream of the rows, followed by meaningless rows of padding; empty if no graph has room.
         """
-        if self.leaves_full and prompt_slices[0].is_full:
-            return ()
         rows = len(numbers)
         size = next((each for each in self.sizes if each >= rows), 0)
         if not size:

@@ -18,8 +18,8 @@ _GREEDY = Sampling()
 def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREEDY) -> None:
     """Warm up a decoder: load all kernels and capture the graphs that it replays.
 
-    This runs passes of prompts of every size that has a graph, on GPUs also two full passes of a text where these run
-    without, and decoding steps of all lengths.
+    This runs passes of prompts of every size that has a graph, on GPUs also two full passes, and decoding steps of all
+    lengths.
 
     Args:
         decoder: the decoder; its cache is overwritten.
@@ -34,11 +34,11 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREED
     decoder.generations += 1  # a running generation has lost its cache
     graphs, most = decoder.prompt_graphs, decoder.context.max_rows
     sizes = graphs.sizes if graphs else ()
-    if on_gpus(decoder) and (not graphs or most not in sizes or graphs.leaves_full):
+    if most not in sizes and on_gpus(decoder):
         decoder.read(_prompts(decoder, 2 * most))  # the second pass attends to tokens of the first
     for size in reversed(sizes):  # the largest first: others fit in its memory
         for _ in range(2):  # once without a graph, once captured
-            decoder.read(_prompts(decoder, size - 1 or size))  # one row fewer: a text that fills a pass may have none
+            decoder.read(_prompts(decoder, size))
     decoder.steps(sequences).prepare(sampling)
 
 

@@ -57,7 +57,6 @@ class Stack:
         heads: attention heads of each layer, by device.
         linear: linear attention of each layer, by device.
         progress: how far the states of linear attention have read; None if no layer has any.
-        has_experts: whether any layer has experts.
         steps: the computation steps of each device.
         looks_at_spans: whether the work of a step depends on how many places of the cache it may read.
         processors_left: multiprocessors that matrix products leave free while passes are interleaved, so that the
@@ -95,7 +94,6 @@ class Stack:
         self.heads = heads
         self.linear = linear
         self.progress = progress
-        self.has_experts = any(block.experts for block in blocks)
         attend = all(steps[device].attends(each) for layer in heads for device, each in layer.items())
         self.looks_at_spans = not agreed(context, [attend])[0]
         self._is_alone = len(context.all_devices) == 1
