@@ -6,7 +6,7 @@ import json
 from functools import partial
 from hashlib import sha256
 from secrets import token_hex
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from attrs import field, frozen
@@ -140,16 +140,23 @@ def compile_together(
         except Exception as error:  # noqa: BLE001 (whatever it is)
             failure, hint = said_of(error)
             sharing.fail(failure)
-        told = meeting.tell_and_read((failure, hint), lambda each: (str(each[0]), str(each[1])))
+        told = meeting.tell_and_read((failure, hint, sharing.addresses), _told)
     finally:  # of an interrupt too; the others learn of it when they have waited in vain
         sharing.forget_name()
-    failures = [f"process {i}: {each}" for i, (each, _) in enumerate(told) if each]
+    failures = [f"process {i}: {each}" for i, (each, *_) in enumerate(told) if each]
     if context is None or failures:
         sharing.end()
         if context:
             context.close()
-        raise ExecutionError(f"{refused}:{listed(failures)}", next((hint for _, hint in told if hint), _HINT))
+        raise ExecutionError(f"{refused}:{listed(failures)}", next((hint for _, hint, _ in told if hint), _HINT))
+    sharing.learn([addresses for *_, addresses in told])
     return context
+
+
+def _told(each: Any) -> tuple[str, str, dict[int, int]]:
+    """Return what a process has told: why it has failed, a hint, and where it sees the others' exchange buffers."""
+    failure, hint, addresses = each
+    return str(failure), str(hint), {int(device): int(address) for device, address in addresses.items()}
 
 
 def _unfit(transport: str, backend: str) -> list[str]:
@@ -234,7 +241,9 @@ class _Here:
             timeout = min(_MOST_SECONDS, timeout_of(meeting.group, self.carrier.place) or _MOST_SECONDS)
         patience = seconds("timeout", timeout)
         (gpu,) = self.gpus.values()
-        reach = Reach(self.carrier.name, gpu, meeting.process, {each: owners[each] for each in way.others})
+        reach = sharing.reach = Reach(
+            self.carrier.name, gpu, meeting.process, {each: owners[each] for each in way.others}
+        )
         try:
             return PeerProcesses(memory, self.gpus, way.others, timeout=patience, sharing=sharing, reach=reach, far=far)
         except BaseException:

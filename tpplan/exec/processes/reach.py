@@ -85,7 +85,7 @@ class Reach:
     """What other processes reach of this one's memory, and what this one has opened of theirs."""
 
     def __init__(self, name: str, gpu: torch.device, process: int, owners: Mapping[int, int]) -> None:
-        """Begin to answer the others.
+        """Begin to answer the others, all of whom have to be there before anything is asked.
 
         Args:
             name: a name of the processes that nobody else has.
@@ -101,6 +101,7 @@ class Reach:
         self._own: dict[int, Allocation] = {}
         self._opened: dict[tuple[int, int], ipc.Opened] = {}
         self._unsent: list[tuple[int, int]] = []
+        self._gone: set[int] = set()  # processes without a socket here
         self._lock, self._number, self._is_over = Lock(), 0, False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -113,6 +114,20 @@ class Reach:
         self._socket.settimeout(0)
         self._thread = Thread(target=self._answer, name="tpplan reach", daemon=True)
         self._thread.start()
+
+    def know(self, start: int, stop: int, addresses: Mapping[int, int]) -> None:
+        """Note where other processes see memory that they have opened already.
+
+        Args:
+            start: the first address.
+            stop: the address behind it.
+            addresses: the first address as each process sees it.
+        """
+        with self._lock:
+            self._number += 1
+            found = Allocation(self._number, ipc.identity_of(start), start, stop, b"", dict(addresses))
+            found.is_open.set()
+            self._own[found.number] = found
 
     def find(self, address: int, seconds: float) -> Allocation:
         """Return the allocation that an address is in, once all others have answered whether they open it.
@@ -182,7 +197,15 @@ class Reach:
             if other not in allocation.addresses:
                 size = allocation.stop - allocation.start
                 self._send(other, _OPEN, allocation.number, size, allocation.handle)
+                if other in self._gone:
+                    self._note(allocation, other, 0)
         return True
+
+    def _note(self, allocation: Allocation, process: int, address: int) -> None:
+        """Note where another process has opened an allocation."""
+        allocation.addresses[process] = address
+        if len(allocation.addresses) == len(self._others):
+            allocation.is_open.set()
 
     def _forget(self, allocation: Allocation) -> None:
         """Have the others close an allocation that torch has given back."""
@@ -198,8 +221,9 @@ class Reach:
         """Send a message unless that would have to wait, for a thread that closes memory; return whether it did not."""
         message = _MESSAGE.pack(kind, self._process, number, value, handle)
         try:
-            with suppress(ConnectionRefusedError, FileNotFoundError):  # it is lost, or not there yet
-                self._socket.sendto(message, self._path(process))
+            self._socket.sendto(message, self._path(process))
+        except (ConnectionRefusedError, FileNotFoundError):  # it is lost, or in another network namespace
+            self._gone.add(process)
         except OSError:
             return False
         return True
@@ -232,9 +256,7 @@ class Reach:
             with self._lock:
                 own = self._own.get(number)
             if own is not None:
-                own.addresses[process] = value
-                if len(own.addresses) == len(self._others):
-                    own.is_open.set()
+                self._note(own, process, value)
         elif opened := self._opened.pop((process, number), None):
             opened.close()
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tpplan.exec.group.meeting import Meeting
     from tpplan.exec.processes.ipc import Handle, Opened
     from tpplan.exec.processes.presence import Presence
+    from tpplan.exec.processes.reach import Reach
 
     #: Handles of a device's control area and exchange buffer.
     Handles = tuple[Handle, Handle]
@@ -124,6 +125,7 @@ class Sharing:
 
     Attributes:
         page: host memory that all of them see; None if nothing is shared.
+        reach: what the others reach beside that; None as long as there is no backend.
     """
 
     def __init__(self, meeting: Meeting, gpu: torch.device | None) -> None:
@@ -134,6 +136,7 @@ class Sharing:
             gpu: the GPU whose kernels write to other processes' memory; None if nothing is shared.
         """
         self.page: SharedHostPage | None = None
+        self.reach: Reach | None = None
         self._opened: dict[int, tuple[Opened, Opened]] = {}
         self._own: Areas = {}
         self._meeting = meeting
@@ -160,6 +163,18 @@ class Sharing:
         theirs = {d: pair for _, some, _ in told for d, pair in some.items() if d not in areas}
         self._open(self._gpu, told[0][2], theirs)
         return {device: (control.tensor, exchange.tensor) for device, (control, exchange) in self._opened.items()}
+
+    @property
+    def addresses(self) -> dict[int, int]:
+        """Where this process sees the exchange buffers of the others, by device."""
+        return {device: exchange.tensor.data_ptr() for device, (_, exchange) in self._opened.items()}
+
+    def learn(self, every: Sequence[Mapping[int, int]]) -> None:
+        """Note where the others see the exchange buffers of this process, given the :attr:`addresses` of all."""
+        for device, (_, exchange) in self._own.items():
+            if self.reach:
+                start, seen = exchange.data_ptr(), {i: each[device] for i, each in enumerate(every) if device in each}
+                self.reach.know(start, start + len(exchange), seen)
 
     def fail(self, failure: str) -> None:
         """Tell the others why nothing is shared, unless they know already that this process had come so far."""
