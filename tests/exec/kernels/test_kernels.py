@@ -117,11 +117,30 @@ def test_direct_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
         assert f"bra \t{text[label + 1 : text.index(':', label)]};" in text  # the poll is in a loop
         fence = text.index("fence.acq_rel.sys;")
         assert "st.volatile.global.u32" in text[fence:]  # the flag
-        assert "ld.global.v4.u32" in text
+        assert "ld.volatile.global.v4.u32" in text  # what others may have written, past all caches
         assert "st.global.v4.u32" in text
         assert ".f64" not in text
         assert "ld.global.nc" not in text
         assert ".local" not in text
+        assert registers(check_code(text, capability)) * direct.THREADS * DIRECT_BLOCKS <= REGISTERS
+
+
+@pytest.mark.parametrize("what", ["sum_bf16", "sum_f16", "sum_f32"])
+def test_sums_in_one_shot_stay_in_registers(what: str) -> None:
+    """All that is read is asked of memory; that it was read is stored, and waited for, before any flag says so."""
+    for capability, text in _compiled(f"one_shot_{what}").items():
+        seen = text.index("st.volatile.shared.u32")
+        assert text.rindex("ld.volatile.global.v4.u32") < seen < text.index("bar.sync", seen)
+        assert text.index("bar.sync", seen) < text.index("st.volatile.global.u32", seen)
+        assert text.count("st.global.v4.u32") == direct.HELD
+        assert "ld.global.v4.u32" not in text
+        assert ".f64" not in text
+        assert ".local" not in text
+        touched = re.search(r"\b(ld|st)\.[\w.]*global", text)
+        assert touched
+        if capability >= kernel_cache.OVERLAPS:
+            assert text.index("griddepcontrol.wait;") < touched.start()
+            assert text.count("griddepcontrol.launch_dependents;") == 1
         assert registers(check_code(text, capability)) * direct.THREADS * DIRECT_BLOCKS <= REGISTERS
 
 

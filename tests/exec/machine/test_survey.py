@@ -24,7 +24,7 @@ from tpplan.exec.machine.link_report import Link, LinkReport, Verdict, routes
 from tpplan.exec.programs.lower import Limits
 from tpplan.exec.toolchain import kernel_cache
 from tpplan.exec.tools.survey import survey
-from tpplan.exec.tuning import COPIES, DIRECT, EXCHANGES, FANS, KIB, MIB, RELAYED, SLOTS, SUMS, default, tune
+from tpplan.exec.tuning import COPIES, DIRECT, EXCHANGES, FANS, KIB, MIB, ONE_SHOT, RELAYED, SLOTS, SUMS, default, tune
 from tpplan.files.codec import unstructure
 
 if TYPE_CHECKING:
@@ -173,9 +173,10 @@ def test_the_command_measures_and_keeps(links: Callable[..., None]) -> None:
         },
         (FANS, RELAYED): 71024,
         (SUMS, SLOTS): 7120,
+        (SUMS, ONE_SHOT): 8560,
         (SUMS, DIRECT): 8560,
     }
-    assert len(found["timings"]) == 3 * (2 * (15 * 2 + 10) + 10 * 2 + 3 * 5 * 2) + 2 * 15 - 2 * (1 + 2 + 3)
+    assert len(found["timings"]) == 3 * (3 * (15 * 2 + 10) + 3 * 5 * 2) + 2 * 15 - 2 * (1 + 2 + 3)
     assert tuning_cache.stored(5, "peer") == (
         tune(Machine().time, ROOM, 5, direct=True),
         "measured on 5 GPUs of this machine",
