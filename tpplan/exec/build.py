@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -109,17 +110,16 @@ def build(
         if transport != "host" or not waits:  # no kernel exchanges anything through the host's memory
             pinned = evolve(pinned, queues=0)
         on_gpus = any(place.type == "cuda" for place in places)
+        blocks_of = partial(most_blocks, [places[i] for i in used if i not in others], others=others.values())
         with near([device.device for device in devices]):
             host = _noted(made, HostMemory(pinned, used, lock_pages=on_gpus))
         peer_slot = slot_bytes(len(used))
         largest_message = (HOST_SLOT_BYTES if transport == "host" else peer_slot) if waits else 0
         if on_gpus and largest_message:
-            blocks = most_blocks([places[i] for i in used if i not in others], SLOT_BLOCKS, others.values())
-            largest_message = capacity(2 * largest_message, blocks)
+            largest_message = capacity(2 * largest_message, blocks_of(SLOT_BLOCKS))
         held = len(devices[0].exchange) // PAIR // ALIGNMENT * ALIGNMENT
         if on_gpus:
-            blocks = most_blocks([places[i] for i in used if i not in others], DIRECT_BLOCKS, others.values())
-            held = min(held, blocks * THREADS * HELD * VECTOR_BYTES)
+            held = min(held, blocks_of(DIRECT_BLOCKS) * THREADS * HELD * VECTOR_BYTES)
         shared = {device.index: (device.control, device.exchange) for device in devices}
         shared |= share(shared)
         exchanges = {index: exchange for index, (_, exchange) in shared.items()}

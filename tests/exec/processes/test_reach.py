@@ -13,6 +13,7 @@ import pytest
 import torch
 from attrs import define, field
 
+from tests.exec.processes.threads import Opened
 from tpplan.errors import InternalError
 
 if TYPE_CHECKING:
@@ -22,19 +23,6 @@ reaching = pytest.importorskip("tpplan.exec.processes.reach", reason="needs cuda
 
 GPU = torch.device("cuda:0")
 PATIENT_S = 10
-
-
-@define
-class Opened:
-    """Memory of another process."""
-
-    tensor: torch.Tensor
-    is_open: bool = True
-
-    def close(self) -> None:
-        """Close it, once."""
-        assert self.is_open
-        self.is_open = False
 
 
 @define

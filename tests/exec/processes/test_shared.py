@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import pytest
 import torch
-from attrs import define
 
-from tests.exec.processes.threads import ThreadMeeting
+from tests.exec.processes.threads import Opened, ThreadMeeting
 from tpplan.errors import ExecutionError
 from tpplan.exec.processes import shared
 from tpplan.exec.processes.shared import Sharing
@@ -22,19 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GPU = torch.device("cuda:0")
-
-
-@define
-class Opened:
-    """Memory of another process."""
-
-    tensor: torch.Tensor
-    is_open: bool = True
-
-    def close(self) -> None:
-        """Close it, once."""
-        assert self.is_open
-        self.is_open = False
 
 
 class Handle(NamedTuple):

@@ -158,6 +158,19 @@ class ThreadCarrier:
         return (*ends, self._counts[ends])
 
 
+@define
+class Opened:
+    """Memory of another process, which the driver is not asked for."""
+
+    tensor: torch.Tensor
+    is_open: bool = True
+
+    def close(self) -> None:
+        """Close it, once."""
+        assert self.is_open
+        self.is_open = False
+
+
 class ThreadMeeting(Telling):
     """A meeting of threads.
 

@@ -206,7 +206,7 @@ class Exchanges:
         kernels = self._kernel(names[0], device), self._kernel(names[1], device)
         way = {"packet": "slot", "one": "direct"}.get(start := name.partition("_")[0], start)
         may_be = is_possible(self._capability(device))
-        are_early = may_be and way != "direct", may_be and not names[1].startswith("direct")
+        are_early = (may_be and not names[0].startswith("direct"), may_be and not names[1].startswith("direct"))
         blocks, threads = min(self._most[way], work.blocks), _THREADS[way]
         header = self.header(device)
         return Launch(kernels, work, blocks, threads, header, programmatic=are_early, reach=self._reach)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from attrs import define, evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from tpplan.core.workspace import ALIGNMENT, PAIR
 from tpplan.errors import ExecutionError, InternalError
+from tpplan.exec.cuda import encode_direct
 from tpplan.exec.cuda.backend import CudaDevices
 from tpplan.exec.cuda.copies import Transfer
 from tpplan.exec.cuda.exclusive import ISSUING
@@ -35,6 +35,7 @@ from tpplan.exec.programs.program import (
     Await,
     Buffer,
     Copy,
+    Exchange,
     Sum,
     View,
     flat,
@@ -66,10 +67,12 @@ class Mirrors:
     Attributes:
         columns: columns of each operand.
         pieces: the mirror of each.
+        shared: those that a device other than their own touches.
     """
 
-    columns: Mapping[Buffer, int]
-    pieces: Mapping[Buffer, Buffer]
+    columns: Mapping[Buffer, int] = field(factory=dict)
+    pieces: Mapping[Buffer, Buffer] = field(factory=dict)
+    shared: frozenset[Buffer] = frozenset()
 
     @classmethod
     def of(cls, program: Program) -> Self:
@@ -80,11 +83,11 @@ class Mirrors:
         """
         steps = [*flat(program)]
         touched = [(view, step.stream.device) for step in steps for view in (*reads(step), *writes(step))]
-        found = {view.buffer for view, device in touched if view.buffer.device != device}
+        found = shared = frozenset(view.buffer for view, device in touched if view.buffer.device != device)
         is_sum = any(isinstance(step, Sum) for step in steps)
-        is_one_shot = any(view.buffer.role == EXCHANGE for view, _ in touched)
+        is_one_shot = encode_direct.holds(_exchanges(program))
         if is_one_shot or (not is_sum and any(buffer.role == INPUT for buffer in found)):
-            found = {view.buffer for view, _ in touched if view.buffer.role in OPERANDS}
+            found = frozenset(view.buffer for view, _ in touched if view.buffer.role in OPERANDS)
         counts, pieces = Counter(buffer.device for buffer in found), dict[Buffer, Buffer]()
         for buffer in sorted(found):
             before = sum(other.device == buffer.device for other in pieces)
@@ -92,7 +95,7 @@ class Mirrors:
             if is_one_shot:
                 piece, count = (int(buffer.role == RESIDUAL), PAIR)
             pieces[buffer] = Buffer(EXCHANGE, buffer.device, piece, count)
-        return cls({each: max(v.stop for v, _ in touched if v.buffer == each) for each in pieces}, pieces)
+        return cls({each: max(v.stop for v, _ in touched if v.buffer == each) for each in pieces}, pieces, shared)
 
     def rows(self, room: int, item_bytes: int) -> int:
         """Return how many rows there is room for at a time.
@@ -164,14 +167,12 @@ class _Route(NamedTuple):
         program: the program.
         kind: one of the kinds above.
         mirrors: the mirrors that it may need.
-        shared: the operands that a device other than their own touches.
         columns: bitwise or of all first columns and numbers of columns that kernels move.
     """
 
     program: Program
     kind: str
     mirrors: Mirrors
-    shared: frozenset[Buffer]
     columns: int
 
 
@@ -295,7 +296,7 @@ class PeerProcesses(CudaDevices):
                 continue
             piece = route.columns * x.itemsize | VECTOR_BYTES
             if not (x.data_ptr() | pitch(x)) & ((piece & -piece) - 1):
-                found[buffer] = self._reach.find(x.data_ptr(), seconds) if buffer in route.shared else None
+                found[buffer] = self._reach.find(x.data_ptr(), seconds) if buffer in route.mirrors.shared else None
         return found
 
     def _over(
@@ -343,17 +344,14 @@ class PeerProcesses(CudaDevices):
             has_slots = any(view.buffer.role == SLOT for step in steps for view in writes(step))
             waits = any(isinstance(step, Await) for step in steps)
             kind = _SLOTS if has_slots else _DIRECT if waits else _FAR if _crosses(program) else _ALONE
-            mirrors = Mirrors.of(program) if kind == _DIRECT else Mirrors({}, {})
-            views = [view for step in steps for view in (*reads(step), *writes(step))]
-            columns = reduce(or_, (view.start | (view.stop - view.start) for view in views), 0)
-            shared = frozenset(
-                view.buffer
-                for step in steps
-                for view in (*reads(step), *writes(step))
-                if view.buffer.device != step.stream.device
-            )
-            self._programs[id(program)] = _Route(program, kind, mirrors, shared, columns)
+            mirrors = Mirrors.of(program) if kind == _DIRECT else Mirrors()
+            self._programs[id(program)] = _Route(program, kind, mirrors, encode_direct.bits(_exchanges(program), 1))
         return self._programs[id(program)]
+
+
+def _exchanges(program: Program) -> list[Exchange]:
+    """Return the exchanges of a program."""
+    return [command for command in program.commands if isinstance(command, Exchange)]
 
 
 def _is_on_host(program: Program) -> bool:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 #: Thresholds by which every process takes the same route, whether or not it captures a graph.
 _SAME = {"copies_fans_bytes": 0, "copies_exchanges_bytes": 0}
-
-
 #: Between two processes, in which no copy engines take over, what fits slots takes less time there (two H100, NVLink).
 _BETWEEN_TWO = {"peer_fans_bytes": 2 * 2**20, "peer_exchanges_bytes": 2**20}
 

@@ -14,7 +14,7 @@ index of a counter of the device and its increment by the exchange. The steps ar
   targets, and the operand and the first column of each;
 - ``ADD``: the same without the source, then the number of sources, and the operand and the first column of each.
 
-The operands are matrices on all devices, each with address and pitch, in the same order on all devices. A device knows
+The operands are matrices on all devices, each with address and pitch, which every device numbers by itself. It knows
 its own, and learns those of others: in another process, nobody else knows which memory an operand has this time.
 
 What is told takes two packets of 16 bytes for each block: a half of the address or of the pitch, the number of the
