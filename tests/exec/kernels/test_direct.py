@@ -16,7 +16,7 @@ from tpplan.exec.programs.fence import own
 from tpplan.exec.programs.lower_flags import direct_moves, direct_reduction, one_shot_reduction
 from tpplan.exec.programs.operation import Reduction, all_reduce, allgather, broadcast
 from tpplan.exec.programs.program import INPUT, OUTPUT, Buffer, Exchange
-from tpplan.exec.protocol.direct import HELD, VECTOR_BYTES
+from tpplan.exec.protocol.direct import HELD, STEPS, VECTOR_BYTES
 from tpplan.exec.protocol.words import DEADLINE, PIECE
 
 if TYPE_CHECKING:
@@ -149,6 +149,23 @@ def test_without_its_partner_a_device_writes_nothing(lowered: object, monkeypatc
     words[DEADLINE] = 10**6
     kernel = one_shot_kernels.ONE_SHOT_SUM_BF16 if work.simple else direct_kernels.DIRECT_SUM_BF16
     lanes.run_together([kernel], THREADS, [[words]], [*operands.values(), *memory.tensors])
+    assert memory.status[0] == 3
+    assert all(torch.equal(operands[buffer], x) for buffer, x in before.items())
+
+
+def test_a_sum_is_not_written_while_others_may_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the partner tells where its part is, but never that it has read the other one, that stays as it is."""
+    monkeypatch.setattr(exchange, "_PATIENCE", 0xF)
+    operation = all_reduce(8, (0, 1), (0, 1), residual=False)
+    exchanges = [each for each in one_shot_reduction(operation).commands if isinstance(each, Exchange)]
+    memory = DeviceMemory((0, 1), 0, 64, 2**10)
+    operands, _ = tensors_of(operation, 2, torch.bfloat16, Random(1))
+    before = {buffer: x.clone() for buffer, x in operands.items()}
+    works = encode_direct.prepare(exchanges, 2, memory.counters, memory.memory)
+    words, of_partner = (memory.words(work, operands, 2) for work in works)
+    words[DEADLINE], of_partner[STEPS] = 10**6, 1
+    kernels = [one_shot_kernels.ONE_SHOT_SUM_BF16, direct_kernels.DIRECT_SUM_BF16]
+    lanes.run_together(kernels, THREADS, [[words], [of_partner]], [*operands.values(), *memory.tensors])
     assert memory.status[0] == 3
     assert all(torch.equal(operands[buffer], x) for buffer, x in before.items())
 
