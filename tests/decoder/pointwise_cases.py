@@ -54,10 +54,10 @@ class FakeLauncher:
     def __init__(self, name: str, place: torch.device) -> None:
         """Take any device."""
         assert isinstance(place, torch.device)
-        found = re.fullmatch(r"(?:pointwise_)?(\w+?)_(bf16|f16)_?(\w*)", name)
+        found = re.fullmatch(r"(?:pointwise_)?(\w+?)(?:_(bf16|f16)_?(\w*))?", name)
         assert found
         self._name, self._kind = found[1], found[3] or "fp16"
-        self._dtype = _DTYPES[found[2]]
+        self._dtype = _DTYPES.get(found[2], torch.float32)
         act = {kernel: key for key, kernel in GATES.items()}.get(self._name)
         self._run = self._gate if act else getattr(self, f"_{self._name}")
         self._act: Any = act
@@ -99,6 +99,18 @@ class FakeLauncher:
         values, numbers = memory(x, (rows, width // 2), (pitch, 2), self._dtype).max(-1)
         found = memory(out, (rows, columns), (out_pitch, 4), torch.float32).zero_()
         found[:, column], found[:, column + 1] = values, numbers + start
+
+    def _next(self, rows: int, threads: int, *words: int) -> None:
+        found, pitch, pairs, tokens, positions, missing = words
+        assert threads == 32
+        assert not any(word % 8 for word in (found, pitch, tokens, positions))
+        logits, numbers = memory(found, (rows, pairs, 2), (pitch, 8, 4), torch.float32).unbind(-1)
+        best_R1 = logits.max(-1, keepdim=True)[0]
+        chosen = numbers.where(logits == best_R1, torch.inf).min(-1)[0]  # the smallest of equal ones
+        chosen = chosen.where(best_R1[:, 0].isfinite(), missing - 2**64)
+        memory(tokens, (rows,), (8,), torch.int64).copy_(chosen)
+        if positions:
+            memory(positions, (rows,), (8,), torch.int64).add_(1)
 
     def _merge(self, rows: int, threads: int, *words: int) -> None:
         out, out_pitch, other, other_pitch, row_width, width, *sums, sums_pitch = words

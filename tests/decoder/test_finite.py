@@ -19,9 +19,9 @@ from tests.decoder_cases import model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.decoder import Decoder, Prompt, Sampling, generate
-from tpplan.decoder.decoding.sampling import NO_TOKEN
 from tpplan.decoder.decoding.steps import greedy
 from tpplan.decoder.layer.steps import Plain
+from tpplan.decoder.prompts import NO_TOKEN
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.options import TRANSPORTS
@@ -253,7 +253,8 @@ def test_no_token_stands_for_logits_that_are_not_finite(transport: str) -> None:
         whole[3, :20] = -math.inf
         whole[4] = -math.inf
         steps = dict.fromkeys(ctx.all_devices, Plain(1e-5, "silu"))
-        found = greedy(ctx, ctx.scatter(whole, Axis.VOCAB), steps, len(whole))
+        found = [torch.zeros(len(whole), dtype=torch.int64) for _ in ctx.all_devices]
+        greedy(ctx, ctx.scatter(whole, Axis.VOCAB), steps, found)
         assert all(tokens.tolist() == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 50, NO_TOKEN] for tokens in found)
     drawn = Sampling(1e-3).draw(whole, torch.Generator().manual_seed(1))
     assert drawn.tolist() == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 50, NO_TOKEN]

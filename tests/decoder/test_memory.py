@@ -130,7 +130,7 @@ def taken(
             for device, *tensors in zip(used, tokens, positions, strict=True):
                 for tensor in tensors:
                     counted.own(tensor, device)
-            greedy(decoder.context, decoder.decode(tokens, positions), decoder.stack.steps, _BATCH)
+            greedy(decoder.context, decoder.decode(tokens, positions), decoder.stack.steps, tokens, positions)
     return {device: counted.peak[device] / room[device] for device in used}
 
 

@@ -38,9 +38,13 @@ def test_the_likeliest_token_is_that_of_the_whole_row(transport: str) -> None:
         whole[range(6), best] = torch.tensor([9.0, 1e30, 9.5, 20.0, 9.0, 9.0])
         whole[4, :64] = -torch.inf
         steps = dict.fromkeys(ctx.all_devices, Plain(1e-5, "silu"))
-        found = greedy(ctx, ctx.scatter(whole, Axis.VOCAB), steps, len(whole))
-        assert len(found) == len(ctx.all_devices)
+        found, positions = ([torch.arange(6) for _ in ctx.all_devices] for _ in range(2))
+        greedy(ctx, ctx.scatter(whole, Axis.VOCAB), steps, found, positions)
         assert all(tokens.tolist() == best for tokens in found)
+        assert all(at.tolist() == [1, 2, 3, 4, 5, 6] for at in positions)
+        greedy(ctx, ctx.scatter(-whole.abs(), Axis.VOCAB), steps, found)
+        assert all(tokens.tolist() == whole.abs().argmin(-1).tolist() for tokens in found)
+        assert all(at.tolist() == [1, 2, 3, 4, 5, 6] for at in positions)
 
 
 def test_draws_follow_the_probabilities() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
+from tpplan.decoder.prompts import NO_TOKEN
 from tpplan.exec.toolchain.torch_shims import (
     at_vectors,
     cudnn_attention_to_part,
@@ -385,3 +386,17 @@ def argmax_columns(logits_BV: Tensor, start: int, place: int, places: int) -> Te
     found[:, 2 * place] = best_B
     torch.add(token_B, start, out=found[:, 2 * place + 1])
     return found
+
+
+def best_tokens(found_B2P: Tensor) -> Tensor:
+    """Return the token of the largest logit of each row, of equal ones the smallest, in float32.
+
+    It is ``NO_TOKEN`` where the largest logit is not finite; NaN counts as largest.
+
+    Args:
+        found_B2P: pairs of a logit and its token.
+    """
+    logits_BP, tokens_BP = found_B2P[:, ::2], found_B2P[:, 1::2]
+    best_B1 = logits_BP.amax(1, keepdim=True)  # NaN if any logit is
+    tokens_B = tokens_BP.masked_fill(logits_BP < best_B1, inf).amin(1)
+    return tokens_B.masked_fill_(~(best_B1[:, 0].abs() < inf), NO_TOKEN)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 #: Numbers of a padding row at the end of a pass: its token, then those that :func:`numbers_of` gives for a row.
 NOBODY: Final = 0, 0, -1, 2**31 - 1
 
+#: Stands for the next token where the largest logit is NaN or infinite: devices go on, and the host raises an error.
+NO_TOKEN: Final = -1
+
 #: Maximum characters of an invalid token or prompt in an error.
 _SHOWN: Final = 60
 #: Characters of a hash of tokens.

@@ -20,7 +20,8 @@ from tpplan.decoder import Decoder, Prompt, math
 from tpplan.decoder.cache.layer import LayerCache
 from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
-from tpplan.decoder.math import angles, merge_parts, rms_norm, rotate
+from tpplan.decoder.math import angles, best_tokens, merge_parts, rms_norm, rotate
+from tpplan.decoder.prompts import NO_TOKEN
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.toolchain import kernel_cache
 from tpplan.exec.toolchain.torch_shims import flash_attention_to_part
@@ -195,6 +196,30 @@ def test_merging_takes_rows_of_heads(launches: Counter[str]) -> None:
     merged(heads(3).expand(2, -1, -1, -1).clone(), heads(3).expand(2, -1, -1, -1), sums.expand(2, -1, -1), takes=False)
     merged(heads(3), torch.randn(5 * 3 * 16 + 1).bfloat16()[1:].view(1, 5, 3, 16).transpose(1, 2), sums, takes=False)
     assert launches["merge"] == 3
+
+
+def test_tokens_are_chosen_from_pairs(launches: Counter[str]) -> None:
+    """Of whole pairs in float32, into int64; others are left to torch, which finds the same."""
+    kernels = Pointwise(CPU, torch.float16, "silu", eps=1e-5)
+    found = torch.tensor([[1.0, 7, 3, 9], [4, 2, 4, 1], [torch.nan, 3, 5, 6]])
+    tokens, positions = torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    assert kernels.next_tokens(found, tokens, positions)
+    assert tokens.tolist() == best_tokens(found).tolist() == [9, 1, NO_TOKEN]
+    assert positions.tolist() == [1, 2, 3]
+    assert kernels.next_tokens(found[1:, 2:], tokens[:2])
+    assert tokens.tolist() == [1, 6, NO_TOKEN]
+    assert launches == {"next": 2}
+    for others in (
+        (found.double(), tokens),
+        (found[:, 1:3], tokens),
+        (found.mT.contiguous().mT, tokens),
+        (torch.zeros(3, 5)[:, :4], tokens),
+        (found, tokens.int()),
+        (found, torch.zeros(6, dtype=torch.int64)[::2]),
+        (found, tokens, positions.int()),
+    ):
+        assert not kernels.next_tokens(*others)
+    assert launches == {"next": 2}
 
 
 def test_gates_take_matrices_side_by_side_and_whole_ones(launches: Counter[str]) -> None:

@@ -10,6 +10,7 @@ from tpplan.decoder.cache.store import Store
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.pointwise import GATES, Places, Pointwise
 from tpplan.decoder.math import angles, merge_parts, rms_norm, rotate, stack_heads
+from tpplan.decoder.prompts import NO_TOKEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5
@@ -216,3 +217,22 @@ def test_the_largest_of_each_row(columns: int, dtype: torch.dtype) -> None:
     assert found is not None
     assert found[1].isnan().tolist() == [True, False]
     assert found[1, 1] == columns // 2
+
+
+@pytest.mark.parametrize("pairs", [1, 3, 40])
+def test_the_next_tokens(pairs: int, dtype: torch.dtype) -> None:
+    """As torch chooses on the CPU: also among equal ones, and where the largest logit is not finite."""
+    torch.manual_seed(pairs)
+    logits = torch.randn(6, pairs)
+    logits[0, 0], logits[1, -1], logits[2, 0] = torch.nan, torch.inf, -torch.inf
+    logits[3], logits[4] = 2, -torch.inf
+    tokens, positions = torch.arange(pairs) * 3000, torch.tensor([0, 7, 2**32 - 1, 1, 2, 3])
+    found = torch.stack((logits, tokens.expand(6, -1)), dim=-1).flatten(1)
+    chosen, at = torch.zeros(6, dtype=torch.int64, device="cuda"), positions.cuda()
+    assert kernels(dtype).next_tokens(found.cuda(), chosen, at)
+    best, place = logits.max(-1)
+    assert chosen.tolist() == tokens[place].where(best.isfinite(), NO_TOKEN).tolist()
+    assert at.tolist() == (positions + 1).tolist()
+    assert kernels(dtype).next_tokens(found.cuda()[5:], chosen[:1])
+    assert chosen[0] == tokens[place[5]]
+    assert at.tolist() == (positions + 1).tolist()

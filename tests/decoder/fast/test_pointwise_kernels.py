@@ -13,7 +13,8 @@ from tests.machine_code import CAPABILITIES, check_code
 from tpplan.decoder.fast.launches import pointwise
 from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
 from tpplan.decoder.fast.launches.pointwise import GATES, Pointwise
-from tpplan.decoder.math import angles, rms_norm, rotate
+from tpplan.decoder.math import angles, best_tokens, rms_norm, rotate
+from tpplan.decoder.prompts import NO_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,6 +69,59 @@ def test_lanes_merge(shape: tuple[int, int, int], dtype: torch.dtype, monkeypatc
     assert torch.equal(new, before[1])
     assert (memory[:, :, count:] == 9).all()
     torch.testing.assert_close(found.double(), sums.double().logsumexp(0), atol=1e-5, rtol=1e-6)
+
+
+#: Pairs of logits and tokens, and the token that they tell: largest, equal, and not finite ones.
+NEXT = [
+    ([-3.0, -2.0, -9.0], [7, 40, 91], 40),
+    ([5.0, 5.0, 5.0], [12, 33, 64], 12),
+    ([5.0, 1.0, 5.0], [64, 3, 12], 12),
+    ([-torch.inf, -1.0, -torch.inf], [0, 128_255, 1], 128_255),
+    ([-torch.inf] * 3, [1, 2, 3], NO_TOKEN),
+    ([1.0, torch.inf, 2.0], [1, 2, 3], NO_TOKEN),
+    ([torch.nan, 5.0, torch.inf], [1, 2, 3], NO_TOKEN),
+    ([9.0, 1.0, torch.nan], [1, 2, 3], NO_TOKEN),
+]
+
+
+@pytest.mark.parametrize("has_positions", [True, False])
+@pytest.mark.parametrize("copies", [1, 20])
+def test_lanes_choose_tokens(copies: int, has_positions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the source does lane by lane, as it is launched, is what torch does, also with more pairs than lanes."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.pointwise")
+    logits, numbers, expected = (torch.tensor(each) for each in zip(*NEXT, strict=True))
+    pairs = torch.stack((logits, numbers), dim=-1).repeat(1, copies, 1)
+    found = torch.full((len(NEXT), 6 * copies + 2), 99.0)  # rows of a wider matrix
+    found[:, : 6 * copies] = pairs.flatten(1)
+    tokens, positions = torch.full((len(NEXT) + 1,), 5), torch.tensor([2**32 - 1, *range(len(NEXT))])
+    after = positions.clone()
+    after[:-1] += has_positions
+
+    def launcher(name: str, _: torch.device) -> Callable[..., None]:
+        def run(blocks: int, threads: int, *words: int) -> None:
+            touched = [found, tokens, positions]
+            lanes.run(getattr(kernels, name.upper()), blocks, threads, words, touched, written=touched[:1])
+
+        return run
+
+    monkeypatch.setattr(pointwise, "Launcher", launcher)
+    run = Pointwise(torch.device("cpu"), torch.bfloat16, "silu", eps=1e-5).next_tokens
+    some = found[:, : 6 * copies]
+    assert run(some, tokens[:-1], positions[:-1] if has_positions else None)
+    assert tokens.tolist() == [*expected.tolist(), 5]
+    assert best_tokens(some).tolist() == expected.tolist()
+    assert torch.equal(positions, after)
+
+
+def test_next_tokens_compile() -> None:
+    """Pairs are loaded whole, and nothing is spilled."""
+    for capability in CAPABILITIES:
+        text = machine_code.ptx("pointwise_next", capability)
+        check_overlap("pointwise_next", text, capability)
+        assert "ld.global.v2.u32" in text
+        assert ".f64" not in text
+        assert ".local" not in text
+        check_code(text, capability)
 
 
 @pytest.mark.parametrize(

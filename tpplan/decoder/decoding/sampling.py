@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
+from tpplan.decoder.prompts import NO_TOKEN
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Generator, Tensor
-
-#: Stands for the next token where the largest logit is NaN or infinite: devices go on, and the host raises an error.
-NO_TOKEN: Final = -1
 
 #: Largest presence and frequency penalty, as in OpenAI's API.
 _MOST_PENALTY: Final = 2.0

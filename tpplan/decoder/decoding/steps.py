@@ -6,6 +6,7 @@ Greedy choice is an argmax on the devices: each finds its own best token, and on
 from __future__ import annotations
 
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -13,9 +14,9 @@ import torch
 from tpplan.core.axes import Axis
 from tpplan.decoder.cache.state import BROKEN
 from tpplan.decoder.decoding.finite import not_finite
-from tpplan.decoder.decoding.sampling import NO_TOKEN, Sampling
+from tpplan.decoder.decoding.sampling import Sampling
 from tpplan.decoder.layer.agree import room_for
-from tpplan.decoder.prompts import Prompt
+from tpplan.decoder.prompts import NO_TOKEN, Prompt
 from tpplan.errors import RequestError
 from tpplan.exec.programs.program import HOST
 
@@ -31,8 +32,14 @@ if TYPE_CHECKING:
     from tpplan.exec.cuda.graph import Graph
 
 
-def greedy(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Plain], rows: int) -> tuple[Tensor, ...]:
-    """Return the greedy choice of tokens, the argmax of the logits ``[B]``, in float32, on every device in use.
+def greedy(
+    context: TPContext,
+    logits: Sequence[Tensor],
+    steps: Mapping[int, Plain],
+    tokens: Sequence[Tensor],
+    positions: Sequence[Tensor] | None = None,
+) -> None:
+    """Write the greedy choice of tokens, the argmax of the logits, on every device in use.
 
     The token is ``NO_TOKEN`` where the largest logit is not finite.
 
@@ -44,7 +51,8 @@ def greedy(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Pla
         context: the compiled plan.
         logits: ``[B, V]`` on each device that holds a part of the vocabulary.
         steps: the computation steps of each device.
-        rows: B.
+        tokens: the tokens to overwrite, ``[B]`` in int64 on each device.
+        positions: likewise, positions to add 1 to.
     """
     every = context.plan.slices(Axis.VOCAB)
     here = [(i, part) for i, part in enumerate(every) if part.device in context.devices]
@@ -52,19 +60,12 @@ def greedy(context: TPContext, logits: Sequence[Tensor], steps: Mapping[int, Pla
         steps[part.device].argmax(logits_BV, part.start, i, len(every))
         for (i, part), logits_BV in zip(here, logits, strict=True)
     ]
-    out = None if bests else room_for(context, rows, 2 * len(every), torch.float32)
-    return tuple(map(_best, context.all_reduce(bests, axis=Axis.VOCAB, out=out)))
-
-
-def _best(found_B2P: Tensor) -> Tensor:
-    """Return the token of the largest logit of each row, given pairs of logits and tokens; NaN counts as largest.
-
-    They stay float32: whoever copies them converts them, which saves a launch in each step.
-    """
-    best_B1, place_B1 = found_B2P[:, ::2].max(1, keepdim=True)
-    token_B1 = found_B2P[:, 1::2].gather(1, place_B1)
-    is_odd_B1 = best_B1 - best_B1 != 0  # only finite numbers less themselves are 0
-    return token_B1.masked_fill_(is_odd_B1, NO_TOKEN).squeeze(1)
+    out = None if bests else room_for(context, len(tokens[0]), 2 * len(every), torch.float32)
+    found = context.all_reduce(bests, axis=Axis.VOCAB, out=out)
+    for device, found_B2P, tokens_B, positions_B in zip(
+        context.devices, found, tokens, positions or repeat(None, len(found)), strict=True
+    ):
+        steps[device].next_tokens(found_B2P, tokens_B, positions_B)
 
 
 #: Minimum span of a step: the places of the cache it may read. Spans double from here, and each has its own graph.
@@ -231,16 +232,16 @@ class Steps:
             self._logits = self._logits or tuple(map(torch.empty_like, logits))
             for to, new in zip(self._logits, logits, strict=True):
                 to.copy_(new)
+            for positions in self._positions:
+                positions.add_(1)
         else:
-            for tokens, new in zip(self._tokens, self._greedy(logits), strict=True):
-                tokens[0].copy_(new)
-        for positions in self._positions:
-            positions.add_(1)
+            self._greedy(logits, [p[0] for p in self._positions])
 
     def _choose(self, logits: tuple[Tensor, ...]) -> Tensor:
         """Choose tokens from logits, and return them in host memory."""
         if self._is_greedy:
-            return self._greedy(logits)[0].cpu()
+            self._greedy(logits)
+            return self._tokens[0][0].cpu()
         out = None
         if not logits:  # the vocabulary is on other processes' devices
             shape = self._tokens[0].shape[1], self._context.plan.split(Axis.VOCAB).size
@@ -288,8 +289,9 @@ class Steps:
             text.append(token)
         return whole
 
-    def _greedy(self, logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return greedy(self._context, logits, self._forward.stack.steps, self._tokens[0].shape[1])
+    def _greedy(self, logits: tuple[Tensor, ...], positions: Sequence[Tensor] | None = None) -> None:
+        """Overwrite the latest tokens by the greedy choice, and add 1 to positions if given."""
+        greedy(self._context, logits, self._forward.stack.steps, [t[0] for t in self._tokens], positions)
 
     def _set(self, tensors: list[Tensor], values: Sequence[int]) -> None:
         """Write values into the tensor of every device."""

@@ -263,3 +263,8 @@ class Fused(Plain):
         """Return the largest logits of rows and their tokens (argmax)."""
         found = self._pointwise.argmax(logits_BV, start, place, places)
         return super().argmax(logits_BV, start, place, places) if found is None else found
+
+    def next_tokens(self, found_B2P: Tensor, tokens_B: Tensor, positions_B: Tensor | None = None) -> None:
+        """Write the tokens of the largest logits, and advance positions."""
+        if not self._pointwise.next_tokens(found_B2P, tokens_B, positions_B):
+            super().next_tokens(found_B2P, tokens_B, positions_B)

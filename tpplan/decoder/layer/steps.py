@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tpplan.decoder.cache.heads import attend_by_runs
 from tpplan.decoder.layer import experts
-from tpplan.decoder.math import argmax_columns, attend, attend_in_parts, merge_parts, rms_norm, rotate
+from tpplan.decoder.math import argmax_columns, attend, attend_in_parts, best_tokens, merge_parts, rms_norm, rotate
 from tpplan.decoder.model.gates import gated
 from tpplan.decoder.weights.products import (
     ROOM,
@@ -403,3 +403,15 @@ class Plain:
     def argmax(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
         """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.math.argmax_columns`."""
         return argmax_columns(logits_BV, start, place, places)
+
+    def next_tokens(self, found_B2P: Tensor, tokens_B: Tensor, positions_B: Tensor | None = None) -> None:
+        """Write the tokens of the largest logits, see :func:`tpplan.decoder.math.best_tokens`, and advance positions.
+
+        Args:
+            found_B2P: what :meth:`argmax` returns, summed over all devices.
+            tokens_B: the tokens to overwrite, in int64.
+            positions_B: positions to add 1 to, in int64, if any.
+        """
+        tokens_B.copy_(best_tokens(found_B2P))
+        if positions_B is not None:
+            positions_B.add_(1)

@@ -180,6 +180,18 @@ def _better(value: Any, token: Any, other: Any, number: Any) -> Any:
     return value, token
 
 
+@device_function
+def _best_of_warp(value: Any, token: Any) -> Any:
+    """Return the largest of a warp's values with its number, in all lanes."""
+    distance = types.uint32(_WARP // 2)
+    while distance:
+        other = cuda.shfl_xor_sync(_EVERY, value, distance)
+        number = cuda.shfl_xor_sync(_EVERY, token, distance)
+        value, token = _better(value, token, other, number)
+        distance >>= types.uint32(1)
+    return value, token
+
+
 def _best(name: str, low: Any, high: Any) -> Kernel:
     """Make a kernel that finds the largest element of each row, and writes it and its number as float32.
 
@@ -196,16 +208,6 @@ def _best(name: str, low: Any, high: Any) -> Kernel:
         value, token = _better(value, token, low(w), number)
         return _better(value, token, high(w), number + INT64(1))
 
-    @device_function
-    def over_warp(value: Any, token: Any) -> Any:
-        distance = types.uint32(_WARP // 2)
-        while distance:
-            other = cuda.shfl_xor_sync(_EVERY, value, distance)
-            number = cuda.shfl_xor_sync(_EVERY, token, distance)
-            value, token = _better(value, token, other, number)
-            distance >>= types.uint32(1)
-        return value, token
-
     def best(x, pitch, width, start, out, out_pitch, column, columns):  # type: ignore[no-untyped-def]
         ptx.after_earlier_with_next()
         values, tokens = cuda.shared.array(_WARP, FLOAT32), cuda.shared.array(_WARP, INT64)
@@ -220,14 +222,14 @@ def _best(name: str, low: Any, high: Any) -> Kernel:
             value, token = among(value, token, w2, number + INT64(4))
             value, token = among(value, token, w3, number + INT64(6))
             at += step
-        value, token = over_warp(value, token)
+        value, token = _best_of_warp(value, token)
         lane, warp = types.uint32(cuda.threadIdx.x % _WARP), types.uint32(cuda.threadIdx.x // _WARP)
         if lane == types.uint32(0):
             values[warp], tokens[warp] = value, token
         cuda.syncthreads()
         if warp == types.uint32(0):
             known = lane * types.uint32(_WARP) < types.uint32(cuda.blockDim.x)
-            value, token = over_warp(values[lane if known else 0], tokens[lane if known else 0])
+            value, token = _best_of_warp(values[lane if known else 0], tokens[lane if known else 0])
             at = UINT64(lane)
             while at < columns:
                 found = value if at == column else FLOAT32(0)
@@ -237,6 +239,28 @@ def _best(name: str, low: Any, high: Any) -> Kernel:
                 at += UINT64(_WARP)
 
     return Kernel(name, best, 8)
+
+
+def _next(found, pitch, pairs, tokens, positions, missing):  # type: ignore[no-untyped-def]
+    """Write the token of the largest logit of each row's pairs, or ``missing`` if it is not finite; advance positions.
+
+    A warp takes a row. Positions are 0 if there are none.
+    """
+    ptx.after_earlier_with_next()
+    row, at = UINT64(cuda.blockIdx.x), UINT64(cuda.threadIdx.x)
+    value, token = FLOAT32(-math.inf), FLOAT32(math.inf)  # behind all others
+    while at < pairs:
+        logit, number = ptx.load_64(found + row * pitch + UINT64(8) * at)
+        value, token = _better(value, token, ptx.float_of(logit), ptx.float_of(number))
+        at += UINT64(_WARP)
+    value, token = _best_of_warp(value, token)
+    if cuda.threadIdx.x == 0:
+        chosen = UINT64(token) if abs(value) < FLOAT32(math.inf) else missing
+        ptx.store_64(tokens + UINT64(8) * row, types.uint32(chosen), types.uint32(chosen >> UINT64(32)))
+        if positions:
+            low, high = ptx.load_64(positions + UINT64(8) * row)
+            after = (UINT64(high) << UINT64(32) | UINT64(low)) + UINT64(1)
+            ptx.store_64(positions + UINT64(8) * row, types.uint32(after), types.uint32(after >> UINT64(32)))
 
 
 def _merge(name: str, low: Any, high: Any, two: Any) -> Kernel:
@@ -298,3 +322,4 @@ POINTWISE_MERGE_BF16 = _merge("pointwise_merge_bf16", *_BF16)
 POINTWISE_MERGE_F16 = _merge("pointwise_merge_f16", *_F16)
 POINTWISE_BEST_BF16 = _best("pointwise_best_bf16", ptx.low_bf16, ptx.high_bf16)
 POINTWISE_BEST_F16 = _best("pointwise_best_f16", ptx.low_f16, ptx.high_f16)
+POINTWISE_NEXT = Kernel("pointwise_next", _next, 6)

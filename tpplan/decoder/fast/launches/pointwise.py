@@ -15,6 +15,7 @@ from torch import Tensor
 from tpplan.decoder.cache.store import KERNEL_KINDS
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
 from tpplan.decoder.model.gates import SWIGLU_OAI
+from tpplan.decoder.prompts import NO_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ _ITEM: Final = 2
 #: Bytes of a vector access, and its elements.
 _VECTOR: Final = 16
 _ELEMENTS: Final = _VECTOR // _ITEM
-#: Bytes of the sequence or the place of a row.
+#: Bytes of the sequence, the place, the token or the position of a row, and of a pair of a logit and a token.
 _NUMBER: Final = 8
 
 _WARP: Final = 32
@@ -59,7 +60,7 @@ class Places:
 def names_of(dtype: torch.dtype, activation: str, kind: str = "fp16") -> list[str]:
     """Return the names of the kernels for a dtype, a gate and a kind of cache."""
     names = [f"pointwise_{what}_{DTYPES[dtype]}" for what in ("norm", GATES[activation], "best", "merge")]
-    return [*names, f"turn_{DTYPES[dtype]}{KERNEL_KINDS.get(kind, '')}"]
+    return [*names, f"turn_{DTYPES[dtype]}{KERNEL_KINDS.get(kind, '')}", "pointwise_next"]
 
 
 class Pointwise:
@@ -89,7 +90,7 @@ class Pointwise:
             offset: number that norms add to their weights.
         """
         launchers = (Launcher(name, place) for name in names_of(dtype, activation, kind))
-        self._norm, self._gate, self._best, self._merge, self._norm_and_rope = launchers
+        self._norm, self._gate, self._best, self._merge, self._norm_and_rope, self._next = launchers
         self._dtype, self._eps, self._offset = dtype, bits_of(eps), bits_of(offset)
         self._stored = {"q8": torch.int8, "fp8": torch.uint8}.get(kind, dtype)
 
@@ -179,6 +180,27 @@ class Pointwise:
         words = address, pitch, columns * _ITEM, start
         self._best(rows, threads, *words, found.data_ptr(), 4 * found.stride(0), 2 * place, found.shape[1])
         return found
+
+    def next_tokens(self, found_B2P: Tensor, tokens_B: Tensor, positions_B: Tensor | None = None) -> bool:
+        """Write the token of each row's largest logit, see :func:`tpplan.decoder.math.best_tokens`; advance positions.
+
+        Args:
+            found_B2P: pairs of a logit and its token, in float32.
+            tokens_B: the tokens to overwrite.
+            positions_B: positions to add 1 to, if any.
+
+        Returns:
+            Whether the kernel takes such tensors.
+        """
+        numbers = [tokens_B] if positions_B is None else [tokens_B, positions_B]
+        if not all(each.dtype is torch.int64 and each.is_contiguous() for each in numbers):
+            return False
+        start, pitch, (rows, columns) = found_B2P.data_ptr(), found_B2P.stride(0) * 4, found_B2P.shape
+        if found_B2P.dtype is not torch.float32 or found_B2P.stride(1) != 1 or (start | pitch) % _NUMBER:
+            return False
+        positions = 0 if positions_B is None else positions_B.data_ptr()
+        self._next(rows, _WARP, start, pitch, columns // 2, tokens_B.data_ptr(), positions, NO_TOKEN % 2**64)
+        return True
 
     def norm_and_rope(
         self,
