@@ -73,6 +73,18 @@ class FakeLauncher:
         self._block = threads
         self._run(rows, parts * threads, *words)
 
+    def _embed(self, rows: int, threads: int, *words: int) -> None:
+        tokens, pitch, start, count, table, table_pitch, out, width = words
+        assert not any(word % 16 for word in (table, table_pitch, out, width))
+        assert width <= 16 * threads < width + 16 * self._block
+        dtype = torch.int16  # bits of any 16
+        found, every = (
+            memory(each, (many, width // 2), (step, 2), dtype)
+            for each, many, step in ((out, rows, width), (table, count, table_pitch))
+        )
+        for to, token in zip(found, memory(tokens, (rows,), (pitch,), torch.int64).tolist(), strict=True):
+            to.copy_(every[token - start] if start <= token < start + count else torch.zeros_like(to))
+
     def _norm(self, rows: int, threads: int, *words: int) -> None:
         x, x_pitch, out, out_pitch, weight, offset, width, inverse, eps, is_added = words
         assert 16 * threads >= width or threads > 512

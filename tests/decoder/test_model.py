@@ -293,7 +293,7 @@ def test_a_step_can_be_a_graph(model_type: str) -> None:
             everywhere = [[torch.zeros(batch, dtype=torch.int64)] * len(decoder.context.all_devices) for _ in range(2)]
             calls.names.clear()
             with torch.inference_mode():
-                greedy(decoder.context, decoder.decode(*everywhere), decoder.stack.steps, *everywhere)
+                greedy(decoder.context, decoder.decode(everywhere[0], everywhere[1]), decoder.stack.steps, *everywhere)
             assert any("attention" in name or "softmax" in name for name in calls.names)
             assert not calls.names & WAITING
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
 from tpplan.core.axes import Axis
 from tpplan.decoder.cache.store import CachePlaces
@@ -151,11 +150,8 @@ class Forward:
         ids = dict(zip(self.context.devices, tokens, strict=True))
         parts = []
         for part in self.context.split(Axis.VOCAB):
-            size = part.end - part.start
-            local = ids[part.device] - part.start
-            own = local.clamp(0, size - 1)
-            x_RD = functional.embedding(own, self.weights[part.device]["model.embed_tokens.weight"])
-            parts.append(x_RD.mul_((own == local)[:, None]))
+            table_VD = self.weights[part.device]["model.embed_tokens.weight"]
+            parts.append(self.stack.steps[part.device].embed(ids[part.device], table_VD, part.start))
         hidden = self.context.plan.split(Axis.RESIDUAL).size
         out = None if parts else room_for(self.context, len(tokens[0]), hidden, self.context.dtype)
         xs = self.context.all_reduce(parts, axis=Axis.VOCAB, out=out)

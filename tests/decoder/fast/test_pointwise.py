@@ -20,6 +20,7 @@ from tpplan.decoder import Decoder, Prompt, math
 from tpplan.decoder.cache.layer import LayerCache
 from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
+from tpplan.decoder.layer.steps import Plain
 from tpplan.decoder.math import angles, best_tokens, merge_parts, rms_norm, rotate
 from tpplan.decoder.prompts import NO_TOKEN
 from tpplan.exec import compile as compile_plan
@@ -71,7 +72,7 @@ def test_decoders_say_the_same(
     gates = {"gemma": "gelu_tanh", "gpt": "swiglu_oai"}
     gate = next((gate for start, gate in gates.items() if model_type.startswith(start)), "silu")
     turned = () if model_type in LATENT else ("turn",)  # none of these kernels turns neighbours
-    assert set(calls) == {"norm", gate, *turned}
+    assert set(calls) == {"embed", "norm", gate, *turned}
 
 
 def test_a_decoder_does_without_kernels(tmp_path: Path, launches: Counter[str]) -> None:
@@ -143,6 +144,28 @@ def test_kernels_fit_in_the_scratch_of_the_ledger(model_type: str, tmp_path: Pat
 def kernels(dtype: torch.dtype = torch.bfloat16) -> Pointwise:
     """Return kernels for a dtype."""
     return Pointwise(CPU, dtype, "silu", eps=1e-5, offset=0.5)
+
+
+def test_embeddings_are_those_of_the_tokens_in_a_table(launches: Counter[str]) -> None:
+    """Of tokens at any stride; rows of other tables are left to torch, which finds the same."""
+    kernels, plain = Pointwise(CPU, torch.bfloat16, "silu", eps=1e-5), Plain(1e-5, "silu")
+    table = torch.randn(5, 24).bfloat16()
+    tokens = torch.tensor([[9, 0], [10, 1], [14, 2], [15, 3], [NO_TOKEN, 4], [2**40, 5], [12, 6]])
+    expected = torch.zeros(7, 16).bfloat16()
+    expected[1], expected[2], expected[6] = table[0, :16], table[4, :16], table[2, :16]
+    found = kernels.embed(tokens[:, 0], table[:, :16], 10)
+    assert found is not None
+    assert torch.equal(found, expected)
+    assert torch.equal(plain.embed(tokens[:, 0], table[:, :16], 10), expected)
+    assert launches == {"embed": 1}
+    for ids, others in (
+        (tokens[:, 0].int(), table[:, :16]),
+        (tokens[:, 0], table.half()),
+        (tokens[:, 0], table[:, :12]),
+        (tokens[:, 0], table[:, 1:17]),
+    ):
+        assert kernels.embed(ids, others, 10) is None
+    assert launches == {"embed": 1}
 
 
 def test_norms_take_aligned_rows(launches: Counter[str]) -> None:

@@ -236,3 +236,15 @@ def test_the_next_tokens(pairs: int, dtype: torch.dtype) -> None:
     assert kernels(dtype).next_tokens(found.cuda()[5:], chosen[:1])
     assert chosen[0] == tokens[place[5]]
     assert at.tolist() == (positions + 1).tolist()
+
+
+@pytest.mark.parametrize("columns", [8, 264, 4096])
+def test_embeddings(columns: int, dtype: torch.dtype) -> None:
+    """Of the tokens in the table; zeros for all others."""
+    table = torch.randn(9, columns + 8, device="cuda").to(dtype)[:, :columns]
+    tokens = torch.tensor([[100, 1], [108, 2], [99, 3], [109, 4], [NO_TOKEN, 5], [103, 6]], device="cuda")
+    expected = torch.zeros(6, columns, device="cuda", dtype=dtype)
+    expected[0], expected[1], expected[5] = table[0], table[8], table[3]
+    found = kernels(dtype).embed(tokens[:, 0], table, 100)
+    assert found is not None
+    assert torch.equal(found, expected)

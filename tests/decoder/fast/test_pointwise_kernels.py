@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -71,6 +71,33 @@ def test_lanes_merge(shape: tuple[int, int, int], dtype: torch.dtype, monkeypatc
     torch.testing.assert_close(found.double(), sums.double().logsumexp(0), atol=1e-5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("columns", [8, 264, 2056])
+def test_lanes_embed(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the source does lane by lane, as it is launched: rows of the table, and zeros for tokens beside it."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.pointwise")
+    table, made = torch.randn(4, columns + 8).bfloat16(), list[torch.Tensor]()
+    tokens = torch.tensor([[100, 1], [103, 2], [99, 3], [104, 4], [NO_TOKEN, 5], [101, 6]])
+    expected = torch.zeros(6, columns).bfloat16()
+    expected[0], expected[1], expected[5] = table[0, :columns], table[3, :columns], table[1, :columns]
+
+    def empty(*shape: int, **options: Any) -> torch.Tensor:
+        made.append(torch.full(shape, torch.nan, **options))
+        return made[-1]
+
+    def launcher(name: str, _: torch.device) -> Callable[..., None]:
+        def run(blocks: tuple[int, int, int], threads: int, *words: int) -> None:
+            lanes.run(getattr(kernels, name.upper()), blocks, threads, words, [table, tokens, *made])
+
+        return run
+
+    monkeypatch.setattr(pointwise, "Launcher", launcher)
+    run = Pointwise(torch.device("cpu"), torch.bfloat16, "silu", eps=1e-5)
+    monkeypatch.setattr(torch, "empty", empty)
+    found = run.embed(tokens[:, 0], table[:, :columns], 100)
+    assert found is made[0]
+    assert torch.equal(found, expected)
+
+
 #: Pairs of logits and tokens, and the token that they tell: largest, equal, and not finite ones.
 NEXT = [
     ([-3.0, -2.0, -9.0], [7, 40, 91], 40),
@@ -113,12 +140,14 @@ def test_lanes_choose_tokens(copies: int, has_positions: bool, monkeypatch: pyte
     assert torch.equal(positions, after)
 
 
-def test_next_tokens_compile() -> None:
-    """Pairs are loaded whole, and nothing is spilled."""
+@pytest.mark.parametrize("name", ["pointwise_next", "pointwise_embed"])
+def test_tokens_are_loaded_whole(name: str) -> None:
+    """In 64 bits; embeddings are copied in 128, and nothing is spilled."""
     for capability in CAPABILITIES:
-        text = machine_code.ptx("pointwise_next", capability)
-        check_overlap("pointwise_next", text, capability)
+        text = machine_code.ptx(name, capability)
+        check_overlap(name, text, capability)
         assert "ld.global.v2.u32" in text
+        assert ("ld.global.v4.u32" in text, "st.global.v4.u32" in text) == (name == "pointwise_embed",) * 2
         assert ".f64" not in text
         assert ".local" not in text
         check_code(text, capability)

@@ -122,6 +122,11 @@ class Fused(Plain):
         self._dense = Dequantiser(place, dtype, codes)
         self._delta = Delta(place, dtype) if recurs else None
 
+    def embed(self, tokens_R: Tensor, table_VD: Tensor, start: int) -> Tensor:
+        """Return the embeddings of tokens; zeros for tokens that are not in the table."""
+        found = self._pointwise.embed(tokens_R, table_VD, start)
+        return super().embed(tokens_R, table_VD, start) if found is None else found
+
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, eps: float | None = None) -> Tensor:
         """Return the RMS norm of rows."""
         found = self._pointwise.norm(x_RD, weight, out) if eps in {None, self._eps} else None

@@ -97,6 +97,18 @@ class Plain:
         """Return the steps for a model of these settings."""
         return cls(settings.norm_eps, settings.activation, offset=settings.family.offset, room=room)
 
+    def embed(self, tokens_R: Tensor, table_VD: Tensor, start: int) -> Tensor:
+        """Return the embeddings of tokens, ``[R, D]``: zeros for tokens that are not in the table.
+
+        Args:
+            tokens_R: the tokens, in int64.
+            table_VD: embeddings of a range of tokens.
+            start: the first token of the range.
+        """
+        local_R = tokens_R - start
+        own_R = local_R.clamp(0, len(table_VD) - 1)
+        return functional.embedding(own_R, table_VD).mul_((own_R == local_R)[:, None])
+
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, eps: float | None = None) -> Tensor:
         """Return the RMS norm of rows, by default with the model's epsilon; see :func:`tpplan.decoder.math.rms_norm`.
 

@@ -1,4 +1,4 @@
-"""Kernels for what a layer does between its matrices, in 16 bits: norms, gates, merged attention, the choice of tokens.
+"""Kernels beside matrix products, in 16 bits: embeddings, norms, gates, merged attention, the choice of tokens.
 
 They compute in float32, on vectors of 16 bytes: all addresses, pitches and widths are multiples of that, and all are in
 bytes. A matrix is an address and a pitch: from one row to the next.
@@ -71,6 +71,24 @@ def scaled_by(low: Any, high: Any, two: Any) -> Any:
         )
 
     return scaled
+
+
+def _embed(tokens, pitch, start, count, table, table_pitch, out, width):  # type: ignore[no-untyped-def]
+    """Copy the embeddings of rows' tokens from a table of ``count`` tokens, or write zeros for tokens beside it.
+
+    Blocks take rows, each some of their vectors.
+    """
+    ptx.after_earlier_with_next()
+    row = UINT64(cuda.blockIdx.x)
+    at = UINT64(16) * (UINT64(cuda.blockIdx.y) * UINT64(cuda.blockDim.x) + UINT64(cuda.threadIdx.x))
+    if at < width:
+        low, high = ptx.load_64(tokens + row * pitch)
+        own = (UINT64(high) << UINT64(32) | UINT64(low)) - start  # of smaller ones more than any count
+        zero = types.uint32(0)
+        a, b, c, d = zero, zero, zero, zero
+        if own < count:
+            a, b, c, d = ptx.load_128(table + own * table_pitch + at)
+        ptx.store_128(out + row * width + at, a, b, c, d)
 
 
 def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
@@ -323,3 +341,4 @@ POINTWISE_MERGE_F16 = _merge("pointwise_merge_f16", *_F16)
 POINTWISE_BEST_BF16 = _best("pointwise_best_bf16", ptx.low_bf16, ptx.high_bf16)
 POINTWISE_BEST_F16 = _best("pointwise_best_f16", ptx.low_f16, ptx.high_f16)
 POINTWISE_NEXT = Kernel("pointwise_next", _next, 6)
+POINTWISE_EMBED = Kernel("pointwise_embed", _embed, 8)

@@ -1,4 +1,4 @@
-"""Launches of kernels between a layer's matrix products: RMS norm, gates, RoPE with cache append, merging, and argmax.
+"""Launches of kernels beside matrix products: embedding, RMS norm, gates, RoPE with cache append, merging, and argmax.
 
 Shapes: R rows, D hidden, I intermediate, H heads, K elements of a head, W columns of a RoPE table, T places of a cache,
 B batch, S queries.
@@ -60,11 +60,11 @@ class Places:
 def names_of(dtype: torch.dtype, activation: str, kind: str = "fp16") -> list[str]:
     """Return the names of the kernels for a dtype, a gate and a kind of cache."""
     names = [f"pointwise_{what}_{DTYPES[dtype]}" for what in ("norm", GATES[activation], "best", "merge")]
-    return [*names, f"turn_{DTYPES[dtype]}{KERNEL_KINDS.get(kind, '')}", "pointwise_next"]
+    return [*names, f"turn_{DTYPES[dtype]}{KERNEL_KINDS.get(kind, '')}", "pointwise_next", "pointwise_embed"]
 
 
 class Pointwise:
-    """Norms, gates, RoPE, merging and argmax in 16 bits on a CUDA device; each method tells if it supports its tensors.
+    """What is beside matrix products, in 16 bits on a CUDA device; each method tells if it supports its tensors.
 
     Rows of tensors must begin at, and consist of, multiples of 16 bytes.
     """
@@ -90,9 +90,25 @@ class Pointwise:
             offset: number that norms add to their weights.
         """
         launchers = (Launcher(name, place) for name in names_of(dtype, activation, kind))
-        self._norm, self._gate, self._best, self._merge, self._norm_and_rope, self._next = launchers
+        self._norm, self._gate, self._best, self._merge, self._norm_and_rope, self._next, self._embed = launchers
         self._dtype, self._eps, self._offset = dtype, bits_of(eps), bits_of(offset)
         self._stored = {"q8": torch.int8, "fp8": torch.uint8}.get(kind, dtype)
+
+    def embed(self, tokens_R: Tensor, table_VD: Tensor, start: int) -> Tensor | None:
+        """Return the embeddings of tokens; see :meth:`tpplan.decoder.layer.steps.Plain.embed`.
+
+        Returns:
+            ``[R, D]``, or None if the kernel does not take such tensors.
+        """
+        matrix = self._matrix(table_VD)
+        if matrix is None or tokens_R.dtype is not torch.int64:
+            return None
+        address, pitch, count, columns = matrix
+        out = torch.empty(len(tokens_R), columns, dtype=self._dtype, device=table_VD.device)
+        parts, threads = _even(columns // _ELEMENTS, _THREADS)
+        words = tokens_R.data_ptr(), tokens_R.stride(0) * _NUMBER, start, count, address, pitch
+        self._embed((len(out), parts, 1), threads, *words, out.data_ptr(), columns * _ITEM)
+        return out
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, added: bool = False) -> Tensor | None:
         """Return the RMS norm of rows, computed in float32 and rounded once.
