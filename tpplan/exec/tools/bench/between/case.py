@@ -89,7 +89,7 @@ class Case:
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return the parts of rows as :meth:`assembled` takes them."""
-        parts = whole.split(self.widths, 1)
+        parts = torch.split_with_sizes(whole, list(self.widths), 1)
         return torch.cat([functional.pad(part, (0, max(self.widths) - part.shape[1])) for part in parts])
 
     def columns(self) -> slice:
