@@ -37,7 +37,7 @@ generate question="What is the capital of France?": (_install "generate" ".[gguf
     tpplan show demo/smollm.json; \
     tpplan generate demo/smollm.json --model "$file" --chat --prompt "$1"
 
-# Run the tests that need no GPU, of those with many cases a quarter, others for each commit; arguments go to pytest
+# Run the tests that need no GPU, of those with many cases a part, others for each commit; arguments go to pytest
 test *args: sync _smollm
     @{{ tests }} {{ sample }} "$@"
 

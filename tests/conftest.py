@@ -56,14 +56,15 @@ SLOW = {
 }
 
 
-#: Of a test with more cases, ``--sample`` takes a quarter, and not fewer than this; and of one that is slow.
-_FEWEST, _FEWEST_SLOW = 6, 3
+#: Of the cases of a test, ``--sample`` takes one in so many, and not fewer than so many; the same of one that is slow.
+_USUAL, _OF_SLOW = (4, 6), (8, 3)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option by which tests of many cases are run in part."""
-    few = f"more than {_FEWEST} cases (slow ones: {_FEWEST_SLOW})"
-    what = f"of every test with {few}, run a quarter, and not fewer: others for each seed, by default the commit"
+    what = (
+        "run a quarter of the cases of every test, of slow ones an eighth: others for each seed, by default the commit"
+    )
     parser.addoption("--sample", metavar="SEED", help=what)
 
 
@@ -88,7 +89,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Say how to run the same cases again, whatever the commit is then."""
     if seed := config.option.sample:
         profile = "CI=1 " if os.environ.get("CI") else ""
-        terminalreporter.write_line(f"a quarter of the cases; the same ones: {profile}just test --sample={seed}")
+        terminalreporter.write_line(f"a part of the cases; the same ones: {profile}just test --sample={seed}")
 
 
 def sampled(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
@@ -97,14 +98,13 @@ def sampled(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
     for item in items:
         cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
     return {
-        item
-        for each in cases.values()
-        for item in sorted(each, key=lambda item: _hash(item, seed))[: max(_fewest(each[0]), -(-len(each) // 4))]
+        item for each in cases.values() for item in sorted(each, key=lambda item: _hash(item, seed))[: _count(each)]
     }
 
 
-def _fewest(item: pytest.Item) -> int:
-    return _FEWEST_SLOW if _is_slow(item) else _FEWEST
+def _count(cases: list[pytest.Item]) -> int:
+    one_in, fewest = _OF_SLOW if _is_slow(cases[0]) else _USUAL
+    return max(fewest, -(-len(cases) // one_in))
 
 
 def _is_slow(item: pytest.Item) -> bool:

@@ -16,18 +16,15 @@ from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec.build import build
 from tpplan.exec.cuda.backend import CudaDevices
-from tpplan.exec.programs.program import Exchange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
+    from collections.abc import Callable
 
     from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
+    from tpplan.exec.cuda.launch import Bound
     from tpplan.exec.handles import Pending
     from tpplan.exec.memory.binding import Memory
-    from tpplan.exec.programs.program import Buffer, Program
 
 #: How long kernels wait, and how long an error may take, in seconds.
 _TIMEOUT, _MOST = 10.0, 15
@@ -40,13 +37,12 @@ class _Losing(CudaDevices):
 
     lost: int | None = None
 
-    def bind(self, *_: object) -> None:
-        """Return nothing, so that every call is told what to issue, and none is issued as it was before the loss."""
-
-    def run(self, program: Program, operands: Mapping[Buffer, Tensor]) -> Pending:
-        """Issue a program but for the exchanges of the lost device."""
-        kept = [each for each in program.commands if not isinstance(each, Exchange) or each.stream.device != self.lost]
-        return super().run(evolve(program, commands=tuple(kept)) if self.lost is not None else program, operands)
+    def issue(self, bound: Bound) -> Pending:
+        """Issue a program but for the steps of the lost device."""
+        if self.lost is None:
+            return super().issue(bound)
+        kept = tuple(step for step in bound.steps if step[1] != self.lost)
+        return super().issue(evolve(bound, steps=kept, quick=kept))
 
 
 @frozen

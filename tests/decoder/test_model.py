@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 from weakref import ref
@@ -32,15 +33,17 @@ from tests.graph_cases import WAITING, Calls, FakeGraph
 from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
-from tpplan.decoder import Decoder, Sampling, generate
+from tpplan.decoder import Decoder, Prompt, Sampling, generate
 from tpplan.decoder.decoding import steps
-from tpplan.decoder.decoding.steps import greedy
+from tpplan.decoder.decoding.steps import Steps, greedy
 from tpplan.decoder.forward import Forward
+from tpplan.decoder.prompts import NO_TOKEN
 from tpplan.errors import ExecutionError, ModelError, RequestError
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -321,9 +324,70 @@ def test_spans_are_captured_once_they_have_run() -> None:
             patch.object(decoder.context, "capture", lambda: capture("capture")),
             patch.object(decoder.forward, "decode", decode),
         ):
-            found = [taken.start(model.prompts, Sampling()), *(taken.step() for _ in range(6))]
+            found = [taken.start(model.prompts, Sampling()), *(taken.step(more=i < 5) for i in range(6))]
     assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:7] for tokens in model.tokens]
     assert events == [16, "capture", 16, 16, 32, "beside", 32, 32]
+
+
+def captured_steps(decoder: Decoder, sequences: int) -> tuple[Steps, list[int]]:
+    """Return steps whose graphs are what they issue, and a list that becomes that of the replays' spans."""
+    replayed: list[int] = []
+
+    def capture(issue: Callable[[], None], _: str) -> FakeGraph:
+        def again() -> None:
+            replayed.append(issue.args[0])  # type: ignore[attr-defined]
+            issue()
+
+        issue()
+        return FakeGraph(again, lambda: pytest.fail("no graph is beside"))
+
+    taken = decoder.new_steps(sequences, graphs=True)
+    taken._capture = capture  # type: ignore[assignment]
+    return taken, replayed
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read() -> None:
+    """Once it is a graph, and one may follow; texts that begin anew, or read others between, are as they were."""
+    model = model_of("mistral")
+    plan = plan_of(model.directory, 3, request_of(batch=3), {}, seed=8)
+    with decoding(plan, "mistral", "fp32") as decoder:
+        taken, replayed = captured_steps(decoder, 2)
+        for turn in range(2):
+            found = [taken.start(model.prompts, Sampling())]
+            for i in range(8):
+                before = len(replayed)
+                found.append(taken.step(more=i < 7))
+                if i > 1 or turn:
+                    assert len(replayed) - before == (2 if turn and i == 0 else 0 if i == 7 else 1)
+                if i == 4:
+                    decoder.read([Prompt([5, 7, 11], 2)])
+            assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:9] for tokens in model.tokens]
+            assert decoder.forward.unread is None
+        taken.start([[1] * (LENGTH - 2), [1]], Sampling())
+        taken.step()
+        before = len(replayed)
+        taken.step()  # the cache has no room for another
+        assert len(replayed) == before
+
+
+def test_a_step_in_vain_leaves_no_number_that_is_not_finite() -> None:
+    """A step that was launched ahead may be one that nobody checks."""
+    model = model_of("mistral")
+    plan = plan_of(model.directory, 2, request_of(), {}, seed=8)
+    with decoding(plan, "mistral", "fp32") as decoder, torch.inference_mode():
+        taken, replayed = captured_steps(decoder, 2)
+        taken.start(model.prompts, Sampling())
+        for _ in range(3):
+            taken.step()
+        assert replayed
+        positions, parts = taken._at, [h.cache for layer in decoder.stack.heads for h in layer.values()]
+        for cache in parts:
+            cache._parts[0][:, 1, :, positions[1] % cache.length] = math.nan
+            assert cache._parts[0].isnan().any()
+        tokens = taken._read_back[taken._launched % 2].tokens
+        tokens[1] = NO_TOKEN
+        decoder.read([Prompt([3, 4], 0)])
+        assert not any(cache._parts[0].isnan().any() for cache in parts)
 
 
 def test_a_step_that_did_not_end_has_not_run() -> None:

@@ -351,6 +351,9 @@ class Decoder:
 
         agree(self.context, "the prompts", check_prompts, lambda _: facts_of(prompts))
         self.cached = []
+        if unread := self.forward.unread:
+            self.forward.unread = None
+            unread.clear_up(self.stack)
         self._begin(prompts)
         if progress:
             progress.begin(prompts)

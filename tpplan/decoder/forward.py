@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tpplan.decoder.decoding.steps import NewTokens
     from tpplan.decoder.layer.stack import Stack
     from tpplan.decoder.model.ropes import Angles
     from tpplan.decoder.model.settings import Settings
@@ -42,6 +43,7 @@ class Forward:
         weights: tensors by device and name; adjacent matrices with the same input are joined into one.
         batch: maximum number of sequences in the cache.
         length: maximum tokens of a sequence.
+        unread: tokens of a step that was launched ahead, as long as nobody has taken them.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Forward:
         self.weights = weights
         self.batch = batch
         self.length = length
+        self.unread: NewTokens | None = None
         self._tables = tables
         self._head = head
         self._in_turns = in_turns

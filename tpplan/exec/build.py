@@ -110,7 +110,7 @@ def build(
         if transport != "host" or not waits:  # no kernel exchanges anything through the host's memory
             pinned = evolve(pinned, queues=0)
         on_gpus = any(place.type == "cuda" for place in places)
-        blocks_of = partial(most_blocks, [places[i] for i in used if i not in others], others=others.values())
+        blocks_of = partial(most_blocks, [places[i] for i in own], others=others.values())
         with near([device.device for device in devices]):
             host = _noted(made, HostMemory(pinned, used, lock_pages=on_gpus))
         peer_slot = slot_bytes(len(used))

@@ -54,11 +54,11 @@ def _parts(
     parts = []
     for part, stream in zip(ctx.split(Axis.RESIDUAL), streams, strict=True):
         cut = whole[:, part.start * dim : part.end * dim]
-        held = torch.zeros(len(cut), cut.shape[1] + sum(skips), dtype=whole.dtype, device=stream.device)
-        columns = held[:, skips[0] : skips[0] + cut.shape[1]]
-        source = cut.contiguous().to(stream.device)
         torch.cuda.synchronize(stream.device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # whose memory it is: another stream would have it again while this one is late
+            held = torch.zeros(len(cut), cut.shape[1] + sum(skips), dtype=whole.dtype, device=stream.device)
+            columns = held[:, skips[0] : skips[0] + cut.shape[1]]
+            source = cut.contiguous().to(stream.device)
             torch.cuda._sleep(100_000)  # type: ignore[no-untyped-call]
             columns.copy_(source)
         parts.append(columns)

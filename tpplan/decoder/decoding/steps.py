@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
+from attrs import evolve, frozen
+from torch import Tensor
 
 from tpplan.core.axes import Axis
 from tpplan.decoder.cache.state import BROKEN
@@ -23,10 +25,9 @@ from tpplan.exec.programs.program import HOST
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torch import Tensor
-
     from tpplan.decoder.decoding.prefill_graphs import Capture
     from tpplan.decoder.forward import Forward
+    from tpplan.decoder.layer.stack import Stack
     from tpplan.decoder.layer.steps import Plain
     from tpplan.exec.context import TPContext
     from tpplan.exec.cuda.graph import Graph
@@ -68,6 +69,46 @@ def greedy(
         steps[device].next_tokens(found_B2P, tokens_B, positions_B)
 
 
+@frozen(eq=False)
+class NewTokens:
+    """The tokens of a step on their way to the host.
+
+    Attributes:
+        tokens: the tokens ``[B]`` in host memory.
+        copied: recorded once they are there; None if they come from host memory.
+        positions: the position of each sequence in the step, if it was launched ahead.
+    """
+
+    tokens: Tensor
+    copied: torch.cuda.Event | None
+    positions: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, like: Tensor) -> Self:
+        """Allocate memory for tokens like those of a device."""
+        host = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+        return cls(host, torch.cuda.Event() if like.is_cuda else None)  # type: ignore[no-untyped-call]
+
+    def copy(self, tokens: Tensor) -> None:
+        """Copy the tokens of a device behind what its current stream has to do."""
+        self.tokens.copy_(tokens, non_blocking=True)
+        if self.copied:
+            self.copied.record(torch.cuda.current_stream(tokens.device))
+
+    def read(self) -> list[int]:
+        """Wait for the tokens and return them."""
+        if self.copied:
+            self.copied.synchronize()
+        found: list[int] = self.tokens.tolist()
+        return found
+
+    def clear_up(self, stack: Stack) -> None:
+        """Clear what a step that nobody checks has added to the caches, where its numbers are not finite."""
+        for sequence, (token, position) in enumerate(zip(self.read(), self.positions, strict=True)):
+            if token == NO_TOKEN:
+                stack.clear_position(sequence, position)
+
+
 #: Minimum span of a step: the places of the cache it may read. Spans double from here, and each has its own graph.
 _SHORTEST_SPAN: Final = 256
 
@@ -77,6 +118,9 @@ class Steps:
 
     On CUDA devices a step is one graph: the first step of a span runs without a graph, the second is captured. If that
     fails, a warning is logged and all later steps run without graphs, unless the context has failed too.
+
+    The graph of a greedy step needs nothing of the host. So it is launched a step ahead: while the host reads tokens
+    and deals with them, the devices are at the next ones.
     """
 
     @torch.inference_mode()
@@ -116,6 +160,8 @@ class Steps:
         self._at: list[int] = []
         self._lengths: list[int] = []
         self._new = 0
+        self._read_back = [NewTokens.of(self._tokens[0][0]) for _ in range(2)]
+        self._launched = 0
 
     @torch.inference_mode()
     def start(
@@ -141,7 +187,7 @@ class Steps:
         self._sample(sampling)
         starts = cached or [0] * count
         self._texts = [[*map(int, prompt)] for prompt in prompts]
-        self._lengths, self._new = [*map(len, prompts)], 0
+        self._lengths, self._new, self._launched = [*map(len, prompts)], 0, 0
         rests = enumerate(zip(prompts, starts, strict=True))
         logits = self._read(
             [Prompt(prompt[start:] if start else prompt, sequence, start) for sequence, (prompt, start) in rests]
@@ -153,12 +199,14 @@ class Steps:
         return first
 
     @torch.inference_mode()
-    def step(self, over: Sequence[bool] = ()) -> list[int]:
+    def step(self, over: Sequence[bool] = (), *, more: bool = True) -> list[int]:
         """Run the latest token of each sequence, and return the next ones.
 
         Args:
             over: for each sequence, whether its text has ended. If others need more steps than its cache has room for,
                 it starts again at the first position, and its tokens and its cache mean nothing from then on.
+            more: whether another step may follow, which is then launched ahead where it can be. If none does follow,
+                it was in vain: :meth:`start` waits for it.
 
         Raises:
             RequestError: the cache has no room for them.
@@ -175,12 +223,19 @@ class Steps:
         progress = self._forward.stack.progress
         if progress:
             progress.set([BROKEN] * len(self._at))
-        self._run(next(span for span in self._spans() if span >= max(self._at)))
+        if self._launched < self._new:
+            self._launch(max(self._at))
         if progress:
             progress.set(self._at)
         if not self._is_greedy:
-            self._set(self._tokens, self._choose(self._logits).tolist())
-        return self._checked(self._tokens[0][0].tolist())
+            tokens = self._choose(self._logits).tolist()
+            self._set(self._tokens, tokens)
+            return self._checked(tokens)
+        latest, self._forward.unread = self._read_back[self._new % 2], None
+        if more and self._can_go_ahead():
+            self._launch(max(self._at) + 1)
+            self._forward.unread = evolve(self._read_back[self._launched % 2], positions=tuple(self._at))
+        return self._checked(latest.read())
 
     @torch.inference_mode()
     def prepare(self, sampling: Sampling) -> None:
@@ -208,6 +263,27 @@ class Steps:
             yield span
             span *= 2
         yield self._forward.length
+
+    def _span(self, places: int) -> int:
+        """Return the span of steps that read so many places of the cache."""
+        return next(span for span in self._spans() if span >= places)
+
+    def _can_go_ahead(self) -> bool:
+        """Tell whether the next step can be launched before the host has the tokens of this one.
+
+        States of linear attention would be a step ahead of the text. Without a graph, the host would be what is late.
+        """
+        places = max(self._at) + 1
+        if self._forward.stack.progress or not self._captures or places > self._forward.length:
+            return False
+        return self._graphs.get((self._span(places), True)) is not None
+
+    def _launch(self, places: int) -> None:
+        """Launch a step that reads so many places of the cache, and a copy of its tokens to the host, if it has any."""
+        self._launched += 1
+        self._run(self._span(places))
+        if self._is_greedy:
+            self._read_back[self._launched % 2].copy(self._tokens[0][0])
 
     def _run(self, span: int) -> None:
         """Run a step of a span, by its graph if there is one."""

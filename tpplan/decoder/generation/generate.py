@@ -130,7 +130,7 @@ def _tokens(
             for text, token in zip(decoder.cached, tokens, strict=False):  # none if others were read since
                 text.append(token)
             try:
-                tokens = steps.step(ended)
+                tokens = steps.step(ended, more=made < max(counts))
             except ExecutionError:
                 decoder.cached = []  # the steps have cleared what was not finite
                 raise

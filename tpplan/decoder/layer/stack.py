@@ -170,6 +170,13 @@ class Stack:
                 if (places.start or 0) < each.cache.length:
                     each.cache.clear(sequences, places)
 
+    def clear_position(self, sequence: int, position: int) -> None:
+        """Clear what a token of a sequence has added to the caches."""
+        for heads in self.heads:
+            for each in heads.values():
+                place = position % each.cache.length
+                each.cache.clear(slice(sequence, sequence + 1), slice(place, place + 1))
+
     def has_fixed_experts(self, rows: int) -> bool:
         """Tell whether neither the host nor a shape depends on the experts that rows are routed to, in any layer."""
         return all(self._are_fixed(layer, rows) for layer, block in enumerate(self._blocks) if block.experts)
