@@ -61,6 +61,9 @@ def test_parts_make_the_whole() -> None:
         part[:, : case.widths[case.process]] = _given(case)
         assert torch.equal(whole[:, case.columns()].double(), _given(case))
     assert torch.equal(cases[1].assembled(gathered.view(6, 3)), whole.float())
+    scattered = _cases("scatter", (3, 1, 2))
+    assert torch.equal(torch.cat([case.expected(2) for case in scattered], 1).double(), _given(scattered[0]))
+    assert torch.equal(scattered[0].assembled(scattered[0].cut(whole)), whole)
     source, *others = _cases("broadcast", (3, 3))
     assert torch.equal(_given(source), source.expected(7).double())
     assert [case.given for case in others] == [None]

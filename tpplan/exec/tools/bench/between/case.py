@@ -9,9 +9,10 @@ from typing import Final
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.nn import functional
 
 #: Operations that are timed.
-OPERATIONS: Final = ("broadcast", "allgather", "all_reduce", "all_reduce with residual")
+OPERATIONS: Final = ("broadcast", "scatter", "allgather", "all_reduce", "all_reduce with residual")
 #: Operands are whole numbers up to this, so that sums of 64 processes are exact in bfloat16, in any order.
 _MOST: Final = 4
 
@@ -22,7 +23,7 @@ class Case:
     Attributes:
         operation: one of :data:`OPERATIONS`.
         rows: number of rows of its tensors.
-        widths: columns of each process in an allgather; all columns in the others.
+        widths: columns of each process: those that it has of an allgather and gets of a scatter.
         process: this one.
         dtype: of the elements.
         given: this process's operand in host memory; None for a process that only receives.
@@ -57,6 +58,8 @@ class Case:
             self.given = noise[0][:, self.columns()]
         else:
             self.given = None if process else noise[0]
+            if operation == "scatter":
+                self._result = self._result[:, self.columns()]
 
     def refill(self) -> None:
         """Fill the residual, which timing leaves at zero."""
@@ -84,8 +87,13 @@ class Case:
         parts = gathered.view(self._count, self.rows, max(self.widths))
         return torch.cat([part[:, :width] for part, width in zip(parts, self.widths, strict=True)], 1)
 
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return the parts of rows as :meth:`assembled` takes them."""
+        parts = torch.split_with_sizes(whole, list(self.widths), 1)
+        return torch.cat([functional.pad(part, (0, max(self.widths) - part.shape[1])) for part in parts])
+
     def columns(self) -> slice:
-        """Return which columns are this process's in an allgather."""
+        """Return which columns are this process's part."""
         ends = [*accumulate(self.widths)]
         return slice(ends[self.process] - self.widths[self.process], ends[self.process])
 
@@ -104,7 +112,8 @@ class Contender:
         operand: the tensor whose first columns this process fills before a call.
         call: runs the operation, and returns the tensor that it wrote.
         in_place: whether that tensor is the operand.
-        arrange: makes rows of all columns of the tensor that was written.
+        arrange: makes rows of the tensor that was written, as the case expects them.
+        lay: makes of the case's operand what the first columns of this one's are.
     """
 
     who: str
@@ -112,6 +121,7 @@ class Contender:
     call: Callable[[], Tensor]
     in_place: bool = False
     arrange: Callable[[Tensor], Tensor] = lambda written: written
+    lay: Callable[[Tensor], Tensor] = lambda given: given
 
     def check(self, case: Case, run: Callable[[], Tensor], times: int, wait: Callable[[], None]) -> None:
         """Run twice, the second time on the case's operands and on spoiled results, and check what comes of it.
@@ -128,7 +138,8 @@ class Contender:
         run().fill_(float("nan"))
         case.refill()
         if case.given is not None:
-            self.operand[:, : case.given.shape[1]].copy_(case.given)
+            given = self.lay(case.given)
+            self.operand[:, : given.shape[1]].copy_(given)
         wait()
         found = self.arrange(run()).cpu()
         times = times if self.in_place else 1

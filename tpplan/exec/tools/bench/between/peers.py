@@ -46,11 +46,15 @@ class Ours:
             part = new(case.widths[case.process])
             gather = partial(ctx.allgather, [part], Axis.RESIDUAL, out=[whole])
             yield Contender(who=OURS, operand=part, call=lambda: gather()[0])
-        elif case.operation == "broadcast":
-            operand = new(sum(case.widths))
+        elif case.operation in {"broadcast", "scatter"}:
+            operand, source = new(sum(case.widths)), ctx.all_devices[0]
             given = operand if case.given is not None else operand.to("meta")
-            broadcast = partial(ctx.broadcast, given, source=ctx.all_devices[0], out=[whole])
-            yield Contender(who=OURS, operand=operand, call=lambda: broadcast()[0])
+            if case.operation == "broadcast":
+                send = partial(ctx.broadcast, given, source=source, out=[whole])
+            else:
+                part = new(case.widths[case.process])
+                send = partial(ctx.scatter, given, Axis.RESIDUAL, source=source, out=[part])
+            yield Contender(who=OURS, operand=operand, call=lambda: send()[0])
         else:
             more = None if case.residual is None else [case.residual]
             add_up = partial(ctx.all_reduce, [whole], more, out=[whole])
@@ -68,16 +72,30 @@ class Nccl:
     WAYS: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(OPERATIONS, (who,))
 
     def __init__(self, place: torch.device, elements: int, dtype: torch.dtype) -> None:
-        """Allocate the tensors for operations of up to so many elements, of which an allgather's parts are even."""
+        """Allocate the tensors for operations of up to so many elements, of which a process's parts are even."""
         self._operand, self._result = (torch.zeros(elements, dtype=dtype, device=place) for _ in range(2))
 
     def contenders(self, case: Case) -> Iterator[Contender]:
         """Yield the implementations of a case, as :attr:`WAYS` names them."""
-        width = max(case.widths) if case.operation == "allgather" else sum(case.widths)
-        operand = self._operand[: case.rows * width].view(case.rows, width)
+        count, width = len(case.widths), max(case.widths)
+        if case.operation == "scatter":
+            operand = self._operand[: count * case.rows * width].view(-1, width)
+        else:
+            width = width if case.operation == "allgather" else sum(case.widths)
+            operand = self._operand[: case.rows * width].view(case.rows, width)
         contender = partial(Contender, who=self.WAYS[case.operation][0], operand=operand)
-        if case.operation == "allgather":
-            result = self._result[: len(case.widths) * operand.numel()].view(-1, width)
+        if case.operation == "scatter":
+            part = self._result[: case.rows * width].view(-1, width)
+            parts = None if case.given is None else [*operand.chunk(count)]
+
+            def scatter() -> Tensor:
+                distributed.scatter(part, parts)
+                return part
+
+            own = case.widths[case.process]
+            yield contender(call=scatter, lay=case.cut, arrange=lambda written: written[:, :own])
+        elif case.operation == "allgather":
+            result = self._result[: count * operand.numel()].view(-1, width)
 
             def gather() -> Tensor:
                 distributed.all_gather_into_tensor(result, operand)
