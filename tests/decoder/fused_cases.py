@@ -14,6 +14,7 @@ from tpplan.decoder.fast.launches import skinny
 from tpplan.decoder.fast.launches.dense import kind_of
 from tpplan.decoder.fast.launches.experts import KINDS
 from tpplan.decoder.fast.launches.gemv import MOST_ROWS
+from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.layer import experts
 from tpplan.decoder.math import rms_norm
 from tpplan.decoder.model.gates import ACTIVATIONS, gated
@@ -21,6 +22,7 @@ from tpplan.decoder.model.gates import ACTIVATIONS, gated
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from tpplan.decoder.fast.launches.attention import NewTokens
     from tpplan.decoder.fast.launches.gemv import Norm
     from tpplan.decoder.model.router import Router
     from tpplan.decoder.weights.quantised import Matrix
@@ -270,9 +272,13 @@ class FakeAttention:
         *,
         scale: float,
         sinks: Tensor | None = None,
+        new: NewTokens | None = None,
     ) -> Tensor:
-        """Return what they find."""
+        """Return what they find, with what is new to the cache."""
         assert q.dtype == self._dtype
+        if new:
+            assert self._kind == "fp16"
+            q = self._append(q, k, v, positions, new)
         if sinks is not None:
             assert sinks.dtype == self._dtype
             assert sinks.shape == q.shape[1:2]
@@ -294,6 +300,23 @@ class FakeAttention:
                 scores = torch.cat((scores, sinks.float().view(*scores.shape[:2], 1)), dim=-1)
             rows.append((scores.softmax(-1)[..., :seen] @ values).flatten())
         return torch.stack(rows).to(self._dtype)
+
+    def _append(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, new: NewTokens) -> Tensor:
+        """Write tokens to a cache as the kernel that turns them does, and return their queries."""
+        from tests.decoder.pointwise_cases import FakeLauncher  # noqa: PLC0415 (which has these for its fixture)
+
+        for each in (new.keys, new.values):
+            assert each.stride() == q.stride()
+            assert each.stride(1) == q.shape[2]
+        x, (rows, queries, width), keys = torch.cat((q, new.keys, new.values), dim=1), q.shape, k.shape[1]
+        turn = FakeLauncher(f"turn_{DTYPES[self._dtype]}", x.device)
+        numbers = torch.arange(rows), positions % k.shape[2]
+        turn.run(
+            rows, x.shape[1] * width // 16, x.data_ptr(), 2 * x.stride(0), queries, keys, x.shape[1], 2 * width,
+            *new.turn, k.data_ptr(), v.data_ptr(), 0, 0, 2 * k.stride(0), 2 * k.stride(1),
+            *(word for each in numbers for word in (each.data_ptr(), 8)),
+        )  # fmt: skip
+        return x[:, :queries]
 
     def _read(self, *parts: Tensor) -> Tensor:
         store = Store(self._kind, (1, 1, 1, self._head_dim), self._dtype, parts[0].device)

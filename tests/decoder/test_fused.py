@@ -91,12 +91,12 @@ def test_steps_say_the_same(model_type: str, layout: str, tmp_path: Path, reques
 @pytest.mark.parametrize(
     ("count", "shares", "expected"),
     [
-        (1, (1,), {"linear of a norm": 1, "turn": 1, "attention": 1, "add": 2, "gated": 1}),
-        (1, (3, 1), {"linear of a norm": 1, "turn": 1, "attention": 1, "linear": 2, "gated": 1}),
-        (5, (1,), {"norm": 2, "few rows": 1, "turn": 1, "attention": 1, "few rows, added": 2, "few rows, gated": 1}),
-        (5, (3, 1), {"norm": 2, "few rows": 3, "turn": 1, "attention": 1, "few rows, gated": 1}),
-        (8, (1,), {"norm": 2, "turn": 1, "attention": 1, "silu": 1}),  # beside four matrices
-        (8, (3, 1), {"norm": 2, "turn": 1, "attention": 1, "silu": 1}),
+        (1, (1,), {"linear of a norm": 1, "attention": 1, "add": 2, "gated": 1}),
+        (1, (3, 1), {"linear of a norm": 1, "attention": 1, "linear": 2, "gated": 1}),
+        (5, (1,), {"norm": 2, "few rows": 1, "attention": 1, "few rows, added": 2, "few rows, gated": 1}),
+        (5, (3, 1), {"norm": 2, "few rows": 3, "attention": 1, "few rows, gated": 1}),
+        (8, (1,), {"norm": 2, "attention": 1, "silu": 1}),  # beside four matrices
+        (8, (3, 1), {"norm": 2, "attention": 1, "silu": 1}),
     ],
 )
 def test_kernels_of_a_layer(  # noqa: PLR0917

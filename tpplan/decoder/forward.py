@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.decoder.decoding.steps import NewTokens
     from tpplan.decoder.layer.stack import Stack
     from tpplan.decoder.model.ropes import Angles
     from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.prompts import PromptSlice
+    from tpplan.decoder.read_back import ReadBack
     from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.exec.context import TPContext
 
@@ -76,7 +76,7 @@ class Forward:
         self.weights = weights
         self.batch = batch
         self.length = length
-        self.unread: NewTokens | None = None
+        self.unread: ReadBack | None = None
         self._tables = tables
         self._head = head
         self._in_turns = in_turns

@@ -14,6 +14,7 @@ from tests.decoder.fast.overlap import check_overlap
 from tests.machine_code import CAPABILITIES
 from tpplan.decoder.fast.launches.attention import Attention, splits_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
+from tpplan.decoder.math import angles
 from tpplan.exec.toolchain.kernel_cache import OVERLAPS
 
 #: Maximum loads of a sink: where a block is alone, and where it is the last one, both of which compilers may repeat.
@@ -48,7 +49,7 @@ def test_they_multiply_matrices_in_registers(name: str, capability: tuple[int, i
     text = machine_code.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     check_overlap(name, text, capability)
-    assert "ld.global.L1::no_allocate.v4.u32" in text
+    assert ("ld.global.L1::no_allocate.v4.u32" in text) != is_narrow
     assert ("ld.global.L1::no_allocate.v2.u32" in text) == is_narrow
     assert (text.count("ld.global.u16") > SINKS) == ("q8" in name)
     assert ("cp.async.bulk.prefetch.L2.global" in text.partition("griddepcontrol.wait")[0]) == (capability >= OVERLAPS)
@@ -145,7 +146,7 @@ def test_lanes_agree(case: _Case, sinks: list[float]) -> None:
     words = [
         q_RHK.data_ptr(), 2 * queries * size, *(x.data_ptr() for x in kv_2RHLK), 2 * keys * length * size, 0, 0,
         positions_R.data_ptr(), sinks_H.data_ptr(), out_RH.data_ptr(), 2 * queries * size, partial.data_ptr(),
-        turns.data_ptr(), length, queries // keys, bits_of(scale / math.log(2)), 0, 1,
+        turns.data_ptr(), length, queries // keys, bits_of(scale / math.log(2)), 0, 1, *[0] * 10,
     ]  # fmt: skip
     tensors = [q_RHK, kv_2RHLK, positions_R, sinks_H, out_RH, partial, turns]
     places = enumerate(positions_R.remainder(length).tolist())
@@ -161,3 +162,83 @@ def test_lanes_agree(case: _Case, sinks: list[float]) -> None:
     expected_RH = (weights_RHGL @ v_RHLK).reshape(out_RH.shape)
     torch.testing.assert_close(out_RH.double(), expected_RH, rtol=1.01 * torch.finfo(dtype).eps / 2, atol=1e-5)
     assert not turns.any()
+
+
+#: Dtype, query heads and KV heads, elements of a head and how many of them are turned, positions, places of the cache,
+#: blocks that share a token, and warps.
+_TurnCase = tuple[torch.dtype, tuple[int, int], tuple[int, int], list[int], int, int, int]
+
+
+@pytest.mark.parametrize("sinks", [True, False])
+@pytest.mark.parametrize("is_normed", [True, False])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (torch.bfloat16, (1, 1), (64, 64), [0], 40, 1, 1),  # in an empty cache
+        (torch.float16, (8, 2), (128, 128), [0, 75, 15], 80, 2, 2),
+        (torch.bfloat16, (7, 1), (96, 32), [37], 40, 1, 2),  # of which norms come from elsewhere
+        (torch.float16, (16, 1), (64, 64), [100, 47, 48], 48, 2, 2),  # of rings, written by two blocks
+        (torch.bfloat16, (6, 3), (80, 80), [33, 16], 40, 3, 1),
+        (torch.float16, (2, 2), (256, 256), [17], 20, 1, 4),
+        (torch.bfloat16, (3, 1), (208, 64), [45], 20, 1, 4),  # whose lanes do not fill a warp
+        (torch.bfloat16, (4, 1), (128, 128), [40], 48, 1, 8),
+    ],
+    ids=str,
+)
+def test_lanes_turn_and_append(case: _TurnCase, is_normed: bool, sinks: bool) -> None:
+    """One kernel leaves in the cache, and returns, what that which turns and one behind it do, to the bit."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.attention")
+    turn = pytest.importorskip("tpplan.decoder.fast.kernels.turn")
+    dtype, (queries, keys), (size, turned), positions, length, splits, warps = case
+    if is_normed and (turned < size or size == 80):
+        pytest.skip("no kernel has these norms")
+    torch.manual_seed(size)
+    count, heads, blocks, item = len(positions), queries + 2 * keys, keys * -(-queries // keys // 8), 2
+    raw_RHK = torch.randn(count, heads, size).to(dtype)
+    positions_R, sequences_R = torch.tensor(positions), torch.arange(count)
+    places_R = positions_R % length
+    raw_2RHLK = torch.randn(2, count, keys, length, size).to(dtype)
+    hidden_RL = torch.arange(length) > positions_R[:, None]
+    raw_2RHLK.masked_fill_(hidden_RL[None, :, None, :, None], math.nan)
+    raw_2RHLK[:, sequences_R, :, places_R] = math.nan
+    by, norms_2K = angles(*torch.rand(2, count, turned // 2).to(dtype)), torch.randn(2, size).to(dtype)
+    sinks_H = torch.randn(queries).to(dtype)
+    turning = [
+        item * turned, by.data_ptr(), 2 * item * turned, *(x.data_ptr() if is_normed else 0 for x in norms_2K),
+        bits_of(0.5), bits_of(1 / size), bits_of(1e-5),
+    ]  # fmt: skip
+    reader = kernels.cache_tiles.plain_reader(size)
+    attention = kernels.attention(f"attention_{DTYPES[dtype]}", size, reader, warps, ahead=True, capped=False)
+
+    def attend(x_RHK: torch.Tensor, kv_2RHLK: torch.Tensor, of_new: list[int]) -> torch.Tensor:
+        partial = torch.full((count * blocks * splits, 8, -(-size // 64) * 64 + 2), math.nan)
+        turns, out_RH = torch.zeros(count * blocks, dtype=torch.int32), torch.full((count, queries * size), 9).to(dtype)
+        words = [
+            x_RHK.data_ptr(), item * heads * size, *(x.data_ptr() for x in kv_2RHLK), item * keys * length * size, 0, 0,
+            positions_R.data_ptr(), sinks_H.data_ptr() if sinks else 0, out_RH.data_ptr(), item * queries * size,
+            partial.data_ptr(), turns.data_ptr(), length, queries // keys, bits_of(0.18), 0, 1, *of_new,
+        ]  # fmt: skip
+        tensors = [x_RHK, kv_2RHLK, positions_R, sinks_H, out_RH, partial, turns, by, norms_2K]
+        lanes.run(attention, (splits, blocks, count), 32 * warps, words, tensors, written=[x_RHK])
+        assert not turns.any()
+        return out_RH
+
+    x_RHK, kv_2RHLK = raw_RHK.clone(), raw_2RHLK.clone()
+    words = [
+        x_RHK.data_ptr(), item * heads * size, queries, keys, heads, item * size, *turning,
+        *(x.data_ptr() for x in kv_2RHLK), 0, 0, item * keys * length * size, item * length * size,
+        sequences_R.data_ptr(), 8, places_R.data_ptr(), 8,
+    ]  # fmt: skip
+    tensors = [x_RHK, kv_2RHLK, by, norms_2K, sequences_R, places_R]
+    kernel, threads = getattr(turn, f"TURN_{DTYPES[dtype].upper()}"), -(-heads * size // 512) * 32
+    lanes.run(kernel, (count, 1), threads, words, tensors)
+    expected_RH = attend(x_RHK, kv_2RHLK, [0] * 10)
+    assert expected_RH.isfinite().all()
+    assert not torch.equal(x_RHK[:, :queries], raw_RHK[:, :queries])
+
+    x_RHK, found_2RHLK = raw_RHK.clone(), raw_2RHLK.clone()
+    new = [x_RHK[:, queries + some :].data_ptr() for some in (0, keys)]
+    found_RH = attend(x_RHK, found_2RHLK, [*new, *turning])
+    assert torch.equal(found_RH, expected_RH)
+    assert torch.equal(found_2RHLK.view(torch.int16), kv_2RHLK.view(torch.int16))
+    assert torch.equal(x_RHK, raw_RHK)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from tpplan.decoder.cache.store import Store
-from tpplan.decoder.fast.launches.attention import Attention
+from tpplan.decoder.fast.launches.attention import Attention, NewTokens
+from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
+from tpplan.decoder.math import angles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,3 +157,42 @@ def test_a_graph_serves_any_length(dtype: torch.dtype) -> None:
         graph.replay()
         precision = torch.finfo(dtype).eps / 2
         torch.testing.assert_close(found.double(), case.expected(), rtol=1.01 * precision, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "size", "turned"),
+    [((8, 2), 128, 128), ((7, 1), 96, 32), ((16, 1), 64, 64), ((4, 4), 80, 80), ((8, 1), 256, 256)],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [1, 100, 16384])
+def test_new_tokens(  # noqa: PLR0917
+    length: int, heads: tuple[int, int], size: int, turned: int, is_normed: bool, dtype: torch.dtype
+) -> None:
+    """One kernel writes to the cache, and returns, what that which turns and one behind it do, to the bit."""
+    torch.manual_seed(length)
+    (queries, keys), rows = heads, torch.tensor([0, length - 1, length, 3 * length + 1], device="cuda")
+    numbers, gpu = torch.arange(len(rows), device="cuda"), torch.device("cuda", 0)
+    x_RHK = torch.randn(len(rows), queries + 2 * keys, size, device="cuda").to(dtype)
+    angle = 6 * torch.rand(len(rows), turned // 2, device="cuda")
+    by = angles(angle.sin().to(dtype), angle.cos().to(dtype))
+    norms = tuple(torch.randn(2, size, device="cuda").to(dtype)) if is_normed else ()
+    pointwise, attention = Pointwise(gpu, dtype, "silu", eps=1e-5, offset=0.5), kernel(dtype, size)
+    turn = pointwise.words_of_turn(x_RHK, by, norms)
+    if turn is None:
+        assert is_normed
+        assert turned < size or size == 80
+        return
+    stores = [Store("fp16", (len(rows), keys, length, size), dtype, gpu) for _ in range(2)]
+    old = torch.randn(2, len(rows), keys, length, size, device="cuda").to(dtype)
+    for store in stores:
+        store.write(slice(None), slice(None), slice(None), old)
+    turned_RHK = x_RHK.clone()
+    to = Places(*stores[0].as_rows(), numbers, rows % length)
+    assert pointwise.norm_and_rope(turned_RHK, heads, by, norms, to)
+    expected = attention(turned_RHK[:, :queries], *stores[0].halves, rows, scale=size**-0.5)
+    new = NewTokens(x_RHK[:, queries : queries + keys], x_RHK[:, queries + keys :], turn)
+    found = attention(x_RHK[:, :queries], *stores[1].halves, rows, scale=size**-0.5, new=new)
+    assert torch.equal(found, expected)
+    for part, right in zip(stores[1].halves, stores[0].halves, strict=True):
+        assert torch.equal(part, right)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 import torch
-from attrs import evolve, frozen
-from torch import Tensor
+from attrs import evolve
 
 from tpplan.core.axes import Axis
 from tpplan.decoder.cache.state import BROKEN
@@ -19,15 +18,17 @@ from tpplan.decoder.decoding.finite import not_finite
 from tpplan.decoder.decoding.sampling import Sampling
 from tpplan.decoder.layer.agree import room_for
 from tpplan.decoder.prompts import NO_TOKEN, Prompt
+from tpplan.decoder.read_back import ReadBack
 from tpplan.errors import RequestError
 from tpplan.exec.programs.program import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from torch import Tensor
+
     from tpplan.decoder.decoding.prefill_graphs import Capture
     from tpplan.decoder.forward import Forward
-    from tpplan.decoder.layer.stack import Stack
     from tpplan.decoder.layer.steps import Plain
     from tpplan.exec.context import TPContext
     from tpplan.exec.cuda.graph import Graph
@@ -67,46 +68,6 @@ def greedy(
         context.devices, found, tokens, positions or repeat(None, len(found)), strict=True
     ):
         steps[device].next_tokens(found_B2P, tokens_B, positions_B)
-
-
-@frozen(eq=False)
-class NewTokens:
-    """The tokens of a step on their way to the host.
-
-    Attributes:
-        tokens: the tokens ``[B]`` in host memory.
-        copied: recorded once they are there; None if they come from host memory.
-        positions: the position of each sequence in the step, if it was launched ahead.
-    """
-
-    tokens: Tensor
-    copied: torch.cuda.Event | None
-    positions: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, like: Tensor) -> Self:
-        """Allocate memory for tokens like those of a device."""
-        host = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
-        return cls(host, torch.cuda.Event() if like.is_cuda else None)  # type: ignore[no-untyped-call]
-
-    def copy(self, tokens: Tensor) -> None:
-        """Copy the tokens of a device behind what its current stream has to do."""
-        self.tokens.copy_(tokens, non_blocking=True)
-        if self.copied:
-            self.copied.record(torch.cuda.current_stream(tokens.device))
-
-    def read(self) -> list[int]:
-        """Wait for the tokens and return them."""
-        if self.copied:
-            self.copied.synchronize()
-        found: list[int] = self.tokens.tolist()
-        return found
-
-    def clear_up(self, stack: Stack) -> None:
-        """Clear what a step that nobody checks has added to the caches, where its numbers are not finite."""
-        for sequence, (token, position) in enumerate(zip(self.read(), self.positions, strict=True)):
-            if token == NO_TOKEN:
-                stack.clear_position(sequence, position)
 
 
 #: Minimum span of a step: the places of the cache it may read. Spans double from here, and each has its own graph.
@@ -160,7 +121,7 @@ class Steps:
         self._at: list[int] = []
         self._lengths: list[int] = []
         self._new = 0
-        self._read_back = [NewTokens.of(self._tokens[0][0]) for _ in range(2)]
+        self._read_back = [ReadBack.of(self._tokens[0][0]) for _ in range(2)]
         self._launched = 0
 
     @torch.inference_mode()

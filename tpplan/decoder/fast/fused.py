@@ -11,7 +11,7 @@ from attrs import evolve
 from torch import Tensor
 
 from tpplan.decoder.fast.launches import attention, delta, dense, gemv, packed, pointwise, skinny, wide
-from tpplan.decoder.fast.launches.attention import Attention
+from tpplan.decoder.fast.launches.attention import Attention, NewTokens
 from tpplan.decoder.fast.launches.delta import Delta
 from tpplan.decoder.fast.launches.dense import Dequantiser
 from tpplan.decoder.fast.launches.experts import ExpertGemv
@@ -252,17 +252,31 @@ class Fused(Plain):
         """Tell whether there is an attention kernel for these heads; it needs no mask."""
         return heads.cache.head_dim in self._attention and not heads.cache.value_dim
 
-    def attend(self, qkv_RHK: Tensor, heads: Heads, places: CachePlaces, scoring: Scoring) -> Tensor:
-        """Return the attention output ``[R, H × K]`` of one token of each sequence, over the cache."""
+    def attend(
+        self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope, places: CachePlaces, scoring: Scoring
+    ) -> Tensor:
+        """Write one token of each sequence to the cache, and return the attention output ``[R, H × K]``."""
         if not self.attends(heads):
-            return super().attend(qkv_RHK, heads, places, scoring)
+            return super().attend(qkv_RHK, heads, norm_rope, places, scoring)
         kernel, cache = self._attention[heads.cache.head_dim], heads.cache
-        found = []
+        norm_rope = self._norm_first(qkv_RHK, heads, norm_rope)
+        turn = self._words_of_turn(qkv_RHK, norm_rope) if cache.is_plain else None
+        if not turn:
+            self.append_kv(qkv_RHK, heads, norm_rope, places.sequences, places.places)
+        (_, new_k_RHK, new_v_RHK), found = heads.split_qkv(qkv_RHK), []
         for run in heads.runs:
+            new = NewTokens(new_k_RHK[:, run.keys], new_v_RHK[:, run.keys], turn) if turn else None
             k_BHLK, v_BHLK, *scales = (slice_of(x, run.keys, dim=1) for x in (*cache.halves, *cache.scales))
             q_RHK, sinks = qkv_RHK[:, run.queries], scoring.of(run.queries).sinks
-            found.append(kernel(q_RHK, k_BHLK, v_BHLK, places.positions, scales, scale=scoring.scale, sinks=sinks))
+            of_cache = k_BHLK, v_BHLK, places.positions, scales
+            found.append(kernel(q_RHK, *of_cache, scale=scoring.scale, sinks=sinks, new=new))
         return concat(found, dim=1)
+
+    def _words_of_turn(self, qkv_RHK: Tensor, norm_rope: NormAndRope) -> tuple[int, ...] | None:
+        """Return how kernels are told of norms and RoPE, or None if none can."""
+        if norm_rope.are_neighbours or (norm_rope.norms and norm_rope.norms_last):
+            return None
+        return self._pointwise.words_of_turn(qkv_RHK, norm_rope.angles, norm_rope.norms)
 
     def argmax(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
         """Return the largest logits of rows and their tokens (argmax)."""

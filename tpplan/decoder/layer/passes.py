@@ -150,9 +150,7 @@ class Decode:
         self, steps: Plain, heads: Heads, qkv_RHK: Tensor, norm_rope: NormAndRope, scoring: Scoring, device: int
     ) -> Tensor:
         """Write to the cache and attend; see :meth:`Prefill.attention`."""
-        places = self.places[device][heads.cache.length]
-        steps.append_kv(qkv_RHK, heads, norm_rope, places.sequences, places.places)
-        return steps.attend(qkv_RHK, heads, places, scoring)
+        return steps.attend(qkv_RHK, heads, norm_rope, self.places[device][heads.cache.length], scoring)
 
     def recur(self, linear: GatedDelta, rows: Rows, device: int) -> Tensor:
         """Update the states of linear attention, and return its outputs; see :meth:`GatedDelta.step`."""

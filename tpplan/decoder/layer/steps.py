@@ -389,15 +389,19 @@ class Plain:
         """Tell whether :meth:`attend` needs no mask for these heads, and issues the same work for any positions."""
         return False
 
-    def attend(self, qkv_RHK: Tensor, heads: Heads, places: CachePlaces, scoring: Scoring) -> Tensor:
-        """Return the attention output ``[R, H × K]`` of one token of each sequence, over the cache.
+    def attend(
+        self, qkv_RHK: Tensor, heads: Heads, norm_rope: NormAndRope, places: CachePlaces, scoring: Scoring
+    ) -> Tensor:
+        """Write one token of each sequence to the cache, and return the attention output ``[R, H × K]``.
 
         Args:
-            qkv_RHK: queries, then keys, then values.
-            heads: the attention heads, whose cache already has these keys and values.
-            places: where the tokens are in the cache.
+            qkv_RHK: queries, then keys, then values; may be overwritten.
+            heads: the attention heads of the layer on the device, with their cache.
+            norm_rope: the norms and rotation applied to queries and keys first.
+            places: where the tokens go in the cache.
             scoring: how scores become weights.
         """
+        self.append_kv(qkv_RHK, heads, norm_rope, places.sequences, places.places)
         q_RHK = heads.cache.mix_queries(qkv_RHK[:, : heads.queries])
 
         def find(some: slice, keys: slice) -> Tensor:

@@ -7,7 +7,9 @@ turns; eight query heads that read one KV head are the rows of their matrix inst
 found by the last of them that is ready (Dao et al., Flash-Decoding, 2023), see
 :mod:`tpplan.decoder.fast.kernels.attention`. Two blocks share a multiprocessor, so that one reads while the other
 begins or ends: queries lie in shared memory, for registers are what keeps tiles on their way. How many blocks have
-something to do depends on how many places the token sees, which is in the device's memory.
+something to do depends on how many places the token sees, which is in the device's memory. Before all that, blocks may
+apply norms and RoPE to their queries and to the token's own key, and write that and its value to the cache: all blocks
+do that have its place, several if a KV head has more than eight queries, and they write the same.
 Caches of 8 bits become float16 in registers, see :mod:`tpplan.decoder.fast.kernels.cache_tiles`, and so do the queries
 then.
 
@@ -25,6 +27,7 @@ from typing import Any
 from attrs import frozen
 
 from tpplan.decoder.fast.kernels import cache_tiles, tiles
+from tpplan.decoder.fast.kernels.turn import turned_by, vectors_of
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
 from tpplan.exec.toolchain.language import FLOAT32, UINT32, UINT64, cuda, types
@@ -248,7 +251,7 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     - q, its pitch: address, and bytes from one token to the next; heads are side by side.
     - k, v, their pitch: addresses, and bytes from one sequence to the next; heads and places are side by side.
     - their scales: addresses, if they have any.
-    - positions: address; of 64 bits each, not negative.
+    - positions: address; of 64 bits each, not negative, and below 2 ** 32 of tokens that are new to the cache.
     - sinks: address of one of the dtype for each query head; 0 if there are none.
     - out, its pitch: as of q.
     - partial: address of what blocks leave to the last: ``[tokens, grid's second size, splits, 8, width + 2]`` floats.
@@ -258,6 +261,10 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     - factor, cap: bits of float32. The base-2 logarithm of a weight is ``score × factor``, or if they have a cap,
       ``cap × tanh(score × factor)``.
     - least: tiles that a block has, at least, unless there are none left.
+    - new keys, new values: addresses of what the tokens add to the cache, which tokens have as far apart as queries; 0
+      if the cache has it, and queries have been turned, as in caches of 8 bits.
+    - turned, angles, their pitch, norms of queries and of keys, what is added to these, 1 / elements of a head, and
+      epsilon: as in :mod:`tpplan.decoder.fast.kernels.turn`, whose results it has to the bit; 0 without new keys.
 
     Args:
         name: of the kernel.
@@ -270,14 +277,25 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     dtype = name.split("_")[1]
     size, row_size, vector, unit = 2 * head_dim, reader.size, reader.vector, reader.unit
     low, high, both, multiply = _OF_KINDS[dtype if row_size == size else "f16"]
-    low_of_row, _, rounded, _ = _OF_KINDS[dtype]
-    load_queries = tiles.loads(size, 64, clear=True)
+    low_of_row, high_of_row, rounded, _ = _OF_KINDS[dtype]
+    turned_vectors = turned_by(low_of_row, high_of_row, rounded)
     read_keys, read_values, wide, of_queries = reader.keys, reader.values, reader.wide, reader.queries
     merging = parts_of(head_dim, warps, unit, rounded, low_of_row)
     merge, gather, rows, block = merging.merge, merging.gather, merging.rows, merging.block
     width, pairs, pitch = merging.width, merging.pairs, merging.pitch
     scores, weighed, zeros = tiles.scores(multiply), tiles.weighed(multiply), tiles.zeros(width // 4)
     threads, floats = 32 * warps, rows * pitch
+    # Of a head: lanes that read it, two vectors each, and its bytes in shared memory, of which the last may be zeros.
+    lanes, filled = -(-size // 32), -(-size // 64) * 64
+    at_once = threads // lanes  # such heads
+    words, appends = QUERIES * filled // 4, row_size == size and size % 32 == 0
+
+    @device_function
+    def keep_query(queries: Any, which: Any, at: Any, w: Any) -> None:
+        """Put a vector of a query where :func:`tpplan.decoder.fast.kernels.tiles.scores` finds it."""
+        a, b, c, d = of_queries(w)
+        at = at // UINT64(64) * UINT64(64 * QUERIES) + UINT64(which) * UINT64(64) + at % UINT64(64)
+        ptx.shared_store_128(queries + at, a, b, c, d)
 
     @device_function
     def row_of(place: Any, last: Any) -> Any:
@@ -301,10 +319,10 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         return v0, v1, v2, read_values(base, row_of(place + UINT32(9), last), start, second)
 
     @device_function
-    def walk(query: Any, own: Any, k: Any, v: Any, tile: Any, end: Any, last: Any, factor: Any, cap: Any) -> Any:
+    def walk(own: Any, k: Any, v: Any, tile: Any, end: Any, last: Any, factor: Any, cap: Any) -> Any:
         """Attend to every tile of a warp, of which there is one at least, and return its peak, weight and sums.
 
-        Queries are kept in shared memory, at the lane's own address.
+        Queries are in shared memory, from the lane's own address on.
         """
         lane = UINT64(cuda.threadIdx.x) % UINT64(32)
         g, t = lane // UINT64(4), lane % UINT64(4)
@@ -315,7 +333,6 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
         k0, k1 = keys_of(k, first + UINT32(g), last, t)
         if ahead:
             v0, v1, v2, v3 = values_of(v, first + UINT32(2 * t), last, g)
-        tiles.put(own, of_queries(query))
         while True:
             x0, x1, x2, x3 = scores(own, wide(k0), wide(k1))
             following = UINT32(tile + UINT32(warps))
@@ -353,18 +370,21 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             else:
                 k0, k1 = keys_of(k, at + UINT32(g), last, t)
 
-    def attend(  # type: ignore[no-untyped-def]  # noqa: PLR0915
+    def attend(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
         q, q_pitch, k, v, kv_pitch, k_scales, v_scales, positions, sinks, out, out_pitch, partial, turns, length,
-        group, factor, cap, least,
+        group, factor, cap, least, new_keys, new_values, turned, angles, angle_pitch, query_norm, key_norm, more,
+        inverse, eps,
     ):  # fmt: skip
         found = cuda.shared.array(floats, FLOAT32, alignment=16)
+        queries = ptx.shared_address(cuda.shared.array(words, UINT32, alignment=16))
         peaks, totals = cuda.shared.array(rows, FLOAT32), cuda.shared.array(rows, FLOAT32)
         kept, turn = cuda.shared.array(_KEPT, UINT64), cuda.shared.array(1, UINT32)
         thread, splits, split = UINT64(cuda.threadIdx.x), UINT64(cuda.gridDim.x), UINT64(cuda.blockIdx.x)
         token, number = UINT64(cuda.blockIdx.z), UINT64(cuda.blockIdx.y)
         lane, warp = thread % UINT64(32), thread // UINT64(32)
         g, t = lane // UINT64(4), lane % UINT64(4)
-        # The kernel before may still run, but has waited for those before it: positions and earlier tokens are there.
+        # The kernel before may still run, but has waited for those before it: positions, angles and earlier tokens are
+        # there.
         low_word, high_word = ptx.load_64(positions + token * UINT64(8))
         parts = (group + UINT64(QUERIES - 1)) // UINT64(QUERIES)
         head = UINT64(UINT32(number) // UINT32(parts))
@@ -385,20 +405,54 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             some = min(min(end * UINT64(TILE), length) - tile * UINT64(TILE), UINT64(_AHEAD // row_size))
             ptx.prefetch(k + start, UINT32(some * UINT64(row_size)))
             ptx.prefetch(v + start, UINT32(some * UINT64(row_size)))
-        ptx.after_earlier_with_next()
-        query = load_queries(
-            q + token * q_pitch + column + min(g, count - UINT64(1)) * UINT64(size) + t * UINT64(16), t * UINT64(16)
-        )
+        if not appends:
+            new_keys = turned = query_norm = UINT64(0)
+        lane_of_row, which = UINT32(thread) % UINT32(lanes), UINT32(thread) // UINT32(lanes)
+        offset, half = vectors_of(lane_of_row, UINT64(size), turned, False)  # noqa: FBT003 (of a key)
+        nothing = UINT32(0), UINT32(0), UINT32(0), UINT32(0)
+        is_turned, cos, sin = offset < turned, nothing, nothing
+        if is_turned:
+            angle = angles + token * angle_pitch + offset
+            cos, sin = ptx.load_128(angle), ptx.load_128(angle + half)
+        if thread < UINT64(QUERIES * (filled - size) // 16):
+            at = UINT64(size) + thread // UINT64(QUERIES) * UINT64(16)
+            keep_query(queries, thread % UINT64(QUERIES), at, nothing)
+        place, heads = UINT32(low_word) % UINT32(length), UINT32(QUERIES)
+        if new_keys and tile <= UINT64(place // UINT32(TILE)) and UINT64(place // UINT32(TILE)) < end:
+            heads = UINT32(QUERIES + 2)  # behind the queries the key, then the value
         if thread == 0:  # where they take no registers from the walk
             kept[0], kept[1], kept[2], kept[3] = used, total, each, count
             kept[4], kept[5] = out + token * out_pitch + column, token * UINT64(cuda.gridDim.y) + number
+        ptx.after_earlier_with_next()
+        first = UINT32(warp * UINT64(32)) // UINT32(lanes)
+        while first < heads:  # for all lanes of a warp, or none
+            is_value, is_new = which > UINT32(QUERIES), which >= UINT32(QUERIES) and which < heads
+            source, norm = q + column + UINT64(min(which, UINT32(count) - UINT32(1))) * UINT64(size), query_norm
+            if is_new:
+                source, norm = (new_values if is_value else new_keys) + head * UINT64(size), key_norm
+            source += token * q_pitch
+            offset, half = vectors_of(lane_of_row, UINT64(size), turned, is_value)
+            a, b = turned_vectors(
+                source, offset, half, UINT32(lanes), is_value, is_turned and not is_value, sin, cos, norm, more,
+                inverse, eps,
+            )  # fmt: skip
+            if which < UINT32(QUERIES):
+                keep_query(queries, which, offset, a)
+                keep_query(queries, which, offset + half, b)
+            elif is_new:
+                to = (v if is_value else k) + base + UINT64(place) * UINT64(size) + offset
+                ptx.store_128(to, a[0], a[1], a[2], a[3])
+                ptx.store_128(to + half, b[0], b[1], b[2], b[3])
+            if at_once >= QUERIES + 2:  # a loop would take more registers
+                break
+            first, which = UINT32(first + UINT32(at_once)), UINT32(which + UINT32(at_once))
+        cuda.syncthreads()  # before which no warp reads queries, nor what this block adds to the cache
         if warp < used:
             first, last = UINT32(tile + warp), UINT32(seen - UINT64(1))
             factor, cap = ptx.float_of(UINT32(factor)) * FLOAT32(unit), ptx.float_of(UINT32(cap))
             keys, values = _at(k, k_scales, base), _at(v, v_scales, base)
-            own = UINT32(ptx.shared_address(found) + warp * UINT64(4 * QUERIES * pitch) + lane * UINT64(16))
-            peak, weight, sums = walk(query, own, keys, values, first, UINT32(end), last, factor, cap)
-            cuda.syncwarp()  # after which queries are no longer needed
+            own = UINT32(queries + lane * UINT64(16))
+            peak, weight, sums = walk(own, keys, values, first, UINT32(end), last, factor, cap)
             at = warp * UINT64(QUERIES)
             tiles.keep(found, sums, (at + UINT64(2) * t) * UINT64(pitch) + g, UINT64(pitch), UINT64(pairs))
             if t == 0:
@@ -420,7 +474,7 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
             cuda.syncthreads()
             merge(found, peaks, totals, ways, row, sinks, own, count)
 
-    return Kernel(name, attend, 18, bounds=(threads, 2))
+    return Kernel(name, attend, 28, bounds=(threads, 2))
 
 
 _OF_KINDS = {

@@ -25,7 +25,6 @@ _LOADS = {
     2: emitter("ld.global.u16 $0, [$1];", "u32", "u64", memory=True),
 }
 _shared_load_128 = emitter("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32 u32 u32 u32", "u32", memory=True)
-_shared_store_128 = emitter("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "u32 u32 u32 u32 u32", memory=True)
 
 
 def all_of(builder: Any, values: Any) -> list[Any]:
@@ -43,18 +42,17 @@ def zeros(count: int, of: Any = types.float32) -> Any:
     return intrinsic(lambda typingctx: (types.UniTuple(of, count)(), codegen))  # noqa: ARG005
 
 
-def loads(limit: int, step: int, *, vector: int = 16, clear: bool = False) -> Any:
+def loads(limit: int, step: int, *, vector: int = 16) -> Any:
     """Return an intrinsic that reads vectors at ``start``, ``start + step`` and so on, of a row.
 
     It takes the first vector's address and the start, which is less than the step, and returns a register for every
     four bytes of each vector, or for all of it.
-    What would be behind the row is zero, or anything that the row has.
+    What would be behind the row is anything that the row has.
 
     Args:
         limit: bytes of a row, a multiple of those of a vector.
         step: from one vector to the next, in bytes.
         vector: its bytes: 16, 8 or 2.
-        clear: whether what is behind the row is zero.
     """
     word, count, load, registers = types.uint64, -(-limit // step), _LOADS[vector], max(1, vector // 4)
 
@@ -68,34 +66,19 @@ def loads(limit: int, step: int, *, vector: int = 16, clear: bool = False) -> An
             at = builder.add(start, ir.Constant(start.type, j * step))
             inside = builder.icmp_unsigned("<", at, ir.Constant(start.type, limit))
             at = builder.select(inside, at, ir.Constant(start.type, limit - vector))
-            got = load(builder, [builder.add(first, builder.sub(at, start))])
-            found += [builder.select(inside, each, ir.Constant(_INT, 0)) for each in got] if clear else got
+            found += load(builder, [builder.add(first, builder.sub(at, start))])
         return context.make_tuple(builder, signature.return_type, found)
 
     signature = types.UniTuple(types.uint32, registers * count)(word, word)
     return intrinsic(lambda typingctx, first, start: (signature, codegen))  # noqa: ARG005
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def put(typingctx: Any, address: Any, registers: Any) -> Any:  # noqa: ARG001
-    """Write a lane's vectors to shared memory: at the address, which is the lane's own, and every 512 bytes from it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
-        address, kept = values[0], all_of(builder, values[1])
-        for i in range(0, len(kept), _VECTOR):
-            at = builder.add(address, ir.Constant(address.type, i // _VECTOR * _WARP))
-            _shared_store_128(builder, [at, *kept[i : i + _VECTOR]])
-        return context.get_dummy_value()
-
-    return types.void(address, registers), codegen
-
-
 def scores(multiply: Emitter) -> Any:
     """Return an intrinsic for the products of eight queries and sixteen keys.
 
-    It takes the address at which a lane has :func:`put` its registers of the queries (row g is the query), and its
-    registers of eight keys and of eight more (row g is the key). It returns the products of query g and keys 2 t,
-    2 t + 1, 2 t + 8 and 2 t + 9.
+    It takes the address where the queries are in shared memory, as lanes hold tiles: a lane's 16 bytes at its own
+    address (of query g), and its next ones every 512 bytes. And it takes a lane's registers of eight keys and of eight
+    more (row g is the key). It returns the products of query g and keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:

@@ -62,6 +62,56 @@ def _pair_of(low: Any, high: Any, two: Any) -> Any:
 
 
 @device_function
+def vectors_of(lane: Any, width: Any, turned: Any, is_value: Any) -> Any:
+    """Return where in its head a lane's first vector is, and how much farther its second one.
+
+    Where a head has an odd number of vectors, of which none are turned, the second one of a lane is the next one's
+    first.
+    """
+    pairs = UINT32(turned) // UINT32(32)
+    if is_value:  # its halves
+        return UINT64(16) * UINT64(lane), width // UINT64(32) * UINT64(16)
+    if lane < pairs:
+        return UINT64(16) * UINT64(lane), turned // UINT64(2)
+    rest = (width - turned) // UINT64(32) * UINT64(16)
+    return turned + UINT64(16) * UINT64(lane - pairs), rest  # behind what is turned
+
+
+@cache
+def turned_by(low: Any, high: Any, two: Any) -> Any:
+    """Make what reads two vectors of a head, divides it by its root mean square, and turns them.
+
+    Where there is a norm, all lanes of a warp are here, and heads are within one.
+
+    Args:
+        low: makes a float32 of the first element in 32 bits.
+        high: the same of the second.
+        two: makes 32 bits of both.
+    """
+    squares, weights_at, scaled = squares_of(low, high), weights_by(low, high), scaled_by(low, high, two)
+    turned_pair = _pair_of(low, high, two)
+
+    @device_function
+    def turned_vectors(
+        head: Any, offset: Any, half: Any, lanes: Any, is_value: Any, is_turned: Any, sin: Any, cos: Any, norm: Any,
+        more: Any, inverse: Any, eps: Any,
+    ) -> Any:  # fmt: skip
+        a, b = ptx.load_128(head + offset), ptx.load_128(head + offset + half)
+        if norm != UINT64(0):
+            g, h = weights_at(norm + offset, more), weights_at(norm + offset + half, more)
+            s = over_lanes(squares(a[0], a[1], a[2], a[3]) + squares(b[0], b[1], b[2], b[3]), lanes)
+            by = libdevice.rsqrtf(s * ptx.float_of(UINT32(inverse)) + ptx.float_of(UINT32(eps)))
+            c, d = scaled(a, g, by), scaled(b, h, by)
+            if not is_value:
+                a, b = c, d
+        if is_turned:
+            a, b = turned_pair(a, b, sin, cos)
+        return a, b
+
+    return turned_vectors
+
+
+@device_function
 def _packed(a: Any, b: Any, c: Any, d: Any) -> Any:
     """Return four bytes in one register."""
     return UINT32(UINT32(a) | UINT32(b) << UINT32(8) | UINT32(c) << UINT32(16) | UINT32(d) << UINT32(24))
@@ -128,28 +178,9 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         high: the same of the second.
         two: makes 32 bits of both.
     """
-    squares, weights_at, scaled = squares_of(low, high), weights_by(low, high), scaled_by(low, high, two)
-    turned_pair = _pair_of(low, high, two)
+    turned_vectors = turned_by(low, high, two)
     encode = _encode(low, high, _whole if kind == "Q8" else _float8)
     is_narrow, has_scales = kind is not None, kind == "Q8"
-
-    @device_function
-    def place_of(lane: Any, width: Any, turned: Any, is_value: Any) -> Any:
-        """Return where in its head a thread's first vector is, and how much farther its second one."""
-        pairs = UINT32(turned) // UINT32(32)
-        if is_value:  # its halves
-            return UINT64(16) * UINT64(lane), width // UINT64(2)
-        if lane < pairs:
-            return UINT64(16) * UINT64(lane), turned // UINT64(2)
-        return turned + UINT64(16) * UINT64(lane - pairs), (width - turned) // UINT64(2)  # behind what is turned
-
-    @device_function
-    def normed(a: Any, b: Any, weights: Any, lanes: Any, inverse: Any, eps: Any) -> Any:
-        """Divide a head by its root mean square: all lanes of a warp are here, and heads are within one."""
-        g, h = weights
-        s = over_lanes(squares(a[0], a[1], a[2], a[3]) + squares(b[0], b[1], b[2], b[3]), lanes)
-        by = libdevice.rsqrtf(s * ptx.float_of(UINT32(inverse)) + ptx.float_of(UINT32(eps)))
-        return scaled(a, g, by), scaled(b, h, by)
 
     @device_function
     def scale_of(peaks: Any, vector: Any) -> Any:
@@ -199,26 +230,19 @@ def _turn(name: str, kind: str | None, low: Any, high: Any, two: Any) -> Kernel:
         if is_kept:
             sequence = ptx.load_32(sequences + row * sequences_step)
             place = ptx.load_32(places + row * places_step)
-        offset, half = place_of(lane, width, turned, is_value)
+        offset, half = vectors_of(lane, width, turned, is_value)
         is_turned = offset < turned and not is_value
-        source = x + row * pitch + UINT64(head) * width + offset
+        source = x + row * pitch + UINT64(head) * width
         # The kernel before, which may still run, writes heads; all else is older.
         angle = angles + row * angle_pitch + (offset if is_turned else UINT64(0))
         distance = half if is_turned else UINT64(0)
         cos, sin = ptx.load_128(angle), ptx.load_128(angle + distance)
         ptx.after_earlier_with_next()
-        a, b = ptx.load_128(source), ptx.load_128(source + half)
-        if query_norm != UINT64(0):
-            weight = (query_norm if is_query else key_norm) + offset
-            weights = weights_at(weight, more), weights_at(weight + half, more)
-            c, d = normed(a, b, weights, lanes, inverse, eps)
-            if not is_value:
-                a, b = c, d
-        if is_turned:
-            a, b = turned_pair(a, b, sin, cos)
+        norm = query_norm if is_query else key_norm
+        a, b = turned_vectors(source, offset, half, lanes, is_value, is_turned, sin, cos, norm, more, inverse, eps)
         if is_there and not is_value:
-            ptx.store_128(source, a[0], a[1], a[2], a[3])
-            ptx.store_128(source + half, b[0], b[1], b[2], b[3])
+            ptx.store_128(source + offset, a[0], a[1], a[2], a[3])
+            ptx.store_128(source + offset + half, b[0], b[1], b[2], b[3])
         first, second = UINT32(offset // UINT64(16)), UINT32((offset + half) // UINT64(16))
         scale_a, scale_b = scales_of(a, b, first, second, UINT32(UINT32(2) * which * lanes), is_there)
         if sequence < UINT32(_BELOW):

@@ -9,18 +9,16 @@ and values), K elements of a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
+from attrs import frozen
+from torch import Tensor
 
 from tpplan.decoder.cache.store import KERNEL_KINDS
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 #: Elements of a head: those of a vector of 16 bytes, the most for which a block has 8 warps, and the most of all.
 _VECTOR, _WIDE, _WIDEST = 8, 128, 256
@@ -36,6 +34,21 @@ _OLDEST, _OLDEST_WIDE = (8, 0), (9, 0)
 def name_of(dtype: torch.dtype, head_dim: int, cap: float | None, kind: str = "fp16") -> str:
     """Return the name of the kernel for heads of a dtype and size in a kind of cache."""
     return f"attention_{DTYPES[dtype]}_{head_dim}{KERNEL_KINDS[kind]}{'' if cap is None else '_capped'}"
+
+
+@frozen
+class NewTokens:
+    """Keys and values of the tokens, beside their queries, before norms and RoPE.
+
+    Attributes:
+        keys: keys, ``[R, H, K]``.
+        values: values, likewise.
+        turn: norms and RoPE, see :meth:`tpplan.decoder.fast.launches.pointwise.Pointwise.words_of_turn`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    turn: Sequence[int]
 
 
 class Attention:
@@ -84,6 +97,7 @@ class Attention:
         *,
         scale: float,
         sinks: Tensor | None = None,
+        new: NewTokens | None = None,
     ) -> Tensor:
         """Return the attention output of tokens over places 0 to their position, or all places if these are fewer.
 
@@ -101,6 +115,8 @@ class Attention:
             scale: factor of the attention scores.
             sinks: scores of the query heads' sinks, in the dtype of the queries and contiguous; see
                 :class:`tpplan.decoder.math.Scoring`.
+            new: what to write to a cache of 16 bits first, while queries are normed and turned; None if the cache has
+                the tokens, and the queries have been.
 
         Returns:
             The attention output ``[R, H × K]``.
@@ -132,6 +148,7 @@ class Attention:
             bits_of(factor),
             bits_of(limit),
             _LEAST,
+            *((new.keys.data_ptr(), new.values.data_ptr(), *new.turn) if new else (0,) * 10),
         )
         return out
 

@@ -240,47 +240,53 @@ class Pointwise:
         Returns:
             Whether the kernel takes such tensors.
         """
+        words, cache_words = self.words_of_turn(qkv_RHK, by, norms), self._words_of(to)
+        if words is None or cache_words is None:
+            return False
+        rows, _, width = qkv_RHK.shape
+        lanes, used = width // (2 * _ELEMENTS), sum(counts) + (counts[1] if to else 0)
+        _, threads = _even(used * lanes, _THREADS)
+        parts = -(-used // (threads // lanes))  # of whole heads
+        self._norm_and_rope(
+            (rows, parts, 1),
+            threads,
+            qkv_RHK.data_ptr(),
+            qkv_RHK.stride(0) * _ITEM,
+            *counts,
+            used,
+            width * _ITEM,
+            *words,
+            *cache_words,
+        )
+        return True
+
+    def words_of_turn(self, qkv_RHK: Tensor, by: Tensor, norms: Sequence[Tensor] = ()) -> tuple[int, ...] | None:
+        """Return how kernels are told of the norms and rotation of heads, or None if they do not support them.
+
+        Args:
+            qkv_RHK: the heads; see :meth:`norm_and_rope`.
+            by: RoPE angles of the rows.
+            norms: weights of the norms.
+        """
         rows, _, width = qkv_RHK.shape
         turned, lanes = 2 * by.shape[-1], width // (2 * _ELEMENTS)
         if not turned or (width | turned) % (2 * _ELEMENTS) or qkv_RHK.stride(1) != width or lanes > _THREADS:
-            return False
+            return None
         start, pitch = qkv_RHK.data_ptr(), qkv_RHK.stride(0) * _ITEM
         is_fitting = qkv_RHK.dtype is self._dtype and qkv_RHK.stride(2) == 1 and rows and not (start | pitch) % _VECTOR
         if not is_fitting or by.dtype is not self._dtype or not by.is_contiguous():
-            return False
+            return None
         words = [0, 0]
         if norms:
             words = [weight.data_ptr() for weight in norms]
             are_in_warps = lanes <= _WARP and not lanes & (lanes - 1)
             are_fitting = all(weight.dtype is self._dtype and weight.is_contiguous() for weight in norms)
             if turned != width or not are_in_warps or not are_fitting:
-                return False
+                return None
         if (words[0] | words[1] | by.data_ptr()) % _VECTOR:
-            return False
-        cache_words = self._words_of(to)
-        if cache_words is None:
-            return False
-        used = sum(counts) + (counts[1] if to else 0)
-        _, threads = _even(used * lanes, _THREADS)
-        parts = -(-used // (threads // lanes))  # of whole heads
-        self._norm_and_rope(
-            (rows, parts, 1),
-            threads,
-            start,
-            pitch,
-            *counts,
-            used,
-            width * _ITEM,
-            turned * _ITEM,
-            by.data_ptr(),
-            2 * turned * _ITEM,
-            *words,
-            self._offset,
-            bits_of(1 / width),
-            self._eps,
-            *cache_words,
-        )
-        return True
+            return None
+        turning = turned * _ITEM, by.data_ptr(), 2 * turned * _ITEM
+        return *turning, *words, self._offset, bits_of(1 / width), self._eps
 
     def _words_of(self, to: Places | None) -> Sequence[int] | None:
         """Return the kernel's parameters for a cache, or None if it does not support that cache."""
