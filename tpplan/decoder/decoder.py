@@ -352,8 +352,8 @@ class Decoder:
         agree(self.context, "the prompts", check_prompts, lambda _: facts_of(prompts))
         self.cached = []
         if unread := self.forward.unread:
-            self.forward.unread = None
             unread.clear_up(self.stack)
+            self.forward.unread = None
         self._begin(prompts)
         if progress:
             progress.begin(prompts)

@@ -412,4 +412,4 @@ def test_kernels_of_a_layer(  # noqa: PLR0917
     found = called(2) - called(1)
     devices, back = len(shares), {1: "add", 2: "linear"}
     names = ["norm", "few rows", "few rows, added"] if rows > 2 else ["linear of a norm", back[devices]]
-    assert found == Counter(dict.fromkeys(["turn", *names], devices)) + Counter(expected)
+    assert found == Counter(dict.fromkeys(names, devices)) + Counter(expected)

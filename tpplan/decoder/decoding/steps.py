@@ -145,14 +145,14 @@ class Steps:
             raise RequestError(f"{len(prompts)} prompts for the steps of {count} sequences", "give one for each")
         if not isinstance(sampling, Sampling) and len(sampling) != count:
             raise RequestError(f"{len(sampling)} samplings for {count} prompts", "give one for all, or one for each")
-        self._sample(sampling)
         starts = cached or [0] * count
-        self._texts = [[*map(int, prompt)] for prompt in prompts]
-        self._lengths, self._new, self._launched = [*map(len, prompts)], 0, 0
         rests = enumerate(zip(prompts, starts, strict=True))
-        logits = self._read(
+        logits = self._read(  # if it refuses them, texts may go on
             [Prompt(prompt[start:] if start else prompt, sequence, start) for sequence, (prompt, start) in rests]
         )
+        self._sample(sampling)
+        self._texts = [[*map(int, prompt)] for prompt in prompts]
+        self._lengths, self._new, self._launched = [*map(len, prompts)], 0, 0
         first = self._checked(self._choose(logits).tolist())
         self._set(self._tokens, first)
         self._set(self._positions, self._lengths)
@@ -192,9 +192,13 @@ class Steps:
             tokens = self._choose(self._logits).tolist()
             self._set(self._tokens, tokens)
             return self._checked(tokens)
-        latest, self._forward.unread = self._read_back[self._new % 2], None
+        latest, unread = self._read_back[self._new % 2], self._forward.unread
+        if unread and unread.tokens is latest.tokens:
+            unread = self._forward.unread = None
         if more and self._can_go_ahead():
             self._launch(max(self._at) + 1)
+            if unread:  # of other steps
+                unread.clear_up(self._forward.stack)
             self._forward.unread = evolve(self._read_back[self._launched % 2], positions=tuple(self._at))
         return self._checked(latest.read())
 
@@ -241,10 +245,11 @@ class Steps:
 
     def _launch(self, places: int) -> None:
         """Launch a step that reads so many places of the cache, and a copy of its tokens to the host, if it has any."""
-        self._launched += 1
+        number = self._launched + 1
         self._run(self._span(places))
         if self._is_greedy:
-            self._read_back[self._launched % 2].copy(self._tokens[0][0])
+            self._read_back[number % 2].copy(self._tokens[0][0])
+        self._launched = number  # not if it failed
 
     def _run(self, span: int) -> None:
         """Run a step of a span, by its graph if there is one."""
