@@ -370,6 +370,23 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read() -> No
         assert len(replayed) == before
 
 
+def test_a_refused_prompt_and_a_failed_launch_lose_no_token() -> None:
+    """Texts go on as they were, also if a step had been launched ahead."""
+    model = model_of("mistral")
+    plan = plan_of(model.directory, 2, request_of(), {}, seed=8)
+    with decoding(plan, "mistral", "fp32") as decoder:
+        taken, replayed = captured_steps(decoder, 2)
+        found = [taken.start(model.prompts, Sampling()), *(taken.step() for _ in range(3))]
+        assert replayed
+        with pytest.raises(RequestError):
+            taken.start([[VOCAB], [1]], Sampling())
+        found += [taken.step(more=i < 2) for i in range(3)]
+        with patch.object(taken, "_run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            taken.step()
+        assert taken._launched < taken._new
+    assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:7] for tokens in model.tokens]
+
+
 def test_a_step_in_vain_leaves_no_number_that_is_not_finite() -> None:
     """A step that was launched ahead may be one that nobody checks."""
     model = model_of("mistral")
