@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,11 +19,15 @@ from tests.exec.reference import same
 from tpplan import exec as tpx
 from tpplan.core.axes import Axis
 from tpplan.core.workspace import pinned_bytes
+from tpplan.exec import build as build_module
 from tpplan.exec.backends.cpu import VirtualDevices
 from tpplan.exec.build import build
+from tpplan.exec.memory.host import HostMemory
 from tpplan.exec.options import TRANSPORTS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tpplan.core.plan import SplitPlan
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").rglob("*.json"))
@@ -70,6 +75,42 @@ def test_without_waiting_kernels_no_slots_are_pinned() -> None:
         assert all(same(y, x) for y in ctx.allgather(ctx.scatter(x, Axis.RESIDUAL), Axis.RESIDUAL))
         total = len(ctx.all_devices) * x.float()
         assert all(same(y, total.to(dtype)) for y in ctx.all_reduce([x for _ in ctx.all_devices]))
+
+
+@pytest.mark.parametrize("own", [{0}, {1}, {0, 1}], ids=str)
+@pytest.mark.parametrize("transport", ["peer", "events"])
+def test_blocks_are_those_of_this_process(own: set[int], transport: str) -> None:
+    """Only its own GPUs tell how many blocks they have room for: those of other processes have no place here."""
+    plan = tpplan.load(next(path for path in EXAMPLES if path.parent.name == "Mixtral-8x7B"))
+    used = [i for i, memory in enumerate(plan.memory) if memory.used_bytes]
+    assert used[:2] == [0, 1]
+    places = [torch.device("cpu" if i in own else "meta") for i in range(len(plan.devices))]
+    asked: list[torch.device] = []
+
+    def most(some: Sequence[torch.device], *_: object, **__: object) -> int:
+        asked.extend(some)
+        return 8
+
+    def unlocked(*arguments: Any, lock_pages: bool) -> HostMemory:
+        assert lock_pages
+        return HostMemory(*arguments, lock_pages=False)
+
+    with (
+        patch.multiple(build_module, most_blocks=most, HostMemory=unlocked),
+        pytest.raises(InterruptedError),  # before there is a backend, for which GPUs would have to be there
+    ):
+        build(
+            plan,
+            [*places, torch.device("cuda")],  # that of a device that nothing is on: there are GPUs
+            Mock(side_effect=InterruptedError),
+            transport=transport,
+            max_rows=64,
+            dtype=torch.bfloat16,
+            waits=transport != "events",
+            share=lambda areas: {i: areas[min(own)] for i in used if i not in own},
+        )
+    assert asked
+    assert {place.type for place in asked} == {"cpu"}
 
 
 @pytest.mark.parametrize("path", [EXAMPLES[3]], ids=lambda path: path.parent.name)
