@@ -395,7 +395,7 @@ class Plain:
         """Write one token of each sequence to the cache, and return the attention output ``[R, H × K]``.
 
         Args:
-            qkv_RHK: queries, then keys, then values; may be overwritten.
+            qkv_RHK: queries, then keys, then values; afterwards they may have been turned, or not.
             heads: the attention heads of the layer on the device, with their cache.
             norm_rope: the norms and rotation applied to queries and keys first.
             places: where the tokens go in the cache.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tpplan.decoder.cache.store import KERNEL_KINDS
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
+from tpplan.decoder.fast.launches.pointwise import TURN_WORDS
 
 #: Elements of a head: those of a vector of 16 bytes, the most for which a block has 8 warps, and the most of all.
 _VECTOR, _WIDE, _WIDEST = 8, 128, 256
@@ -38,7 +39,7 @@ def name_of(dtype: torch.dtype, head_dim: int, cap: float | None, kind: str = "f
 
 @frozen
 class NewTokens:
-    """Keys and values of the tokens, beside their queries, before norms and RoPE.
+    """Keys and values of the tokens before norms and RoPE, in the same rows as their queries.
 
     Attributes:
         keys: keys, ``[R, H, K]``.
@@ -148,7 +149,7 @@ class Attention:
             bits_of(factor),
             bits_of(limit),
             _LEAST,
-            *((new.keys.data_ptr(), new.values.data_ptr(), *new.turn) if new else (0,) * 10),
+            *((new.keys.data_ptr(), new.values.data_ptr(), *new.turn) if new else (0,) * (2 + TURN_WORDS)),
         )
         return out
 

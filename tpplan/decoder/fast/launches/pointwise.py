@@ -36,6 +36,10 @@ _MOST_THREADS: Final = 1024
 _THREADS: Final = 256
 
 
+#: Parameters of norms and rotation of heads; see :meth:`Pointwise.words_of_turn`.
+TURN_WORDS: Final = 8
+
+
 @frozen
 class Places:
     """Where the keys and values of rows go in the cache.

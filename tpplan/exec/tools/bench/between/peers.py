@@ -77,12 +77,11 @@ class Nccl:
 
     def contenders(self, case: Case) -> Iterator[Contender]:
         """Yield the implementations of a case, as :attr:`WAYS` names them."""
-        count, width = len(case.widths), max(case.widths)
-        if case.operation == "scatter":
-            operand = self._operand[: count * case.rows * width].view(-1, width)
-        else:
-            width = width if case.operation == "allgather" else sum(case.widths)
-            operand = self._operand[: case.rows * width].view(case.rows, width)
+        count, width = len(case.widths), sum(case.widths)
+        if case.operation in {"scatter", "allgather"}:  # in parts, all as wide as the widest
+            width = max(case.widths)
+        rows = case.rows * (count if case.operation == "scatter" else 1)
+        operand = self._operand[: rows * width].view(rows, width)
         contender = partial(Contender, who=self.WAYS[case.operation][0], operand=operand)
         if case.operation == "scatter":
             part = self._result[: case.rows * width].view(-1, width)
