@@ -127,6 +127,11 @@ class Fused(Plain):
         found = self._pointwise.embed(tokens_R, table_VD, start)
         return super().embed(tokens_R, table_VD, start) if found is None else found
 
+    def angles(self, sin_TP: Tensor, cos_TP: Tensor, positions_R: Tensor) -> Tensor:
+        """Return the RoPE angles of rows."""
+        found = self._pointwise.angles(sin_TP, cos_TP, positions_R)
+        return super().angles(sin_TP, cos_TP, positions_R) if found is None else found
+
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, eps: float | None = None) -> Tensor:
         """Return the RMS norm of rows."""
         found = self._pointwise.norm(x_RD, weight, out) if eps in {None, self._eps} else None
