@@ -16,6 +16,7 @@ from tests.machine_code import CAPABILITIES
 from tpplan.decoder.fast.launches import attention as launches
 from tpplan.decoder.fast.launches.attention import Attention, NewTokens, splits_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
+from tpplan.decoder.fast.launches.pointwise import TURN_WORDS
 from tpplan.decoder.math import angles
 from tpplan.errors import ExecutionError
 from tpplan.exec.toolchain.kernel_cache import OVERLAPS
@@ -126,10 +127,10 @@ def test_new_tokens_that_a_kernel_would_pass_over(
     assert closed["appends"] == appends
     x_RHK = torch.zeros(2, 6, size, dtype=torch.float16)
     cache = torch.zeros(2, 2, 2, 32, size, dtype=torch.float16)
-    new = NewTokens(x_RHK[:, 2:4], x_RHK[:, 4:], range(launches.TURN_WORDS))
+    new = NewTokens(x_RHK[:, 2:4], x_RHK[:, 4:], range(TURN_WORDS))
 
     def attend(q_RHK: torch.Tensor, new: NewTokens | None) -> None:
-        kernel(q_RHK, *cache, torch.zeros(2, dtype=torch.int64), scale=1.0, new=new)
+        kernel(q_RHK, cache[0], cache[1], torch.zeros(2, dtype=torch.int64), scale=1.0, new=new)
 
     attend(x_RHK[:, :2], None)
     if not appends:
