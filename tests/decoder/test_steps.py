@@ -11,6 +11,8 @@ import torch
 
 from tests.decoder_cases import BATCH, LENGTH, VOCAB, decoding, model_of, plan_of, request_of
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
+from tpplan.core.axes import Axis
+from tpplan.core.sizes import counted
 from tpplan.decoder import Decoder, Prompt, Sampling, Steps, generate, prepare
 from tpplan.errors import ExecutionError, RequestError
 
@@ -236,6 +238,30 @@ def _started(decoder: Decoder, count: int = 1) -> Any:
 
 def _numbers(decoder: Decoder, *numbers: int) -> Any:
     return [torch.tensor(numbers) for _ in decoder.context.devices]
+
+
+def test_prompts_that_go_on_behind_what_is_not_there(model: Model) -> None:
+    """They would attend to what earlier texts left, or to nothing; where only devices know what is there, they may."""
+    plan = plan_of(model.directory, 2, request_of(), {}, seed=2)
+    with decoding(plan, "mistral", "fp32") as decoder:
+        for sequence, start, has in ((0, 3, 0), (1, 1, 0)):
+            what = f"sequence {sequence} is to go on behind {counted(start, 'token')}, but its cache has {has}"
+            with pytest.raises(RequestError, match=what):
+                decoder.prefill([1, 2], sequence, start)
+        prompt = model.prompts[1]
+        decoder.prefill(prompt[:8])
+        with pytest.raises(RequestError, match="sequence 0 is to go on behind 9 tokens, but its cache has 8") as error:
+            decoder.prefill(prompt[8:], 0, 9)
+        assert "start 0" in error.value.hint
+        with pytest.raises(RequestError, match="sequence 1 is to go on behind 8 tokens, but its cache has 0"):
+            decoder.prefill(prompt[8:], 1, 8)
+        (logits,) = decoder.context.gather(decoder.prefill(prompt[8:], 0, 8), Axis.VOCAB).tensor
+        assert logits.argmax() == model.tokens[1][0]
+        steps = decoder.steps(1)
+        found = [steps.start([prompt]), *(steps.step() for _ in range(3))]
+        more = [token for (token,) in found]
+        (logits,) = decoder.context.gather(decoder.prefill(more[-1:], 0, len(prompt) + 3), Axis.VOCAB).tensor
+        assert logits.argmax() == model.tokens[1][4]
 
 
 #: Functions that take anything, as Python does.

@@ -31,7 +31,7 @@ from tpplan.decoder.prompts import Prompt, check, check_sequences, check_step, c
 from tpplan.decoder.weights.convert import matrices_of
 from tpplan.decoder.weights.fuse import check_weights, fuse_weights
 from tpplan.decoder.weights.gguf import dequantised, room_note
-from tpplan.errors import ExecutionError
+from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.processes.agreement import agree
 from tpplan.exec.programs.program import HOST
 from tpplan.models.hub import local
@@ -134,6 +134,8 @@ class Decoder:
         # By sequence, how much is cached of texts whose logits nobody here checked for NaN, and what graphs may cache.
         self._unchecked: dict[int, int] = {}
         self._captured: dict[int, int] = {}
+        # By sequence, how many tokens of a text its cache may have: at most, where only the devices know it.
+        self._most: dict[int, int] = {}
         agree(context, "preparing the decoder", lambda: self._prepare(context, model, weights, cache, kernels=kernels))
         if turns is None:
             is_joint = len(context.all_devices) > 1 and context.processes == 1
@@ -294,6 +296,7 @@ class Decoder:
 
         logits = self._read_prompts(prompts, "others have begun since, in the same cache", are_checked=True)
         self.texts = texts
+        self._most |= dict.fromkeys(range(len(texts.tokens)), self.length)  # steps are to come
         return texts, logits
 
     def cached(self, prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -379,8 +382,8 @@ class Decoder:
             The logits of the token after each prompt, ``[B, V]``, on each device for its part of the vocabulary.
 
         Raises:
-            RequestError: see :func:`tpplan.decoder.prompts.check`; or the model has linear attention, whose states are
-                not where a prompt is to go on.
+            RequestError: see :func:`tpplan.decoder.prompts.check`; or a prompt is to go on behind more tokens than its
+                sequence can have, or not where the states of linear attention are.
         """
         return self._read_prompts(lambda: prompts)
 
@@ -398,8 +401,7 @@ class Decoder:
 
         def checked() -> Sequence[Prompt]:
             check(prompts := prompts_of(), self.context.plan)
-            if progress:
-                progress.check(prompts)
+            self._check_starts(prompts)
             return prompts
 
         prompts = agree(self.context, "the prompts", checked, facts_of)
@@ -407,6 +409,7 @@ class Decoder:
         read = f"a prompt of {counted(len(first.tokens), 'token')} has been read since"
         self._overwrite(first.sequence, why or f"{read} into sequence {first.sequence} of the cache")
         before = {each.sequence: self._unchecked.get(each.sequence, 0) if each.start else 0 for each in prompts}
+        self._most |= {each.sequence: each.start for each in prompts}  # should this fail
         self._begin(prompts)
         if progress:
             progress.begin(prompts)
@@ -428,7 +431,22 @@ class Decoder:
         logits = self.forward.logits([torch.cat(rows) for rows in ends])
         if are_checked:
             self._unchecked |= before
+        self._most |= {each.sequence: each.start + len(each.tokens) for each in prompts}
         return logits
+
+    def _check_starts(self, prompts: Sequence[Prompt]) -> None:
+        """Check that prompts begin anew, or go on behind tokens that their sequences can have.
+
+        Raises:
+            RequestError: one does not.
+        """
+        if self.stack.progress:
+            self.stack.progress.check(prompts)
+        for each in prompts:
+            if each.start > (most := self._most.get(each.sequence, 0)):
+                where = f"sequence {each.sequence} is to go on behind {counted(each.start, 'token')}"
+                what = f"{where}, but its cache has {most}"
+                raise RequestError(what, "read the text from its first token on, with start 0")
 
     def _overwrite(self, sequence: int, why: str) -> None:
         """Let the latest texts end if this sequence, the first that is about to be overwritten, is one of theirs."""
@@ -487,7 +505,8 @@ class Decoder:
         else:
             self._overwrite(0, why)
             cached = self._unchecked
-        cached |= {i: max(end, cached.get(i, 0)) for i in range(len(tokens[0]))}
+        for ends in (cached, self._most):
+            ends |= {i: max(end, ends.get(i, 0)) for i in range(len(tokens[0]))}
         if self.stack.progress:
             self.stack.progress.set([None] * len(tokens[0]))
         return self.forward.decode(tokens, positions, end)

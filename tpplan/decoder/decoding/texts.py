@@ -35,5 +35,5 @@ class Texts:
         if not self.tokens:
             return RequestError(f"steps cannot be taken: {self.obstacle}", "call start() with the prompts first")
         what = "this text" if len(self.tokens) == 1 else f"these {counted(len(self.tokens), 'text')}"
-        hint = "finish texts before others begin, or begin them all at once; those that were lost, begin again"
+        hint = "begin again; finish texts before others begin in the same sequences, or begin them together"
         return RequestError(f"{what} cannot go on: {self.obstacle}", hint)
