@@ -260,6 +260,7 @@ class FakeAttention:
         """Take any device."""
         assert isinstance(place, torch.device)
         self._dtype, self._head_dim, self._cap, self._kind = dtype, head_dim, cap, kind
+        self.appends = kind == "fp16" and head_dim % 16 == 0
 
     @staticmethod
     def takes(place: torch.device, dtype: torch.dtype, head_dim: int, kind: str = "fp16") -> bool:  # noqa: ARG004

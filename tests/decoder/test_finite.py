@@ -155,7 +155,8 @@ def test_later_texts_are_as_before(family: str, devices: int, kind: str, tmp_pat
             assert list(generate(decoder, short, 6)) == wanted
         texts = generate(decoder, short, 6)
         next(texts)
-        decoder.steps(2)._set(decoder.steps(2)._tokens, [over, over])
+        graphs = decoder.steps(2)._graphs
+        graphs.set(graphs.tokens, [over, over])
         with pytest.raises(ExecutionError, match="and 1 new ones"):
             next(texts)
         assert list(generate(decoder, short, 6, resume=True)) == wanted

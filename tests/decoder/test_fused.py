@@ -192,4 +192,4 @@ def test_steps_of_all_lengths_are_one_graph(tmp_path: Path) -> None:
         with compile_plan(plan, backend="cpu", scratch=False) as context, pytest.MonkeyPatch.context() as patched:
             patched.setattr(steps, "_SHORTEST_SPAN", 32)
             decoder = Decoder(context, directory, load_weights(plan, directory, context), cache=kind)
-            assert list(decoder.steps(1)._spans()) == expected
+            assert list(decoder.steps(1)._graphs.spans()) == expected

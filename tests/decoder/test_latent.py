@@ -217,14 +217,14 @@ def test_texts_go_on_where_the_cache_has_them() -> None:
     with decoding(plan, "deepseek_v3", "fp32") as decoder:
         list(generate(decoder, [model.prompts[0]], 9))
         starts: list[int] = []
-        read = decoder.read
+        begin = decoder._begin
 
-        def reading(prompts: list[Prompt]) -> tuple[torch.Tensor, ...]:
+        def beginning(prompts: list[Prompt]) -> None:
             starts.extend(prompt.start for prompt in prompts)
-            return read(prompts)
+            begin(prompts)
 
         longer = [*model.prompts[0], *model.tokens[0][:6]]
-        with patch.object(Decoder, "read", lambda _, prompts: reading(prompts)):
+        with patch.object(Decoder, "_begin", lambda _, prompts: beginning(prompts)):
             found = [token for (token,) in generate(decoder, [longer], 4, resume=True)]
     assert found == model.tokens[0][6:10]
     assert starts == [len(longer) - 1]

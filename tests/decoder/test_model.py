@@ -244,7 +244,7 @@ def test_a_text_that_has_lost_its_cache_is_refused() -> None:
         older, newer = (generate(decoder, [prompt], 4) for prompt in model.prompts)
         assert next(older) == (model.tokens[0][0],)
         found = [next(newer)]
-        with pytest.raises(RequestError, match="this text cannot go on: the decoder has begun others since"):
+        with pytest.raises(RequestError, match="this text cannot go on: others have begun since"):
             next(older)
         assert [*found, *newer] == [(token,) for token in model.tokens[1][:4]]
 
@@ -273,7 +273,7 @@ def test_what_is_refused() -> None:
             decoder.prefill(short, 0, LENGTH - 4)
         assert len(list(generate(decoder, [short], LENGTH - len(short)))) == LENGTH - len(short)
         taken = decoder.steps(1)
-        with pytest.raises(RequestError, match="2 prompts for the steps of 1 sequences"):
+        with pytest.raises(RequestError, match="2 prompts for the steps of 1 sequence"):
             taken.start([short] * 2, Sampling())
         taken.start([[1] * (LENGTH - 1)], Sampling())
         taken.step()
@@ -313,7 +313,9 @@ def test_spans_are_captured_once_they_have_run() -> None:
 
         def capture(what: str) -> FakeGraph:
             events.append(what)
-            return FakeGraph(lambda: taken._issue(int(str(events[-1]))), lambda: capture("beside"))
+            return FakeGraph(
+                lambda: taken._graphs._issue(int(str(events[-1])), is_greedy=True), lambda: capture("beside")
+            )
 
         def decode(tokens: list[torch.Tensor], positions: list[torch.Tensor], span: int) -> tuple[torch.Tensor, ...]:
             events.append(span)
@@ -342,7 +344,7 @@ def captured_steps(decoder: Decoder, sequences: int) -> tuple[Steps, list[int]]:
         return FakeGraph(again, lambda: pytest.fail("no graph is beside"))
 
     taken = decoder.new_steps(sequences, graphs=True)
-    taken._capture = capture  # type: ignore[assignment]
+    taken._graphs._capture = capture  # type: ignore[assignment]
     return taken, replayed
 
 
@@ -362,7 +364,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read() -> No
                 if i == 4:
                     decoder.read([Prompt([5, 7, 11], 2)])
             assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:9] for tokens in model.tokens]
-            assert decoder.forward.unread is None
+            assert decoder.texts.ahead is None
         taken.start([[1] * (LENGTH - 2), [1]], Sampling())
         taken.step()
         before = len(replayed)
@@ -371,7 +373,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read() -> No
 
 
 def test_a_refused_prompt_and_a_failed_launch_lose_no_token() -> None:
-    """Texts go on as they were, also if a step had been launched ahead."""
+    """Refused, texts go on as they were, also if a step had been launched ahead; behind a failure they say so."""
     model = model_of("mistral")
     plan = plan_of(model.directory, 2, request_of(), {}, seed=8)
     with decoding(plan, "mistral", "fp32") as decoder:
@@ -381,9 +383,10 @@ def test_a_refused_prompt_and_a_failed_launch_lose_no_token() -> None:
         with pytest.raises(RequestError):
             taken.start([[VOCAB], [1]], Sampling())
         found += [taken.step(more=i < 2) for i in range(3)]
-        with patch.object(taken, "_run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with patch.object(taken._graphs, "_run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             taken.step()
-        assert taken._launched < taken._new
+        with pytest.raises(RequestError, match="these 2 texts cannot go on: the latest step did not end"):
+            taken.step()
     assert [list(tokens) for tokens in zip(*found, strict=True)] == [tokens[:7] for tokens in model.tokens]
 
 
@@ -401,7 +404,7 @@ def test_a_step_in_vain_leaves_no_number_that_is_not_finite() -> None:
         for cache in parts:
             cache._parts[0][:, 1, :, positions[1] % cache.length] = math.nan
             assert cache._parts[0].isnan().any()
-        tokens = taken._read_back[taken._launched % 2].tokens
+        tokens = taken._graphs.read_back[taken._launched % 2].tokens
         tokens[1] = NO_TOKEN
         decoder.read([Prompt([3, 4], 0)])
         assert not any(cache._parts[0].isnan().any() for cache in parts)

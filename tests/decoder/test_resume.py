@@ -24,12 +24,12 @@ def test_only_what_the_cache_lacks_is_read(model_type: str, rewinds: bool) -> No
             """Return where the passes of a prompt began, and what followed it."""
             read: list[Prompt] = []
 
-            def note(self: Decoder, prompts: list[Prompt]) -> object:
+            def note(self: Decoder, prompts: list[Prompt]) -> None:
                 read.extend(prompts)
-                return original(self, prompts)
+                original(self, prompts)
 
-            original = Decoder.read
-            with patch.object(Decoder, "read", note):
+            original = Decoder._begin
+            with patch.object(Decoder, "_begin", note):
                 tokens = [token for (token,) in generate(decoder, [prompt], count, resume=resume)]
             return [each.start for each in read], tokens
 
@@ -56,7 +56,7 @@ def test_texts_of_different_lengths() -> None:
         steps = list(generate(decoder, [filled, short], [3, LENGTH - len(short)]))
         with pytest.raises(RequestError, match=f"{len(filled)} tokens and 4 new ones, the plan caches {LENGTH}"):
             generate(decoder, [filled, short], [4, 1])
-        with pytest.raises(RequestError, match="1 numbers of new tokens for 2 prompts"):
+        with pytest.raises(RequestError, match="1 number of new tokens for 2 prompts"):
             generate(decoder, [filled, short], [3])
     found = [list(tokens) for tokens in zip(*steps, strict=True)]
     assert found == [first + [None] * (len(whole) - 3), whole]

@@ -147,7 +147,7 @@ def test_a_text_with_a_sampling_of_its_own_is_the_same_in_any_batch() -> None:
     with decoding(plan_of(model.directory, 2, request_of(), {}, seed=5), "llama", "fp32") as decoder:
         together = list(generate(decoder, model.prompts, 12, sampling=[Sampling(), drawn]))
         alone = list(generate(decoder, model.prompts[1:], 12, sampling=[drawn]))
-        with pytest.raises(RequestError, match="1 samplings for 2 prompts"):
+        with pytest.raises(RequestError, match="1 sampling for 2 prompts"):
             generate(decoder, model.prompts, 12, sampling=[drawn])
     assert [tokens[0] for tokens in together] == model.tokens[0][:12]
     assert [tokens[1] for tokens in together] == [token for (token,) in alone] != model.tokens[1][:12]

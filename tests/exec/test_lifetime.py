@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from unittest.mock import Mock
 
 import pytest
@@ -117,3 +118,29 @@ def test_a_close_that_fails_gives_everything_back(monkeypatch: pytest.MonkeyPatc
     assert all(device.arena._block is None for device in ctx.devices.values())
     assert ctx._host._arena._block is None
     ctx.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_close_waits_before_anything_is_released(monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+    """What was issued last, such as a decode step ahead of its text, may still read and write; a failure does not."""
+    ctx, calls = context(UNEVEN, "peer", None), list[str]()
+
+    def note(owner: object, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def noted() -> None:
+            calls.append(what)
+            original()
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(ctx._engine.backend, "synchronize", "wait")
+    note(ctx._engine.backend, "close", "backend")
+    note(ctx._host, "close", "host")
+    for device in ctx.devices.values():
+        note(device, "close", "device")
+    with suppress(KeyboardInterrupt), ctx:
+        ctx.broadcast(torch.ones(2, 8))
+        if fails:
+            raise KeyboardInterrupt
+    assert calls == ["wait", "backend", "host", *["device"] * len(ctx.devices)]

@@ -61,10 +61,13 @@ def test_without_gpus_the_hint_names_the_argument(tmp_path: Path, monkeypatch: p
         runpy.run_path(str(ROOT / "examples/serve_start.py"), run_name="__main__")
 
 
-def test_the_python_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lines of docs/run-a-model.md run, and give a text of as many tokens as they ask for."""
+@pytest.mark.parametrize(("heading", "shape"), [("### In Python", (16, 1)), ("**Step by step.**", (15, 2))])
+def test_the_python_of_the_page(
+    heading: str, shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of docs/run-a-model.md run, and give texts of as many tokens as they ask for."""
     text = (ROOT / "docs/run-a-model.md").read_text(encoding="utf-8")
-    code = text.partition("### In Python\n\n```python\n")[2].partition("```")[0]
+    code = text.partition(heading)[2].partition("```python\n")[2].partition("```")[0]
     directory = model_of("mistral").directory
     (tmp_path / "models").mkdir()
     (tmp_path / "models/llama").symlink_to(directory)
@@ -73,4 +76,4 @@ def test_the_python_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     found: list[tuple[int, ...]] = []
     exec(code, {"print": found.append})  # noqa: S102 (our own)
-    assert torch.tensor(found).shape == (16, 1)
+    assert torch.tensor(found).shape == shape

@@ -18,6 +18,7 @@ from tpplan.core.missing import on_first_use
 if TYPE_CHECKING:
     from tpplan.decoder.decoder import Decoder
     from tpplan.decoder.decoding.sampling import Sampling
+    from tpplan.decoder.decoding.steps import Steps
     from tpplan.decoder.generation.generate import generate
     from tpplan.decoder.generation.timing import Startup
     from tpplan.decoder.generation.warmup import prepare
@@ -28,10 +29,11 @@ _MODULE_OF = {
     "Prompt": "prompts",
     "Sampling": "decoding.sampling",
     "Startup": "generation.timing",
+    "Steps": "decoding.steps",
     "generate": "generation.generate",
     "prepare": "generation.warmup",
 }
 
-__all__ = ["Decoder", "Prompt", "Sampling", "Startup", "generate", "prepare"]
+__all__ = ["Decoder", "Prompt", "Sampling", "Startup", "Steps", "generate", "prepare"]
 
 __getattr__ = on_first_use(__name__, _MODULE_OF)

@@ -12,11 +12,13 @@ from weakref import proxy
 
 import torch
 
+from tpplan.core.sizes import counted
 from tpplan.core.workspace import areas
 from tpplan.decoder.cache.heads import heads_of
 from tpplan.decoder.cache.state import Progress, states_of
 from tpplan.decoder.decoding.prefill_graphs import PrefillGraphs, graphs_of
-from tpplan.decoder.decoding.steps import Steps
+from tpplan.decoder.decoding.steps import StepGraphs, Steps
+from tpplan.decoder.decoding.texts import Texts
 from tpplan.decoder.fast import fused
 from tpplan.decoder.forward import Forward
 from tpplan.decoder.layer.agree import agreed
@@ -25,11 +27,11 @@ from tpplan.decoder.layer.stack import Stack
 from tpplan.decoder.layer.steps import Plain
 from tpplan.decoder.model.settings import facts_of as settings_facts
 from tpplan.decoder.model.settings import settings_of
-from tpplan.decoder.prompts import Prompt, check, check_step, cut, facts_of, length_of, numbers_of
+from tpplan.decoder.prompts import Prompt, check, check_sequences, check_step, cut, facts_of, length_of, numbers_of
 from tpplan.decoder.weights.convert import matrices_of
 from tpplan.decoder.weights.fuse import check_weights, fuse_weights
 from tpplan.decoder.weights.gguf import dequantised, room_note
-from tpplan.errors import ExecutionError
+from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.processes.agreement import agree
 from tpplan.exec.programs.program import HOST
 from tpplan.models.hub import local
@@ -65,10 +67,9 @@ class Decoder:
         length: maximum tokens of a sequence: the plan's cache tokens divided by its batch.
         graph: the latest graph captured of the decoder's work, or None; all of its graphs share their memory.
         prompt_graphs: runs passes of prompts as graphs, or None if they run without.
-        generations: number of generations started; the cache belongs to the latest.
         keeps_all: whether the caches of all layers keep all tokens of a sequence, which those of short windows and
             states of linear attention do not.
-        cached: the tokens of the latest generation that the cache has, of each text; empty if others were read since.
+        texts: the latest texts of steps or a generation; they know whether the cache still has them.
     """
 
     @torch.inference_mode()
@@ -127,13 +128,14 @@ class Decoder:
         )
         self.batch = request.batch
         self.length = length_of(request)
-        self._steps: dict[int, Steps] = {}
+        self._step_graphs: dict[int, StepGraphs] = {}
         self.graph: Graph | None = None
-        self.generations = 0
-        self.cached: list[list[int]] = []
+        self.texts = Texts()
         # By sequence, how much is cached of texts whose logits nobody here checked for NaN, and what graphs may cache.
         self._unchecked: dict[int, int] = {}
         self._captured: dict[int, int] = {}
+        # By sequence, how many tokens of a text its cache may have: at most, where only the devices know it.
+        self._most: dict[int, int] = {}
         agree(context, "preparing the decoder", lambda: self._prepare(context, model, weights, cache, kernels=kernels))
         if turns is None:
             is_joint = len(context.all_devices) > 1 and context.processes == 1
@@ -253,29 +255,67 @@ class Decoder:
                 raise ExecutionError(f"{what} counts {counted}", "make the plan again with tpplan plan")
 
     def steps(self, sequences: int) -> Steps:
-        """Return the decoding steps of the cache's first ``sequences`` sequences; created once and kept with graphs."""
-        if sequences not in self._steps:
-            self._steps[sequences] = self.new_steps(sequences)
-        return self._steps[sequences]
+        """Return new decoding steps of the cache's first ``sequences`` sequences; their graphs are kept for later ones.
+
+        Raises:
+            RequestError: the plan has no room for this many sequences.
+        """
+        check_sequences(sequences, self.context.plan)
+        if sequences not in self._step_graphs:
+            self._step_graphs[sequences] = self.new_step_graphs(sequences)
+        return Steps(self._step_graphs[sequences], self._begin_texts)
 
     def new_steps(self, sequences: int, *, graphs: bool | None = None) -> Steps:
         """Return decoding steps like those of :meth:`steps`, with tokens, positions and graphs of their own.
 
-        The decoder must outlive them.
-
         Args:
             sequences: number of sequences.
             graphs: whether to capture steps as graphs; by default on CUDA devices.
+
+        Raises:
+            RequestError: see :meth:`steps`.
         """
-        decoder: Decoder = proxy(self)  # a strong reference would be a cycle, which delays freeing the memory
+        check_sequences(sequences, self.context.plan)
+        return Steps(self.new_step_graphs(sequences, graphs=graphs), self._begin_texts)
 
-        def read(prompts: Sequence[Prompt]) -> tuple[Tensor, ...]:
-            before = {each.sequence: decoder._unchecked.get(each.sequence, 0) if each.start else 0 for each in prompts}
-            logits = decoder.read(prompts)
-            decoder._unchecked |= before  # the steps check these logits
-            return logits
+    def new_step_graphs(self, sequences: int, *, graphs: bool | None = None) -> StepGraphs:
+        """Return new graphs of steps, for :class:`Steps`; the decoder must outlive them; see :meth:`new_steps`."""
+        return StepGraphs(self.forward, sequences, self._capture(), graphs=graphs)
 
-        return Steps(self.forward, sequences, read, self._capture(), graphs=graphs)
+    def _begin_texts(self, check: Callable[[], list[list[int]]], *, resume: bool) -> tuple[Texts, tuple[Tensor, ...]]:
+        """Read the prompts of new texts of the first sequences; see :class:`tpplan.decoder.decoding.steps.Begin`."""
+        texts = Texts(obstacle="a prompt was not read to its end")
+
+        def prompts() -> list[Prompt]:
+            texts.tokens = check()
+            texts.cached = [*map(len, texts.tokens)]
+            starts = self.cached(texts.tokens) if resume else [0] * len(texts.tokens)
+            return [
+                Prompt(text[start:], i, start) for i, (text, start) in enumerate(zip(texts.tokens, starts, strict=True))
+            ]
+
+        logits = self._read_prompts(prompts, "others have begun since, in the same cache", are_checked=True)
+        self.texts = texts
+        self._most |= dict.fromkeys(range(len(texts.tokens)), self.length)  # steps are to come
+        return texts, logits
+
+    def cached(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Return how many of the first tokens of each prompt the cache has, of the latest texts of steps.
+
+        One token of each at least is left to read.
+
+        Args:
+            prompts: the tokens of each prompt, one or more.
+        """
+        counts, progress, texts = [0] * len(prompts), self.stack.progress, self.texts
+        for i, (prompt, text, count) in enumerate(zip(prompts, texts.tokens, texts.cached, strict=False)):
+            same = next((n for n, (a, b) in enumerate(zip(prompt, text[:count], strict=False)) if a != b), len(prompt))
+            counts[i] = min(same, count, len(prompt) - 1)
+            if counts[i] < count and not self.keeps_all:
+                counts[i] = 0  # later tokens have overwritten what the window of an earlier one saw, or are in states
+            if progress and progress.tokens[i] != counts[i]:
+                counts[i] = 0  # a step did not end
+        return counts
 
     def new_prompt_graphs(self, sizes: Sequence[int]) -> PrefillGraphs:
         """Return new graphs of prefill passes, for :attr:`prompt_graphs`; the decoder must outlive them.
@@ -323,6 +363,9 @@ class Decoder:
             tokens: one or more tokens.
             sequence: index of the sequence.
             start: number of tokens already in its cache.
+
+        Raises:
+            RequestError: see :meth:`read`.
         """
         return self.read([Prompt(tokens, sequence, start)])
 
@@ -339,21 +382,34 @@ class Decoder:
             The logits of the token after each prompt, ``[B, V]``, on each device for its part of the vocabulary.
 
         Raises:
-            RequestError: see :func:`tpplan.decoder.prompts.check`; or the model has linear attention, whose states are
-                not where a prompt is to go on.
+            RequestError: see :func:`tpplan.decoder.prompts.check`; or a prompt is to go on behind more tokens than its
+                sequence can have, or not where the states of linear attention are.
+        """
+        return self._read_prompts(lambda: prompts)
+
+    def _read_prompts(
+        self, prompts_of: Callable[[], Sequence[Prompt]], why: str = "", *, are_checked: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Read prompts, see :meth:`read`.
+
+        Args:
+            prompts_of: returns the prompts, or refuses them.
+            why: says why texts that they overwrite cannot go on.
+            are_checked: whether the caller checks the logits for NaN.
         """
         progress = self.stack.progress
 
-        def check_prompts() -> None:
-            check(prompts, self.context.plan)
-            if progress:
-                progress.check(prompts)
+        def checked() -> Sequence[Prompt]:
+            check(prompts := prompts_of(), self.context.plan)
+            self._check_starts(prompts)
+            return prompts
 
-        agree(self.context, "the prompts", check_prompts, lambda _: facts_of(prompts))
-        self.cached = []
-        if unread := self.forward.unread:
-            unread.clear_up(self.stack)
-            self.forward.unread = None
+        prompts = agree(self.context, "the prompts", checked, facts_of)
+        first = min(prompts, key=lambda each: each.sequence)
+        read = f"a prompt of {counted(len(first.tokens), 'token')} has been read since"
+        self._overwrite(first.sequence, why or f"{read} into sequence {first.sequence} of the cache")
+        before = {each.sequence: self._unchecked.get(each.sequence, 0) if each.start else 0 for each in prompts}
+        self._most |= {each.sequence: each.start for each in prompts}  # should this fail
         self._begin(prompts)
         if progress:
             progress.begin(prompts)
@@ -372,7 +428,33 @@ class Decoder:
             ends = [[*rows, new_RD] for rows, new_RD in zip(ends, last, strict=True)]
         if progress:
             progress.end(prompts)
-        return self.forward.logits([torch.cat(rows) for rows in ends])
+        logits = self.forward.logits([torch.cat(rows) for rows in ends])
+        if are_checked:
+            self._unchecked |= before
+        self._most |= {each.sequence: each.start + len(each.tokens) for each in prompts}
+        return logits
+
+    def _check_starts(self, prompts: Sequence[Prompt]) -> None:
+        """Check that prompts begin anew, or go on behind tokens that their sequences can have.
+
+        Raises:
+            RequestError: one does not.
+        """
+        if self.stack.progress:
+            self.stack.progress.check(prompts)
+        for each in prompts:
+            if each.start > (most := self._most.get(each.sequence, 0)):
+                where = f"sequence {each.sequence} is to go on behind {counted(each.start, 'token')}"
+                what = f"{where}, but its cache has {most}"
+                raise RequestError(what, "read the text from its first token on, with start 0")
+
+    def _overwrite(self, sequence: int, why: str) -> None:
+        """Let the latest texts end if this sequence, the first that is about to be overwritten, is one of theirs."""
+        if ahead := self.texts.ahead:
+            ahead.clear_up(self.stack)
+            self.texts.ahead = None
+        if sequence < len(self.texts.tokens):
+            self.texts.lose(why)
 
     def _begin(self, prompts: Sequence[Prompt]) -> None:
         """Clear what earlier texts, which may have overflowed, left in the caches of sequences that begin anew.
@@ -414,11 +496,17 @@ class Decoder:
         Raises:
             RequestError: see :func:`tpplan.decoder.prompts.check_step`.
         """
-        check_step(tokens, positions, len(self.context.devices), self.context.plan)
-        self.cached = []
+        check_step(tokens, positions, span, len(self.context.devices), self.context.plan)
         end = span or self.length
-        cached = self._captured if any(map(_is_captured, tokens)) else self._unchecked
-        cached |= {i: max(end, cached.get(i, 0)) for i in range(len(tokens[0]))}
+        why = f"decode() of {counted(len(tokens[0]), 'sequence')} has run since, in the same cache"
+        if any(map(_is_captured, tokens)):  # in which nothing waits
+            self.texts.lose(why)
+            cached = self._captured
+        else:
+            self._overwrite(0, why)
+            cached = self._unchecked
+        for ends in (cached, self._most):
+            ends |= {i: max(end, ends.get(i, 0)) for i in range(len(tokens[0]))}
         if self.stack.progress:
             self.stack.progress.set([None] * len(tokens[0]))
         return self.forward.decode(tokens, positions, end)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tpplan.decoder.model.ropes import Angles
     from tpplan.decoder.model.settings import Settings
     from tpplan.decoder.prompts import PromptSlice
-    from tpplan.decoder.read_back import ReadBack
     from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.exec.context import TPContext
 
@@ -43,7 +42,6 @@ class Forward:
         weights: tensors by device and name; adjacent matrices with the same input are joined into one.
         batch: maximum number of sequences in the cache.
         length: maximum tokens of a sequence.
-        unread: tokens of a step that was launched ahead, as long as nobody has taken them.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class Forward:
         self.weights = weights
         self.batch = batch
         self.length = length
-        self.unread: ReadBack | None = None
         self._tables = tables
         self._head = head
         self._in_turns = in_turns

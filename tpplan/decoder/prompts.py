@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from itertools import product
 from operator import index
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from attrs import evolve, frozen
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpplan.core.plan import Request, SplitPlan
+
+_Value = TypeVar("_Value")
 
 #: Numbers of a padding row at the end of a pass: its token, then those that :func:`numbers_of` gives for a row.
 NOBODY: Final = 0, 0, -1, 2**31 - 1
@@ -138,11 +140,11 @@ def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:
         RequestError: they do not, there are no prompts, one has no tokens, or two have the same sequence.
     """
     batch, length = plan.request.batch, length_of(plan.request)
-    if not prompts:
-        raise RequestError("there are no prompts", "give one or more")
-    for i, prompt in enumerate(prompts):
-        check_tokens(prompt.tokens, plan)
-        count, sequence, start = len(prompt.tokens), prompt.sequence, prompt.start
+    for i, prompt in enumerate(_listed("prompts", prompts)):
+        if not isinstance(prompt, Prompt):
+            raise RequestError(f"prompts[{i}] is {shown(prompt)}, which is no Prompt", "write Prompt(tokens, sequence)")
+        count = len(check_tokens(prompt.tokens, plan))
+        sequence, start = whole("a sequence", prompt.sequence), whole("the start of a prompt", prompt.start)
         if not 0 <= sequence < batch:
             raise RequestError(f"sequence {sequence}, the plan has room for {batch}", "plan with a larger --batch")
         if not count:
@@ -154,8 +156,31 @@ def check(prompts: Sequence[Prompt], plan: SplitPlan) -> None:
             raise RequestError(f"sequence {sequence} has two prompts", "join them")
 
 
-def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
-    """Check that these are tokens in the vocabulary of a plan's model.
+def check_sequences(sequences: int, plan: SplitPlan) -> None:
+    """Check that a plan has room for so many sequences that decode together.
+
+    Raises:
+        RequestError: it has not, or they are no positive whole number.
+    """
+    if not 1 <= whole("the number of sequences", sequences) <= plan.request.batch:
+        what = f"steps of {counted(sequences, 'sequence')}, the plan has room for {plan.request.batch} at a time"
+        raise RequestError(what, "plan with a larger --batch" if sequences > 0 else "take one or more")
+
+
+def prompts_of(prompts: Sequence[Sequence[int]], plan: SplitPlan) -> list[list[int]]:
+    """Return the tokens of each of several prompts, of which each has one at least.
+
+    Raises:
+        RequestError: they are no lists of tokens of the model, there are none, or one is empty.
+    """
+    found = [check_tokens(prompt, plan) for prompt in _listed("prompts", prompts)]
+    if not all(found):
+        raise RequestError("a prompt has no tokens", "a text continues one token at least")
+    return found
+
+
+def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> list[int]:
+    """Return a list of tokens, all in the vocabulary of a plan's model.
 
     Raises:
         RequestError: they are not, such as a string or numbers out of range.
@@ -164,19 +189,54 @@ def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> None:
     try:
         listed = list(tokens[:])
     except (TypeError, LookupError):  # such as from a number or an iterator
-        raise RequestError(f"a prompt is {_shown(tokens)}, which is no list of tokens", hint) from None
-    for token in listed:
+        raise RequestError(f"a prompt is {shown(tokens)}, which is no list of tokens", hint) from None
+    for i, token in enumerate(listed):
         try:
-            number = index(token)
-        except TypeError:
-            raise RequestError(f"a prompt has {_shown(token)}, which is no token", hint) from None
+            listed[i] = number = whole("a token", token)
+        except RequestError:
+            raise RequestError(f"a prompt has {shown(token)}, which is no token", hint) from None
         if not 0 <= number < size:
             raise RequestError(f"token {number}, the model's are 0 to {size - 1}", "use the model's own tokenizer")
+    return listed
 
 
-def _shown(value: object) -> str:
+def whole(what: str, value: object) -> int:
+    """Return an argument that is a whole number, also one of a library such as numpy.
+
+    Args:
+        what: name of the argument in the error.
+        value: its value.
+
+    Raises:
+        RequestError: it is none, such as 2.0 or True.
+    """
+    try:
+        if type(value) is not bool:
+            return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise RequestError(f"{what} is {shown(value)}, expected a whole number", "give an int")
+
+
+def shown(value: object) -> str:
     """Return the representation of an object, shortened."""
     return " ".join(repr(value).split())[:_SHOWN]
+
+
+def _listed(what: str, values: Sequence[_Value]) -> Sequence[_Value]:
+    """Return a sequence of one or more values.
+
+    Raises:
+        RequestError: it is none, such as None or an iterator, or empty.
+    """
+    try:
+        count = len(values)
+        values[:0]
+    except (TypeError, LookupError):
+        raise RequestError(f"{what} is {shown(values)}, which is no list", "give a list of one or more") from None
+    if not count:
+        raise RequestError(f"there are no {what}", "give one or more")
+    return values
 
 
 def facts_of(prompts: Sequence[Prompt]) -> dict[str, str]:
@@ -189,12 +249,21 @@ def facts_of(prompts: Sequence[Prompt]) -> dict[str, str]:
     return facts
 
 
-def check_step(tokens: Sequence[Tensor], positions: Sequence[Tensor], devices: int, plan: SplitPlan) -> None:
+def check_step(tokens: Sequence[Tensor], positions: Sequence[Tensor], span: int, devices: int, plan: SplitPlan) -> None:
     """Check that every device has a token and a position of each sequence, and that they fit the plan's batch.
 
     Raises:
-        RequestError: they do not, or there are no sequences.
+        RequestError: they do not, or there are no sequences; or the span is larger than the cache of a sequence.
     """
+    for what, each in (("tokens", tokens), ("positions", positions)):
+        if not isinstance(each, (list, tuple)) or not all(hasattr(one, "dim") for one in each):
+            raise RequestError(
+                f"{what} is {shown(each)}, expected a list of tensors", "give one for each device in use"
+            )
+    length = length_of(plan.request)
+    if not 0 <= whole("the span", span) <= length:
+        what = f"a span of {span} places, the plan caches {length} of a sequence"
+        raise RequestError(what, "give a number above the largest position, or leave it out")
     if len(tokens) != devices or len(positions) != devices:
         what = f"devices: {devices} in use, {len(tokens)} with tokens, {len(positions)} with positions"
         raise RequestError(what, "give one tensor of each for each device in use")

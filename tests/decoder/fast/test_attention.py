@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from attrs import evolve
 from tests import machine_code
 from tests.decoder.fast.overlap import check_overlap
 from tests.machine_code import CAPABILITIES
-from tpplan.decoder.fast.launches.attention import Attention, splits_of
+from tpplan.decoder.fast.launches import attention as launches
+from tpplan.decoder.fast.launches.attention import Attention, NewTokens, splits_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
+from tpplan.decoder.fast.launches.pointwise import TURN_WORDS
 from tpplan.decoder.math import angles
+from tpplan.errors import ExecutionError
 from tpplan.exec.toolchain.kernel_cache import OVERLAPS
 
 #: Maximum loads of a sink: where a block is alone, and where it is the last one, both of which compilers may repeat.
@@ -98,6 +102,49 @@ def test_gpus_that_have_kernels(kind: str, capability: tuple[int, int], monkeypa
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, each=each: each)
         assert Attention.takes(gpu, torch.float16, 128, kind) == (each >= (8, 0))
         assert Attention.takes(gpu, torch.float16, 256, kind) == (each >= capability)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "appends"),
+    [("fp16", 16, True), ("fp16", 80, True), ("fp16", 72, False), ("q8", 128, False), ("fp8", 64, False)],
+)
+def test_new_tokens_that_a_kernel_would_pass_over(
+    kind: str, size: int, appends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused, as those in other rows than their queries are; kernels of the same cache and heads take them.
+
+    What a kernel does of an append is in its source: the vectors that it writes to the cache behind those of queries.
+    """
+    kernels = pytest.importorskip("tpplan.decoder.fast.kernels.attention")
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(launches, "Launcher", lambda *_: lambda *words: launched.append(words[2:]))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4))
+    kernel = Attention(torch.device("cpu"), torch.float16, size, kind=kind)
+    assert kernel.appends == appends
+    suffix = {"q8": "_Q8", "fp8": "_FP8"}.get(kind, "")
+    source = getattr(kernels, f"ATTENTION_F16_{size}{suffix}").function
+    closed = dict(zip(source.__code__.co_freevars, (cell.cell_contents for cell in source.__closure__), strict=True))
+    assert closed["appends"] == appends
+    x_RHK = torch.zeros(2, 6, size, dtype=torch.float16)
+    cache = torch.zeros(2, 2, 2, 32, size, dtype=torch.float16)
+    new = NewTokens(x_RHK[:, 2:4], x_RHK[:, 4:], range(TURN_WORDS))
+
+    def attend(q_RHK: torch.Tensor, new: NewTokens | None) -> None:
+        kernel(q_RHK, cache[0], cache[1], torch.zeros(2, dtype=torch.int64), scale=1.0, new=new)
+
+    attend(x_RHK[:, :2], None)
+    if not appends:
+        with pytest.raises(ExecutionError, match=f"heads of {size} elements write no new tokens to this kind of cache"):
+            attend(x_RHK[:, :2], new)
+        assert len(launched) == 1
+        return
+    attend(x_RHK[:, :2], new)
+    assert len(launched) == 2
+    for queries, keys in ((x_RHK[:, :2].contiguous(), new.keys), (x_RHK[:, :2], new.keys.contiguous())):
+        with pytest.raises(ExecutionError, match="queries, new keys and new values have the strides") as error:
+            attend(queries, evolve(new, keys=keys))
+        assert f"strides of {size} and 1" in error.value.hint
+    assert len(launched) == 2
 
 
 @pytest.mark.parametrize("length", [1, 100, 4096, 16384, 2**20])

@@ -174,3 +174,18 @@ def test_a_capture_that_fails_gives_nothing_back() -> None:
     with _graph() as graph:
         pass
     assert list(_Cuda.alive) == [graph._graph]
+
+
+def test_a_replay_is_on_streams_that_a_close_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context notes the current ones before the work is there, whoever drops the graph, and all else, meanwhile."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(_Cuda, "replay", lambda _: calls.append("replay"), raising=False)
+    with _graph() as graph:
+        pass
+    for name in ("check", "turn_to_current"):
+        setattr(graph._backend, name, lambda name=name: calls.append(name))
+    graph.replay()
+    del graph
+    assert calls == ["check", "turn_to_current", "replay"]
+    assert len(_Cuda.alive) == 1  # until the devices have been waited for

@@ -104,3 +104,19 @@ def test_a_single_device_is_captured_by_whoever(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(streams, "stream_handle", lambda _: 1)
     devices.turn_to_current()
     devices._streams[0, 1].wait_stream.assert_called_once_with(devices._streams[0, 40])
+
+
+def test_a_close_waits_for_all_streams() -> None:
+    """Those that were current at the latest call or replay, which follow those before, and those of copies."""
+    devices: Any = object.__new__(CudaDevices)
+    waiting, names = Mock(), ("first", "second", "older", "load")
+    first, second, older, load = (getattr(waiting, name) for name in names)
+    devices._ordinals, devices._exchanges = dict.fromkeys(range(2), 0), waiting.exchanges
+    devices._streams = {(0, 60): first, (1, 61): second, (1, 50): older}
+    devices._current, devices._loads, devices._loaded = {0: 60}, {0: load, 1: Mock()}, {0}
+    devices._handle = lambda device: 60 + device
+    devices._turn_to = devices._current.__setitem__
+    devices.turn_to_current()
+    devices.synchronize()
+    waited = [name for name, *_ in waiting.method_calls]
+    assert waited == ["first.synchronize", "second.synchronize", "load.synchronize", "exchanges.check"]

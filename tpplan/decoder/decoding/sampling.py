@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import inf
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Final
 
-from attrs import frozen
+from attrs import fields, frozen
 
-from tpplan.decoder.prompts import NO_TOKEN
+from tpplan.core.sizes import counted
+from tpplan.decoder.prompts import NO_TOKEN, shown
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Sampling:
     frequency_penalty: float = 0.0
 
     def __attrs_post_init__(self) -> None:
+        _check_numbers(self)
         if not 0 <= self.temperature < inf:
             raise RequestError(f"the temperature is {self.temperature}", "choose one from 0, which draws nothing")
         if not 0 < self.top_p <= 1:
@@ -129,3 +132,37 @@ class Sampling:
             before = probabilities.cumsum(-1) - probabilities
             probabilities = probabilities.masked_fill(before >= self.top_p, 0)
         return probabilities.masked_fill(probabilities < self.min_p * probabilities[..., :1], 0), order
+
+
+def _check_numbers(sampling: Sampling) -> None:
+    """Check that all of a sampling are numbers, and whole ones where they have to be.
+
+    Raises:
+        RequestError: one is not.
+    """
+    for field in fields(Sampling):
+        value = getattr(sampling, field.name)
+        kind, name = (Integral, "whole number") if isinstance(field.default, int) else (Real, "number")
+        if type(value) is bool or not isinstance(value, kind):
+            what = f"the {field.name.replace('_', ' ')} is {shown(value)}, expected a {name}"
+            raise RequestError(what, "give one, or leave it out")
+
+
+def samplings_of(sampling: Sampling | Sequence[Sampling], count: int) -> tuple[Sampling, ...]:
+    """Return the one sampling of all texts, or one for each of so many.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if isinstance(sampling, Sampling):
+        return (sampling,)
+    hint = "give one Sampling for all, such as Sampling(), or one for each"
+    if not isinstance(sampling, (list, tuple)) or not all(isinstance(each, Sampling) for each in sampling):
+        raise RequestError(f"sampling is {shown(sampling)}, which is no Sampling", hint)
+    if len(sampling) != count:
+        raise RequestError(f"{counted(len(sampling), 'sampling')} for {counted(count, 'prompt')}", hint)
+    return tuple(sampling)
+
+
+#: How tokens are chosen where nothing else is said.
+GREEDY: Final = Sampling()

@@ -279,7 +279,7 @@ class Fused(Plain):
             return super().attend(qkv_RHK, heads, norm_rope, places, scoring)
         kernel, cache = self._attention[heads.cache.head_dim], heads.cache
         norm_rope = self._norm_first(qkv_RHK, heads, norm_rope)
-        turn = self._words_of_turn(qkv_RHK, norm_rope) if cache.is_plain else None
+        turn = self._words_of_turn(qkv_RHK, norm_rope) if kernel.appends else None
         if not turn:
             self.append_kv(qkv_RHK, heads, norm_rope, places.sequences, places.places)
         (_, new_k_RHK, new_v_RHK), found = heads.split_qkv(qkv_RHK), []

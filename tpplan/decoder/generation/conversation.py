@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve
 
-from tpplan.decoder.generation.generate import cached, check_prompts, generate
+from tpplan.decoder.generation.generate import check_prompts, generate
 from tpplan.decoder.generation.timing import Timing
 from tpplan.decoder.generation.warmup import on_gpus
 from tpplan.decoder.text.continuation import Continuation
@@ -64,7 +64,7 @@ class Conversation:
         check_prompts([prompt], count, plan)
         sampling = evolve(order.sampling, seed=(order.sampling.seed + self._turns) % 2**63)
         self._turns += 1
-        read = len(prompt) - cached(self._decoder, [prompt])[0]
+        read = len(prompt) - self._decoder.cached([prompt])[0]
         tokens = generate(self._decoder, [prompt], count, sampling=sampling, end=self._task.end, resume=True)
         continuation, pieces = Continuation(self._tokenizer, prompt, order.stops), [""]
         try:

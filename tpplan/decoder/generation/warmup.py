@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.decoder.decoding.sampling import Sampling
-from tpplan.decoder.prompts import Prompt
-from tpplan.errors import RequestError
+from tpplan.decoder.decoding.sampling import GREEDY, Sampling, samplings_of
+from tpplan.decoder.prompts import Prompt, check_sequences
 from tpplan.exec.processes.agreement import agree
 
 if TYPE_CHECKING:
     from tpplan.decoder.decoder import Decoder
 
-_GREEDY = Sampling()
 
-
-def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREEDY) -> None:
+def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = GREEDY) -> None:
     """Warm up a decoder: load all kernels and capture the graphs that it replays.
 
     This runs passes of prompts of every size that has a graph, on GPUs also two full passes, and decoding steps of all
@@ -27,11 +24,20 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREED
         sampling: how tokens are chosen; random and greedy sampling have separate graphs.
 
     Raises:
-        RequestError: the plan has no room for this many sequences.
+        RequestError: the plan has no room for this many sequences, or an argument is of another type.
     """
-    steps = {"sequences": str(sequences), "greedy": str(sampling.is_greedy)}
-    agree(decoder.context, "what to prepare", lambda: _check(sequences, decoder.batch), lambda _: steps)
-    decoder.generations += 1  # a running generation has lost its cache
+
+    def check() -> None:
+        check_sequences(sequences, decoder.context.plan)
+        samplings_of(sampling, sequences)
+
+    agree(
+        decoder.context,
+        "what to prepare",
+        check,
+        lambda _: {"sequences": str(sequences), "greedy": str(sampling.is_greedy)},
+    )
+    decoder.texts.lose("prepare() has run since, in the same cache")
     graphs, most = decoder.prompt_graphs, decoder.context.max_rows
     sizes = graphs.sizes if graphs else ()
     if most not in sizes and on_gpus(decoder):
@@ -40,17 +46,6 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = _GREED
         for _ in range(2):  # once without a graph, once captured
             decoder.read(_prompts(decoder, size))
     decoder.steps(sequences).prepare(sampling)
-
-
-def _check(sequences: int, batch: int) -> None:
-    """Check that a plan has room for sequences that decode together.
-
-    Raises:
-        RequestError: it has not.
-    """
-    if not 1 <= sequences <= batch:
-        what = f"steps of {sequences} sequences, the plan has room for {batch} at a time"
-        raise RequestError(what, "plan with a larger --batch" if sequences > 0 else "prepare for one or more")
 
 
 def on_gpus(decoder: Decoder) -> bool:

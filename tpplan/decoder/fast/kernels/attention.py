@@ -27,6 +27,7 @@ from typing import Any
 from attrs import frozen
 
 from tpplan.decoder.fast.kernels import cache_tiles, tiles
+from tpplan.decoder.fast.kernels.attention_limits import can_append
 from tpplan.decoder.fast.kernels.turn import turned_by, vectors_of
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.kernel import Kernel, device_function
@@ -288,7 +289,7 @@ def attention(  # noqa: C901, PLR0915 (of the functions in it)
     # Of a head: lanes that read it, two vectors each, and its bytes in shared memory, of which the last may be zeros.
     lanes, filled = -(-size // 32), -(-size // 64) * 64
     at_once = threads // lanes  # such heads
-    words, appends = QUERIES * filled // 4, row_size == size and size % 32 == 0
+    words, appends = QUERIES * filled // 4, can_append(head_dim, row_size)
 
     @device_function
     def keep_query(queries: Any, which: Any, at: Any, w: Any) -> None:

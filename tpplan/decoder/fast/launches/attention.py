@@ -18,8 +18,10 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.cache.store import KERNEL_KINDS
+from tpplan.decoder.fast.kernels.attention_limits import can_append
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
 from tpplan.decoder.fast.launches.pointwise import TURN_WORDS
+from tpplan.errors import ExecutionError
 
 #: Elements of a head: those of a vector of 16 bytes, the most for which a block has 8 warps, and the most of all.
 _VECTOR, _WIDE, _WIDEST = 8, 128, 256
@@ -41,6 +43,9 @@ def name_of(dtype: torch.dtype, head_dim: int, cap: float | None, kind: str = "f
 class NewTokens:
     """Keys and values of the tokens before norms and RoPE, in the same rows as their queries.
 
+    So they have the queries' pitch, the stride from one token to the next: kernels are told it once. Heads are
+    contiguous.
+
     Attributes:
         keys: keys, ``[R, H, K]``.
         values: values, likewise.
@@ -56,6 +61,9 @@ class Attention:
     """The kernel for one device, dtype, head size and kind of cache, with the memory for its blocks' partial results.
 
     Calls on different streams must not overlap.
+
+    Attributes:
+        appends: whether the kernel takes new tokens, and writes them to the cache.
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class Attention:
         """
         warps, width = 8 if head_dim <= _WIDE else 4, -(-head_dim // 64) * 64
         self._threads, self._cap = 32 * warps, cap
+        self.appends = can_append(head_dim, head_dim * (dtype.itemsize if kind == "fp16" else 1))
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
         self._launch = Launcher(name_of(dtype, head_dim, cap, kind), place)
         blocks = 3 * self._processors // 2  # at most so many have partial results
@@ -116,13 +125,18 @@ class Attention:
             scale: factor of the attention scores.
             sinks: scores of the query heads' sinks, in the dtype of the queries and contiguous; see
                 :class:`tpplan.decoder.math.Scoring`.
-            new: what to write to a cache of 16 bits first, while queries are normed and turned; None if the cache has
-                the tokens, and the queries have been.
+            new: what to write to the cache first, while queries are normed and turned; None if the cache has the
+                tokens, and the queries have been.
 
         Returns:
             The attention output ``[R, H × K]``.
+
+        Raises:
+            ExecutionError: the kernel takes no new tokens, see :attr:`appends`, or not with these strides.
         """
         count, queries, size = q_RHK.shape
+        if new:
+            self._check_new(new, q_RHK)
         _, heads, length, _ = k_BHLK.shape
         group = queries // heads
         parts = heads * -(-group // _QUERIES)
@@ -152,6 +166,21 @@ class Attention:
             *((new.keys.data_ptr(), new.values.data_ptr(), *new.turn) if new else (0,) * (2 + TURN_WORDS)),
         )
         return out
+
+    def _check_new(self, new: NewTokens, q_RHK: Tensor) -> None:
+        """Check that the kernel takes new tokens: it would pass over them, or read other rows.
+
+        Raises:
+            ExecutionError: it does not.
+        """
+        size = q_RHK.shape[2]
+        if not self.appends:
+            what = f"attention kernels of heads of {size} elements write no new tokens to this kind of cache"
+            raise ExecutionError(what, "write them by append_kv() before")
+        strides = [each.stride() for each in (q_RHK, new.keys, new.values)]
+        if len({*strides}) > 1 or strides[0][1:] != (size, 1):
+            what = f"queries, new keys and new values have the strides {', '.join(map(str, strides))}"
+            raise ExecutionError(what, f"give views of the same rows, with strides of {size} and 1 in each")
 
 
 def splits_of(count: int, length: int, processors: int) -> int:
