@@ -399,7 +399,8 @@ def argmax_columns(logits_BV: Tensor, start: int, place: int, places: int, parts
     best_B, token_B = logits_BV.max(-1)
     found_BP2 = logits_BV.new_zeros(len(logits_BV), places * parts, 2, dtype=torch.float32)
     own_BP2 = found_BP2[:, place * parts : (place + 1) * parts]
-    own_BP2[..., 0], own_BP2[..., 1] = best_B[:, None], token_B[:, None] + start
+    own_BP2[..., 0] = best_B[:, None]
+    torch.add(token_B[:, None].expand(-1, parts), start, out=own_BP2[..., 1])
     return found_BP2.flatten(1)
 
 

@@ -62,7 +62,7 @@ def test_products(case: tuple[str, int, int, int, torch.dtype, int | None], rows
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] == "4"])
 def test_products_behind_a_norm(
     case: tuple[str, int, int, int, torch.dtype, int | None], rows: int, dtype: torch.dtype
 ) -> None:

@@ -165,13 +165,9 @@ def _four_vectors(at: Any) -> Any:
 
 
 @device_function
-def _two_kept_vectors(at: Any) -> Any:
-    return ptx.shared_load_128(at) + ptx.shared_load_128(at + UINT64(16))
-
-
-@device_function
 def _four_kept_vectors(at: Any) -> Any:
-    return _two_kept_vectors(at) + _two_kept_vectors(at + UINT64(32))
+    first, second = ptx.shared_load_128(at) + ptx.shared_load_128(at + UINT64(16)), ptx.shared_load_128(at + UINT64(32))
+    return first + second + ptx.shared_load_128(at + UINT64(48))
 
 
 @cache
@@ -181,10 +177,9 @@ def looking_at(kind: Codes, eights: int, *, kept: bool = False) -> Any:
     Args:
         kind: of codes and rows.
         eights: of rows: 1 or 2.
-        kept: whether the rows are in shared memory.
+        kept: whether the rows are in shared memory; of codes of 4 bits.
     """
-    vectors = {8: _two_kept_vectors, 16: _four_kept_vectors} if kept else {8: _two_vectors, 16: _four_vectors}
-    quarter = vectors[kind.part]
+    quarter = _four_kept_vectors if kept else {8: _two_vectors, 16: _four_vectors}[kind.part]
 
     @device_function
     def look_at_one(at: Any, column: Any) -> Any:
@@ -440,13 +435,9 @@ PACKED_NORM_BF16_4_2 = _packed("packed_norm_bf16_4_2", BF16_4, 1, normed=2)
 PACKED_JOINT_BF16_4_8 = _packed("packed_joint_bf16_4_8", BF16_4, 1, joint=True)
 PACKED_BF16_8_8 = _packed("packed_bf16_8_8", BF16_8, 1)
 PACKED_BF16_8_16 = _packed("packed_bf16_8_16", BF16_8, 2)
-PACKED_NORM_BF16_8_1 = _packed("packed_norm_bf16_8_1", BF16_8, 1, normed=1)
-PACKED_NORM_BF16_8_2 = _packed("packed_norm_bf16_8_2", BF16_8, 1, normed=2)
 PACKED_JOINT_BF16_8_8 = _packed("packed_joint_bf16_8_8", BF16_8, 1, joint=True)
 PACKED_BF16_E4M3_8 = _packed("packed_bf16_e4m3_8", BF16_E4M3, 1)
 PACKED_BF16_E4M3_16 = _packed("packed_bf16_e4m3_16", BF16_E4M3, 2)
-PACKED_NORM_BF16_E4M3_1 = _packed("packed_norm_bf16_e4m3_1", BF16_E4M3, 1, normed=1)
-PACKED_NORM_BF16_E4M3_2 = _packed("packed_norm_bf16_e4m3_2", BF16_E4M3, 1, normed=2)
 PACKED_JOINT_BF16_E4M3_8 = _packed("packed_joint_bf16_e4m3_8", BF16_E4M3, 1, joint=True)
 PACKED_F16_4_8 = _packed("packed_f16_4_8", F16_4, 1)
 PACKED_F16_4_16 = _packed("packed_f16_4_16", F16_4, 2)
@@ -455,11 +446,7 @@ PACKED_NORM_F16_4_2 = _packed("packed_norm_f16_4_2", F16_4, 1, normed=2)
 PACKED_JOINT_F16_4_8 = _packed("packed_joint_f16_4_8", F16_4, 1, joint=True)
 PACKED_F16_8_8 = _packed("packed_f16_8_8", F16_8, 1)
 PACKED_F16_8_16 = _packed("packed_f16_8_16", F16_8, 2)
-PACKED_NORM_F16_8_1 = _packed("packed_norm_f16_8_1", F16_8, 1, normed=1)
-PACKED_NORM_F16_8_2 = _packed("packed_norm_f16_8_2", F16_8, 1, normed=2)
 PACKED_JOINT_F16_8_8 = _packed("packed_joint_f16_8_8", F16_8, 1, joint=True)
 PACKED_F16_E4M3_8 = _packed("packed_f16_e4m3_8", F16_E4M3, 1)
 PACKED_F16_E4M3_16 = _packed("packed_f16_e4m3_16", F16_E4M3, 2)
-PACKED_NORM_F16_E4M3_1 = _packed("packed_norm_f16_e4m3_1", F16_E4M3, 1, normed=1)
-PACKED_NORM_F16_E4M3_2 = _packed("packed_norm_f16_e4m3_2", F16_E4M3, 1, normed=2)
 PACKED_JOINT_F16_E4M3_8 = _packed("packed_joint_f16_e4m3_8", F16_E4M3, 1, joint=True)

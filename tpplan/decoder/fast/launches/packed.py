@@ -35,6 +35,9 @@ MOST_JOINT: Final = 8
 #: that a warp reads in one step.
 STEPS: Final = {"4": 128, "8": 64, "e4m3": 64}
 
+#: The kind of codes that there are kernels with a norm in front for: with bytes a step takes no less time.
+_NORMED: Final = "4"
+
 #: Rows of one mma instruction, and matrix rows of a tile for every eight rows.
 _EIGHT, _TILE = 8, 16
 #: Dtypes of their stored zero points.
@@ -108,7 +111,7 @@ def names_of(dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False)
 def normed_names_of(dtype: torch.dtype, kinds: Collection[str]) -> list[str]:
     """Return the names of the kernels with a norm in front, for one row and for two."""
     counts = range(1, norms.MOST_ROWS + 1)
-    return [f"packed_norm_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in counts]
+    return [f"packed_norm_{DTYPES[dtype]}_{_NORMED}_{rows}" for rows in counts if _NORMED in kinds]
 
 
 class QuantisedSkinnyGemm(NormKernels[Quantised]):
@@ -138,10 +141,7 @@ class QuantisedSkinnyGemm(NormKernels[Quantised]):
         found = torch.cuda.get_device_properties(place)
         self._processors, self._most = found.multi_processor_count, 2 if (found.major, found.minor) in _SMALL else 3
         self._room = found.shared_memory_per_multiprocessor // self._most - _BLOCK_BYTES
-        self._normed = {
-            kind: [Launcher(name, place, most_shared=norms.MOST_BYTES) for name in normed_names_of(dtype, [kind])]
-            for kind in self._single
-        }
+        self._normed = [Launcher(name, place, most_shared=norms.MOST_BYTES) for name in normed_names_of(dtype, kinds)]
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix.
@@ -159,9 +159,10 @@ class QuantisedSkinnyGemm(NormKernels[Quantised]):
 
     def takes_normed(self, x_RK: Tensor, matrix_NK: Matrix, norm: Norm, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for the norm of rows and a matrix, whose blocks all have room at once."""
-        is_in_order = not isinstance(matrix_NK, IntMatrix) or matrix_NK.columns is None
+        if not isinstance(matrix_NK, IntMatrix) or kind_of(matrix_NK) != _NORMED or matrix_NK.columns is not None:
+            return False
         has_room = norm.is_fitting(x_RK) and x_RK.numel() * _ITEM <= self._room
-        return is_in_order and has_room and self.takes(x_RK, matrix_NK, gated=gated)
+        return has_room and self.takes(x_RK, matrix_NK, gated=gated)
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
         """Return whether there is a kernel with an all-reduce as epilogue for rows and a matrix."""
@@ -175,8 +176,7 @@ class QuantisedSkinnyGemm(NormKernels[Quantised]):
         self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int, norm: Norm
     ) -> None:
         blocks, threads, words = self._words(y, x, matrix, plus)
-        kernel, shared = self._normed[kind_of(matrix)][len(x) - 1], x.numel() * _ITEM
-        kernel(blocks, threads, *words, mode, *norm.words(), shared=shared)
+        self._normed[len(x) - 1](blocks, threads, *words, mode, *norm.words(), shared=x.numel() * _ITEM)
 
     def _run_joint(  # noqa: PLR0917
         self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], channel: Channel, device: int
