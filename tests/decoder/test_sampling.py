@@ -29,9 +29,13 @@ def draws(sampling: Sampling, count: int) -> list[int]:
     return sampling.draw(PROBABILITIES.log().expand(count, -1), generator).tolist()
 
 
+@pytest.mark.parametrize("least", [2048, 8])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_likeliest_token_is_that_of_the_whole_row(transport: str) -> None:
-    """On every device, whichever device's part it is in, also where others are minus infinity."""
+def test_the_likeliest_token_is_that_of_the_whole_row(
+    transport: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every device, whichever device's part it is in, also where others are minus infinity; in one part or more."""
+    monkeypatch.setattr("tpplan.decoder.decoding.steps._LEAST_PART", least)
     with context(UNEVEN, transport) as ctx:
         whole = torch.randn(6, 101, generator=torch.Generator().manual_seed(1))
         best = [0, 31, 32, 63, 64, 100]  # the edges of the devices' parts

@@ -372,20 +372,24 @@ def _masked_attention(q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tens
     return torch.unflatten(out_BHRK, 2, q_BHGSK.shape[2:4]).flatten(1, 2)
 
 
-def argmax_columns(logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
-    """Return each row's largest logit and its token (argmax), in two columns of an otherwise zero ``[B, 2 × places]``.
+def argmax_columns(logits_BV: Tensor, start: int, place: int, places: int, parts: int) -> Tensor:
+    """Return the largest logit of each row, or of parts of it, and its token (argmax), in pairs of columns.
 
     Args:
         logits_BV: logits of a range of tokens.
         start: the first token of the range.
-        place: which pair of columns to fill.
-        places: number of pairs.
+        place: number of the range among all; its pairs are filled, those of all others are zeros.
+        places: number of ranges.
+        parts: pairs of a range, for kernels that search parts of it at a time; here all are of the whole range.
+
+    Returns:
+        ``[B, 2 × places × parts]`` in float32.
     """
     best_B, token_B = logits_BV.max(-1)
-    found = logits_BV.new_zeros(len(logits_BV), 2 * places, dtype=torch.float32)
-    found[:, 2 * place] = best_B
-    torch.add(token_B, start, out=found[:, 2 * place + 1])
-    return found
+    found_BP2 = logits_BV.new_zeros(len(logits_BV), places * parts, 2, dtype=torch.float32)
+    own_BP2 = found_BP2[:, place * parts : (place + 1) * parts]
+    own_BP2[..., 0], own_BP2[..., 1] = best_B[:, None], token_B[:, None] + start
+    return found_BP2.flatten(1)
 
 
 def best_tokens(found_B2P: Tensor) -> Tensor:

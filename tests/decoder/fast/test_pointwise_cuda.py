@@ -196,8 +196,9 @@ def test_merging_parts(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     assert torch.equal(memory[0, :, :, heads:], before[0, :, :, heads:])
 
 
+@pytest.mark.parametrize("parts", [1, 3, 32])
 @pytest.mark.parametrize("columns", [8, 264, 4096, 32064, 128256])
-def test_the_largest_of_each_row(columns: int, dtype: torch.dtype) -> None:
+def test_the_largest_of_each_row(columns: int, parts: int, dtype: torch.dtype) -> None:
     """Wherever it is, also among equal ones, where the first counts, and where all others are minus infinity."""
     torch.manual_seed(columns)
     x = torch.randn(5, columns + 8, device="cuda").to(dtype)[:, :columns]
@@ -206,17 +207,19 @@ def test_the_largest_of_each_row(columns: int, dtype: torch.dtype) -> None:
     x[2, columns // 2 :] = 9
     x[3, : columns // 3] = x[3, columns // 3 + 1 :] = -torch.inf
     x[4] = -torch.inf
-    found = kernels(dtype).argmax(x, 1000, 2, 4)
+    found = kernels(dtype).argmax(x, 1000, 2, 4, parts)
     assert found is not None
-    expected = torch.zeros(5, 8, device="cuda")
-    expected[:, 4] = torch.tensor([9.0, 9.0, 9.0, 9.0, -torch.inf])
-    expected[:, 5] = 1000 + torch.tensor([0, columns - 1, columns // 2, columns // 3, 0])
-    assert torch.equal(found, expected)
+    others = torch.arange(4 * parts, device="cuda") // parts != 2
+    assert not found.view(5, -1, 2)[:, others].any()
+    chosen = torch.zeros(5, dtype=torch.int64, device="cuda")
+    assert kernels(dtype).next_tokens(found[:, 4 * parts : 6 * parts], chosen)
+    assert chosen.tolist() == [1000, 1000 + columns - 1, 1000 + columns // 2, 1000 + columns // 3, NO_TOKEN]
+    assert found[:4, 4 * parts : 6 * parts : 2].amax(1).tolist() == [9] * 4
     x[1, columns // 2] = torch.nan
-    found = kernels(dtype).argmax(x, 0, 0, 1)
+    found = kernels(dtype).argmax(x, 0, 0, 1, parts)
     assert found is not None
-    assert found[1].isnan().tolist() == [True, False]
-    assert found[1, 1] == columns // 2
+    (at,) = found[1, ::2].isnan().nonzero()
+    assert found[1, 2 * int(at) + 1] == columns // 2
 
 
 @pytest.mark.parametrize("pairs", [1, 3, 40])

@@ -137,6 +137,36 @@ def test_graphs_beside_each_other_share_their_memory(ctx: tpx.TPContext) -> None
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.parametrize("crosses", [False, True])
+def test_devices_have_graphs_of_their_own_if_none_waits_for_another(ctx: tpx.TPContext, crosses: bool) -> None:
+    """But for kernels that exchange data; where streams do, there is one graph of all devices."""
+    parts, _ = parts_of(ctx, 3)
+
+    def step() -> list[torch.Tensor]:
+        found = list(ctx.all_reduce([torch.relu(part) for part in parts]))
+        if crosses:
+            found[1] = found[1] + parts[0].to(found[1].device, non_blocking=True)
+        return found
+
+    step()
+    with ctx.capture(draws=False) as graph:
+        kept = step()
+    assert bool(graph._parts) is (ctx.transport == "peer" and not crosses)
+    with graph.beside() as other:
+        others = step()
+    assert bool(other._parts) is bool(graph._parts)
+    for _ in range(20):
+        for part in parts:
+            part.normal_()
+        graph.replay()
+        got = [x.cpu() for x in kept]
+        other.replay()
+        for x, y, z in zip(got, others, step(), strict=True):
+            assert torch.equal(x, z.cpu())
+            assert torch.equal(y.cpu(), z.cpu())
+
+
+@pytest.mark.multi_gpu
 def test_a_gather_may_be_waited_for_after_a_capture(ctx: tpx.TPContext) -> None:
     """What is captured meanwhile does not change what the handle waits for."""
     x = torch.randn(2048, 4096, device=ctx.devices[0].device).bfloat16()

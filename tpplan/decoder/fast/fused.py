@@ -278,10 +278,10 @@ class Fused(Plain):
             return None
         return self._pointwise.words_of_turn(qkv_RHK, norm_rope.angles, norm_rope.norms)
 
-    def argmax(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+    def argmax(self, logits_BV: Tensor, start: int, place: int, places: int, parts: int) -> Tensor:
         """Return the largest logits of rows and their tokens (argmax)."""
-        found = self._pointwise.argmax(logits_BV, start, place, places)
-        return super().argmax(logits_BV, start, place, places) if found is None else found
+        found = self._pointwise.argmax(logits_BV, start, place, places, parts)
+        return super().argmax(logits_BV, start, place, places, parts) if found is None else found
 
     def next_tokens(self, found_B2P: Tensor, tokens_B: Tensor, positions_B: Tensor | None = None) -> None:
         """Write the tokens of the largest logits, and advance positions."""

@@ -416,9 +416,9 @@ class Plain:
 
         return heads.cache.in_pieces(len(places.places), 0, places.span, find)
 
-    def argmax(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor:
+    def argmax(self, logits_BV: Tensor, start: int, place: int, places: int, parts: int) -> Tensor:
         """Return the largest logits of rows and their tokens; see :func:`tpplan.decoder.math.argmax_columns`."""
-        return argmax_columns(logits_BV, start, place, places)
+        return argmax_columns(logits_BV, start, place, places, parts)
 
     def next_tokens(self, found_B2P: Tensor, tokens_B: Tensor, positions_B: Tensor | None = None) -> None:
         """Write the tokens of the largest logits, see :func:`tpplan.decoder.math.best_tokens`, and advance positions.

@@ -251,9 +251,9 @@ class CudaDevices(Streams):
             stream.synchronize()
         self._exchanges.check()
 
-    def capture(self) -> Graph:
-        """Return a graph that captures the work that its ``with`` block issues."""
-        return Graph(self, self._places)
+    def capture(self, *, draws: bool) -> Graph:
+        """Return a graph of the work that its ``with`` block issues, which may draw random numbers or not."""
+        return Graph(self, self._places, draws=draws)
 
     def forget(self) -> None:
         """Forget issued work, all of which is complete; called before and after the capture of a graph."""

@@ -1,4 +1,4 @@
-"""CUDA graphs of operations and the caller's own torch work on all devices, captured once and launched as one."""
+"""CUDA graphs of operations and the caller's own torch work on all devices, captured once and launched together."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
+    from tpplan.exec.cuda.apart import Parts
 
 #: Resources of deleted graphs, freed before and after the next capture; and the graphs being captured. They are not
 #: freed at once: torch aborts the process if a graph's memory is freed during any capture, even in another thread, and
@@ -81,13 +82,21 @@ class Graph:
     have run once before: nothing can be compiled, loaded or looked up during a capture.
     """
 
-    def __init__(self, backend: Capturing, places: Mapping[int, torch.device], room: _Room | None = None) -> None:
+    def __init__(
+        self,
+        backend: Capturing,
+        places: Mapping[int, torch.device],
+        room: _Room | None = None,
+        *,
+        draws: bool = True,
+    ) -> None:
         """Prepare to capture on these devices.
 
         Args:
             backend: the context's backend.
             places: torch devices by index in the plan.
             room: streams and memory to share with another graph; new ones if not given.
+            draws: whether the work may draw torch's random numbers, whose state only torch advances.
         """
         self._backend = backend
         self._places = tuple(places.values())
@@ -95,6 +104,10 @@ class Graph:
         self._room = room or _Room.on(self._places)
         self._stack = ExitStack()
         self._captured = False
+        # With other transports streams wait for those of other devices.
+        self._is_cut = not draws and len(self._places) > 1 and backend.transport == "peer"
+        self._clones: list[object] = []
+        self._parts: Parts | None = None
 
     def __enter__(self) -> Self:
         if self._captured:
@@ -134,6 +147,13 @@ class Graph:
             self._backend.captures = False
             self._backend.forget()
         self._captured = kind is None
+        if self._clones:
+            from tpplan.exec.cuda.apart import Parts, drop  # noqa: PLC0415 (needs CUDA's bindings)
+
+            try:
+                self._parts = Parts(self._clones, self._places) if self._captured else None
+            finally:
+                drop(self._clones)
         if self._captured and not self._room.graph:
             self._room.graph = self._graph
         if self._captured:
@@ -141,10 +161,12 @@ class Graph:
 
     def __del__(self) -> None:
         held = vars(self)  # incomplete if __init__ failed
-        _RETIRED.append([held.get(name) for name in ("_graph", "_room")])
+        _RETIRED.append([held.get(name) for name in ("_parts", "_graph", "_room")])
 
     def replay(self) -> None:
         """Launch the graph after the work queued on the current streams of all devices, which then wait for it.
+
+        If the devices do not wait for each other, the stream of each waits for its own work only.
 
         Raises:
             ExecutionError: nothing was captured, or the context is closed or has failed.
@@ -153,6 +175,9 @@ class Graph:
         with ISSUING:
             self._backend.check()
             self._backend.turn_to_current()  # waits for work issued to other streams
+            if self._parts:
+                self._parts.launch()
+                return
             first, *others = (torch.cuda.current_stream(place) for place in self._places)
             for stream in others:
                 first.wait_stream(stream)
@@ -170,7 +195,7 @@ class Graph:
             ExecutionError: nothing was captured.
         """
         self._check_captured()
-        return Graph(self._backend, dict(enumerate(self._places)), self._room)
+        return Graph(self._backend, dict(enumerate(self._places)), self._room, draws=not self._is_cut)
 
     def _check_captured(self) -> None:
         if not self._captured:
@@ -179,6 +204,11 @@ class Graph:
     def _join(self) -> None:
         """Make the first device's stream wait for all others, which is required to end a capture."""
         first, *others = self._room.streams
+        if self._is_cut:
+            from tpplan.exec.cuda.apart import cut  # noqa: PLC0415 (needs CUDA's bindings)
+
+            with suppress(ExecutionError):  # the driver cannot tell: one graph of all devices does, too
+                self._clones = cut(self._room.streams)
         for stream in (*self._backend.streams(), *others):
             first.wait_stream(stream)
 

@@ -211,9 +211,10 @@ def _best_of_warp(value: Any, token: Any) -> Any:
 
 
 def _best(name: str, low: Any, high: Any) -> Kernel:
-    """Make a kernel that finds the largest element of each row, and writes it and its number as float32.
+    """Make a kernel that finds the largest element in each part of a row, and writes it and its number as float32.
 
-    A block takes a row. Of the row's other columns of the result it makes zeros.
+    Blocks take rows, each a part of one. In the result, a row has a pair of columns for each part of each of several
+    devices' rows; what are other devices' are zeros.
 
     Args:
         name: of the kernel.
@@ -226,11 +227,13 @@ def _best(name: str, low: Any, high: Any) -> Kernel:
         value, token = _better(value, token, low(w), number)
         return _better(value, token, high(w), number + INT64(1))
 
-    def best(x, pitch, width, start, out, out_pitch, column, columns):  # type: ignore[no-untyped-def]
+    def best(x, pitch, width, start, out, out_pitch, place, places):  # type: ignore[no-untyped-def]
         ptx.after_earlier_with_next()
         values, tokens = cuda.shared.array(_WARP, FLOAT32), cuda.shared.array(_WARP, INT64)
-        row, step = UINT64(cuda.blockIdx.x), UINT64(16) * UINT64(cuda.blockDim.x)
-        at = UINT64(16) * UINT64(cuda.threadIdx.x)
+        row, part, parts = UINT64(cuda.blockIdx.x), UINT64(cuda.blockIdx.y), UINT64(cuda.gridDim.y)
+        step = UINT64(16) * UINT64(cuda.blockDim.x)
+        at = step * part + UINT64(16) * UINT64(cuda.threadIdx.x)
+        step *= parts
         value, token = FLOAT32(-math.inf), INT64(_NOBODY)  # behind all others
         while at < width:
             w0, w1, w2, w3 = ptx.load_128(x + row * pitch + at)
@@ -248,12 +251,11 @@ def _best(name: str, low: Any, high: Any) -> Kernel:
         if warp == types.uint32(0):
             known = lane * types.uint32(_WARP) < types.uint32(cuda.blockDim.x)
             value, token = _best_of_warp(values[lane if known else 0], tokens[lane if known else 0])
-            at = UINT64(lane)
-            while at < columns:
-                found = value if at == column else FLOAT32(0)
-                if at == column + UINT64(1):
-                    found = FLOAT32(token + INT64(start))
-                ptx.store_32(out + row * out_pitch + UINT64(4) * at, ptx.bits_of(found))
+            at, number = UINT64(lane), FLOAT32(token + INT64(start))
+            while at < places:
+                is_own, to = at == place, out + row * out_pitch + UINT64(8) * (at * parts + part)
+                first, second = value if is_own else FLOAT32(0), number if is_own else FLOAT32(0)
+                ptx.store_64(to, ptx.bits_of(first), ptx.bits_of(second))
                 at += UINT64(_WARP)
 
     return Kernel(name, best, 8)

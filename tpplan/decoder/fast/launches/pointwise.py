@@ -179,26 +179,20 @@ class Pointwise:
         self._merge((rows, parts, 1), threads, start, pitch, *source[:2], *widths, *sums)
         return merged_BHS
 
-    def argmax(self, logits_BV: Tensor, start: int, place: int, places: int) -> Tensor | None:
-        """Find the largest element of each row, and return it and its index in one of several pairs of columns.
-
-        Args:
-            logits_BV: rows.
-            start: number added to the index.
-            place: number of the pair of columns; the other pairs are 0.
-            places: number of pairs.
+    def argmax(self, logits_BV: Tensor, start: int, place: int, places: int, parts: int) -> Tensor | None:
+        """Find the largest element in parts of each row; see :func:`tpplan.decoder.math.argmax_columns`.
 
         Returns:
-            ``[B, 2 × places]`` in float32, or None if the kernel does not take such rows.
+            ``[B, 2 × places × parts]`` in float32, or None if the kernel does not take such rows.
         """
         matrix = self._matrix(logits_BV)
         if matrix is None:
             return None
         address, pitch, rows, columns = matrix
-        found = torch.empty(rows, 2 * places, dtype=torch.float32, device=logits_BV.device)
-        threads = min(-(-columns // (_ELEMENTS * _WARP)) * _WARP, _MOST_THREADS)
+        found = torch.empty(rows, 2 * places * parts, dtype=torch.float32, device=logits_BV.device)
+        threads = min(-(-columns // (_ELEMENTS * _WARP * parts)) * _WARP, _MOST_THREADS)
         words = address, pitch, columns * _ITEM, start
-        self._best(rows, threads, *words, found.data_ptr(), 4 * found.stride(0), 2 * place, found.shape[1])
+        self._best((rows, parts, 1), threads, *words, found.data_ptr(), 4 * found.stride(0), place, places)
         return found
 
     def next_tokens(self, found_B2P: Tensor, tokens_B: Tensor, positions_B: Tensor | None = None) -> bool:

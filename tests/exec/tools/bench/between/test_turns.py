@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,9 +11,11 @@ from torch import distributed
 
 from tests.contexts import ALONE
 from tpplan import exec as tpx
-from tpplan.exec.tools.bench.between.case import Case, Contender
+from tpplan.exec.tools.bench.between import turns
+from tpplan.exec.tools.bench.between.case import OPERATIONS, Case, Contender
 from tpplan.exec.tools.bench.between.peers import Nccl
 from tpplan.exec.tools.bench.between.turns import Turns
+from tpplan.exec.tools.bench.between.worker import measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,6 +128,26 @@ def test_a_peer_that_is_wrong_or_fails_is_left_out(monkeypatch: pytest.MonkeyPat
     assert reasons["symm_mem one-shot"] == "OSError: no link"
     assert "gloo" in reasons["NCCL window"]
     assert reasons["symm_mem two-shot"].startswith("RuntimeError: SymmetricMemory")
+
+
+@pytest.mark.usefixtures("alone")
+def test_windows_are_taken_back_once_all_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the group is still there: NCCL crashes if it ends with some."""
+    done: list[str] = []
+
+    class Windows(Nccl):
+        def contenders(self, case: Case) -> Iterator[Contender]:
+            done.append(case.operation)
+            return super().contenders(case)
+
+        def close(self) -> None:
+            done.append("closed" if distributed.is_initialized() else "too late")
+
+    monkeypatch.setattr(turns, "Window", Windows)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)  # which would end the tests
+    with tpx.compile(ALONE, backend="cpu", group=distributed.group.WORLD, scratch=False) as ctx:
+        measure(ctx, CPU, [2], 2)
+    assert done == [*OPERATIONS, "closed"]
 
 
 @pytest.mark.parametrize("count", [2, 3])

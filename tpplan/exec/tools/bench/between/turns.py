@@ -80,6 +80,14 @@ class Turns:
         else:
             self._kinds.append(opened)
 
+    def close(self) -> None:
+        """Give back what others must not hold when processes leave their group, once all are here."""
+        self._wait()
+        for kind in self._kinds:
+            if isinstance(kind, Window):
+                kind.close()
+        self._wait()
+
     def measured(self, operation: str, rows: int) -> Measured:
         """Return everybody's times of an operation on some rows, or why they have none."""
         case = Case(operation, rows, self.widths, distributed.get_rank(), place=self._place, dtype=self._ctx.dtype)

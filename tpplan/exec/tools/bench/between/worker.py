@@ -48,6 +48,7 @@ def measure(ctx: TPContext, place: torch.device, counts: Sequence[int], rounds: 
             report = evolve(report, measured=(*report.measured, turns.measured(operation, rows)))
         sys.stdout.write(json.dumps(unstructure(report)) + "\n")
         sys.stdout.flush()
+    turns.close()
 
 
 def main(plan: str, asked: str) -> None:
