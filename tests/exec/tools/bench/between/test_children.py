@@ -72,9 +72,7 @@ def test_the_cause_of_what_says_no_fault_is_its_last_line() -> None:
     """An exception's; what C++ says before it aborts comes first, and names of modules never count."""
     assert children.cause("Traceback\n  File 'x'\nValueError: no link\n") == "ValueError: no link"
     assert children.cause("") == ""
-    abort = (
-        "terminate called after throwing\n  what():  no memory\nFatal Python error: Aborted\nExtension modules: a"
-    )
+    abort = "terminate called after throwing\n  what():  no memory\nFatal Python error: Aborted\nExtension modules: a"
     assert children.cause(abort) == "what():  no memory; Fatal Python error: Aborted"
     late = 'Timeout (0:02:00)!\nThread 0x1 (most recent call first):\n  File "/a/b/c.py", line 7 in wait\n'
     assert children.cause(late) == "Timeout (0:02:00)!; in wait (b/c.py:7)"
