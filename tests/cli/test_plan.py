@@ -342,7 +342,8 @@ def test_infeasible_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_single_advice_is_not_told_as_one_of_many() -> None:
     """Where one change alone would help, the hint says so."""
     done = command("plan", LLAMA_8B, "--gpus", "65x1MiB", "--context", 1024)
-    hint, *options = done.err.partition("hint: ")[2].splitlines()
+    hint, *lines = done.err.partition("hint: ")[2].splitlines()
+    options = [line for line in lines if line.lstrip().startswith("--")]  # with its words below where it is long
     assert (hint, len(options)) == ("this makes it fit", 1)
 
 
@@ -358,6 +359,22 @@ def test_infeasible_document() -> None:
     memory = next(s for s in error["suggestions"] if s["kind"] == "memory")
     budget = parse_devices(memory["option"].removeprefix("--gpus "))[memory["device"]].budget_bytes
     assert str(budget) == memory["value"]
+
+
+def test_advice_that_leaves_a_device_empty_says_so() -> None:
+    """What makes a small model fit may make it fit on one device; followed, it does what it says."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 256}
+    asked = ("plan", small(**sizes, num_key_value_heads=2, num_hidden_layers=2), "--context", 131072, "-o", "x.json")
+    told = command(*asked, "--gpus", "900MiB,500MiB", "--json").out
+    found = json.loads(told)["error"]["suggestions"]
+    assert found
+    for one in found:
+        gpus = () if "--gpus" in one["option"] else ("--gpus", "900MiB,500MiB")
+        assert command(*asked, *gpus, *one["option"].split()).code == 0
+        idle = [entry.device for entry in codec.load("x.json").memory if not entry.used_bytes]
+        assert ("which leaves device" in one["message"]) == bool(idle)
+        assert all(f" {i} (" in one["message"].partition("which leaves")[2] for i in idle)
+    assert any("which leaves device 1 (500MiB GPU) without a part" in one["message"] for one in found)
 
 
 def test_more_memory_than_a_gpu_has_is_another_gpu() -> None:
