@@ -14,7 +14,7 @@ from tpplan.planner.speed import bandwidth_of
 if TYPE_CHECKING:
     from tpplan.core.device import Device
     from tpplan.core.model import ModelSpec
-    from tpplan.core.plan import SplitPlan
+    from tpplan.core.plan import Request, SplitPlan
 
 #: What the axes of a layer compute, between the sums at which devices wait for each other.
 _PARTS = {
@@ -58,7 +58,7 @@ def instead(plan: SplitPlan, model: ModelSpec) -> Instead:
         return Instead(None)
     one = None
     if not request.reserve:  # which is of devices by their number
-        one = next((i for i in parts.values() if _planned(plan, model, devices=(plan.devices[i],))), None)
+        one = next((i for i in parts.values() if _planned(model, request, (plan.devices[i],))), None)
     unknown = [device for device in plan.devices if not bandwidth_of(device)]
     # Any bandwidths would do to see whether a part can be divided: those in proportion to memory.
     known = tuple(evolve(d, bandwidth_bytes_per_second=bandwidth_of(d) or d.budget_bytes) for d in plan.devices)
@@ -66,8 +66,8 @@ def instead(plan: SplitPlan, model: ModelSpec) -> Instead:
     if unknown:
         needs = "; for that, --gpus has to name GPUs of the catalogue, or a devices file with bandwidths"
     choices = (
-        ("--kv replicate", _planned(plan, model, kv="replicate"), ""),
-        ("--strategy latency", _planned(plan, model, known, strategy="latency"), needs),
+        ("--kv replicate", _planned(model, evolve(request, kv="replicate"), plan.devices), ""),
+        ("--strategy latency", _planned(model, evolve(request, strategy="latency"), known), needs),
     )
     for option, found, more in choices:
         if found and len(_used(found)) > 1 and not alone(found):
@@ -75,9 +75,9 @@ def instead(plan: SplitPlan, model: ModelSpec) -> Instead:
     return Instead(one)
 
 
-def _planned(plan: SplitPlan, model: ModelSpec, devices: tuple[Device, ...] = (), **changes: str) -> SplitPlan | None:
-    """Return a plan with other devices or another request; None if that does not fit."""
-    found = attempt(model, devices or plan.devices, evolve(plan.request, **changes), effort=Effort.QUICK)
+def _planned(model: ModelSpec, request: Request, devices: tuple[Device, ...]) -> SplitPlan | None:
+    """Return a plan, soon found; None if that does not fit."""
+    found = attempt(model, devices, request, effort=Effort.QUICK)
     return found.plan() if found and not found.lacking else None
 
 
