@@ -267,7 +267,7 @@ def test_mlps_of_mpt_have_one_width() -> None:
 
 @pytest.mark.parametrize(
     ("key", "slip"),
-    [("num_key_value_heads", "num_key_value_head"), ("max_position_embeddings", "max_position_embedings")],
+    [("num_key_value_heads", "num_key_value_head"), ("tie_word_embeddings", "tie_word_embedding")],
 )
 def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
     """A default would be taken silently else: a model would have as many KV heads as query heads."""

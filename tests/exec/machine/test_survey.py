@@ -213,7 +213,7 @@ def test_gpus_that_only_drivers_see(monkeypatch: pytest.MonkeyPatch, is_built: b
     """The advice is for torch, not built for them or lacking something; without a driver it is another machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if is_built else None)
     card = SimpleNamespace(name="RTX 4090")
     monkeypatch.setattr(probe, "probe", lambda: SimpleNamespace(devices=(card, card)))
     seen = no_gpu()

@@ -70,7 +70,7 @@ def no_gpu() -> DeviceError:
     except DeviceError as error:
         return DeviceError(f"{what}: {error.message}", f"measure on a machine with GPUs; {error.hint}")
     names = ", ".join(dict.fromkeys(device.name for device in found))
-    if not torch.backends.cuda.is_built():
+    if not torch.version.cuda:
         hint = 'this torch is built for the CPU: python3 -m pip install ".[cu13]", or ".[cu12]", has one for GPUs'
     else:
         hint = "python3 -c 'import torch; torch.cuda.init()' says what torch lacks"
