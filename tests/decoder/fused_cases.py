@@ -13,8 +13,8 @@ from tpplan.decoder.cache.store import KERNEL_KINDS, Store
 from tpplan.decoder.fast.launches import skinny
 from tpplan.decoder.fast.launches.dense import kind_of
 from tpplan.decoder.fast.launches.experts import KINDS
-from tpplan.decoder.fast.launches.gemv import MOST_ROWS
 from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.norms import MOST_ROWS
 from tpplan.decoder.layer import experts
 from tpplan.decoder.math import rms_norm
 from tpplan.decoder.model.gates import ACTIVATIONS, gated
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from tpplan.decoder.fast.launches.attention import NewTokens
-    from tpplan.decoder.fast.launches.gemv import Norm
+    from tpplan.decoder.fast.launches.norms import Norm
     from tpplan.decoder.model.router import Router
     from tpplan.decoder.weights.quantised import Matrix
     from tpplan.decoder.weights.stacked import Projection, Stacked
@@ -77,11 +77,15 @@ class FakeGemv:
         self.calls["joint"] += 1
         channel.take(device, to, x, weight)
 
-    def takes(self, x: Tensor, weight: Matrix, *, gated: bool = False, norm: Tensor | None = None) -> bool:
+    def takes_normed(self, x: Tensor, weight: Matrix, norm: Norm, *, gated: bool = False) -> bool:  # noqa: ARG002
         """Take few rows."""
-        if gated and norm is None:  # left to the other kernels
-            return False
-        return isinstance(weight, Tensor) and len(x) <= MOST_ROWS and x.dtype == weight.dtype == self._dtype
+        return self.takes(x, weight)
+
+    def takes(self, x: Tensor, weight: Matrix, *, gated: bool = False) -> bool:
+        """Take few rows, but gates, which are left to the other kernels."""
+        return (
+            not gated and isinstance(weight, Tensor) and len(x) <= MOST_ROWS and x.dtype == weight.dtype == self._dtype
+        )
 
     def adds_up(self, x: Tensor, weight: Matrix) -> bool:
         """Take the same."""

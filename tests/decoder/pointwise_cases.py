@@ -109,12 +109,21 @@ class FakeLauncher:
         to.copy_(gated(self._act, gates.clone(), ups))
 
     def _best(self, rows: int, threads: int, *words: int) -> None:
-        x, pitch, width, start, out, out_pitch, column, columns = words
+        x, pitch, width, start, out, out_pitch, place, places = words
+        parts = threads // self._block
         assert not any(word % 16 for word in (x, pitch, width))
-        assert threads * 16 <= width + 16 * 31
+        assert threads * 16 <= width + 16 * 32 * parts
         values, numbers = memory(x, (rows, width // 2), (pitch, 2), self._dtype).max(-1)
-        found = memory(out, (rows, columns), (out_pitch, 4), torch.float32).zero_()
-        found[:, column], found[:, column + 1] = values, numbers + start
+        found = memory(out, (rows, places, parts, 2), (out_pitch, 8 * parts, 8, 4), torch.float32).zero_()
+        found[:, place, :, 0], found[:, place, :, 1] = values[:, None], (numbers + start)[:, None]
+
+    def _angles(self, rows: int, threads: int, *words: int) -> None:
+        positions, stride, last, sines, cosines, pitch, out, width = words
+        assert threads <= 256
+        at = memory(positions, (rows,), (stride,), torch.int64).clamp(0, last)
+        dtype = torch.int16  # bits of any 16
+        sin, cos = (memory(each, (last + 1, width // 2), (pitch, 2), dtype)[at] for each in (sines, cosines))
+        memory(out, (rows, 2 * width), (4 * width, 2), dtype).copy_(torch.cat((cos, sin, sin ^ -(2**15), cos), 1))
 
     def _next(self, rows: int, threads: int, *words: int) -> None:
         found, pitch, pairs, tokens, positions, missing = words

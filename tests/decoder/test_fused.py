@@ -156,8 +156,7 @@ def test_caches_of_8_bits(model_type: str, kind: str, tmp_path: Path, request: p
 @pytest.mark.usefixtures("attending")
 def test_products_behind_norms_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no kernel takes norm and product together, one takes the product, or two with their gate."""
-    takes = FakeGemv.takes
-    monkeypatch.setattr(FakeGemv, "takes", lambda *args, norm=None, **more: norm is None and takes(*args, **more))
+    monkeypatch.setattr(FakeGemv, "takes_normed", lambda *_, **__: False)
     plan = planned(made("gemma2", tmp_path), "reduce", (1,), Cache("fp16", BATCH * LENGTH))
     for calls in (FakeGemv.calls, FakeSkinny.calls):
         calls.clear()

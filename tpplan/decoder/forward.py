@@ -145,8 +145,11 @@ class Forward:
     def _angles(self, positions: Sequence[Tensor]) -> dict[int, Angles]:
         """Return the RoPE angles of rows at these positions on each device that has KV heads."""
         at = dict(zip(self.context.devices, positions, strict=True))
-        ropes = self.settings.ropes
-        return {device: ropes.angles(sin, cos, at[device]) for device, (sin, cos) in self._tables.items()}
+        ropes, steps = self.settings.ropes, self.stack.steps
+        return {
+            device: ropes.angles(sin, cos, at[device], steps[device].angles)
+            for device, (sin, cos) in self._tables.items()
+        }
 
     def _embed(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the embeddings of tokens: the sum over devices, each with zeros for tokens that others hold."""

@@ -97,6 +97,17 @@ def angles(sin_RP: Tensor, cos_RP: Tensor) -> Tensor:
     return torch.unflatten(torch.stack((cos_RP, sin_RP, -sin_RP, cos_RP), dim=1), 1, (1, 2, 2))
 
 
+def angles_at(sin_TP: Tensor, cos_TP: Tensor, positions_R: Tensor) -> Tensor:
+    """Return the :func:`angles` of rows at these positions.
+
+    Args:
+        sin_TP: sines of all positions, one for each pair of elements.
+        cos_TP: cosines.
+        positions_R: position of each row.
+    """
+    return angles(sin_TP[positions_R], cos_TP[positions_R])
+
+
 def rotate(x_RHK: Tensor, by: Tensor, *, are_neighbours: bool = False) -> None:
     """Rotate the leading elements of heads in place by the rows' :func:`angles` (RoPE, arXiv:2104.09864).
 

@@ -13,8 +13,9 @@ from tests.decoder.fast.overlap import check_overlap
 from tests.decoder.pointwise_cases import memory, number
 from tests.machine_code import CAPABILITIES, check_code, registers
 from tpplan.decoder.fast.launches import gemv
-from tpplan.decoder.fast.launches.gemv import Gemv, Norm, shape_of
+from tpplan.decoder.fast.launches.gemv import Gemv, shape_of
 from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.norms import Norm
 from tpplan.decoder.math import rms_norm
 from tpplan.decoder.model.gates import ACTIVATIONS
 from tpplan.decoder.weights.row_kernels import GATES
@@ -134,7 +135,7 @@ def test_words(kernels: Gemv, rows: int) -> None:
     def check(found: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
 
-    assert kernels.takes(x_RK, weight_NK, gated=True, norm=norm.weight)
+    assert kernels.takes_normed(x_RK, weight_NK, norm, gated=True)
     check(kernels.normed(x_RK, weight_NK, norm, bias_N), functional.linear(normed_RK, weight_NK, bias_N))
     check(kernels.linear(x_RK, weight_NK), functional.linear(x_RK, weight_NK))
     to_RN = some(kernels, rows, 26)
@@ -152,10 +153,10 @@ def test_words(kernels: Gemv, rows: int) -> None:
 def test_what_is_not_taken(kernels: Gemv) -> None:
     """Many rows, other dtypes and strides, and what torch does faster, are left to torch."""
     x_RK, weight_NK, norm_K = some(kernels, 2, 4096), some(kernels, 8, 4096), some(kernels, 8200)
-    assert kernels.takes(x_RK, weight_NK, norm=norm_K[:4096])
-    assert not kernels.takes(some(kernels, 3, 4096), weight_NK, norm=norm_K[:4096])
+    assert kernels.takes_normed(x_RK, weight_NK, Norm(norm_K[:4096], EPS))
+    assert not kernels.takes_normed(some(kernels, 3, 4096), weight_NK, Norm(norm_K[:4096], EPS))
     for odd_K in (norm_K[1:4097], norm_K[:4096].float(), norm_K[:8192:2]):
-        assert not kernels.takes(x_RK, weight_NK, norm=odd_K)
+        assert not kernels.takes_normed(x_RK, weight_NK, Norm(odd_K, EPS))
     assert not kernels.takes(some(kernels, 3, 4096), weight_NK)
     assert kernels.takes(x_RK, weight_NK)
     assert not kernels.takes(x_RK[:0], weight_NK)
@@ -167,5 +168,5 @@ def test_what_is_not_taken(kernels: Gemv) -> None:
     assert not kernels.takes(x_RK[:, 1:9], weight_NK[:, :8])
     assert not kernels.takes(x_RK[:, :2048], weight_NK[:, ::2])
     wide = some(kernels, 2, 8200)
-    assert not kernels.takes(wide, some(kernels, 4, 8200), norm=norm_K)
+    assert not kernels.takes_normed(wide, some(kernels, 4, 8200), Norm(norm_K, EPS))
     assert kernels.takes(wide, some(kernels, 4, 8200))

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.gate_cases import rounded_gate
-from tpplan.decoder.fast.launches.gemv import Gemv, Norm
+from tpplan.decoder.fast.launches.gemv import Gemv
 from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.norms import Norm
 from tpplan.decoder.math import rms_norm
 from tpplan.decoder.weights.row_kernels import GATES
 
@@ -67,7 +68,7 @@ def test_products(size: int, width: int, rows: int, dtype: torch.dtype) -> None:
     assert run.takes(x_RK, weight_NK)
     exact = x_RK.float() @ weight_NK.float().mT
     check_plain(run, x_RK, weight_NK, bias_N, exact)
-    if run.takes(x_RK, weight_NK, norm=gain_K):
+    if run.takes_normed(x_RK, weight_NK, Norm(gain_K, EPS)):
         for offset in (0.0, 1.0):
             normed_RK = rms_norm(x_RK, gain_K, EPS, offset)
             check(run.normed(x_RK, weight_NK, Norm(gain_K, EPS, offset)), normed_RK.float() @ weight_NK.float().mT)

@@ -19,7 +19,9 @@ from tpplan.decoder.fast import fused
 from tpplan.decoder.fast.fused import Fused
 from tpplan.decoder.fast.launches import dense, packed
 from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.norms import Norm
 from tpplan.decoder.fast.launches.packed import STEPS, QuantisedSkinnyGemm, names_of, shape_of
+from tpplan.decoder.math import rms_norm
 from tpplan.decoder.model.gates import ACTIVATIONS
 from tpplan.decoder.model.settings import FAMILIES
 from tpplan.decoder.weights.device import DeviceWeights
@@ -89,19 +91,25 @@ class FakeLauncher:
 
     calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
 
-    def __init__(self, name: str, place: torch.device, *, is_array: bool = False) -> None:
+    def __init__(self, name: str, place: torch.device, *, is_array: bool = False, most_shared: int = 0) -> None:
         """Take any device."""
-        self._name = name
-        family, *joint, dtype, self._kind, count = name.split("_")
+        self._name, self._most_shared = name, most_shared
+        family, *way, dtype, self._kind, count = name.split("_")
         assert family == "packed"
-        assert joint == (["joint"] if is_array else [])
+        assert way == (["joint"] if is_array else ["norm"] if most_shared else [])
         assert place.type == "cuda"
-        self._is_joint = is_array
-        self._most, self._dtype = int(count), {text: each for each, text in DTYPES.items()}[dtype]
+        self._is_joint, self._is_normed = is_array, way == ["norm"]
+        self._most = 8 if self._is_normed else int(count)
+        self._rows = int(count) if self._is_normed else None
+        self._dtype = {text: each for each, text in DTYPES.items()}[dtype]
 
-    def __call__(self, blocks: int, threads: int, *words: int) -> None:
+    def __call__(self, blocks: int, threads: int, *words: int, shared: int = 0) -> None:
         """Do it, of what is joint by a device alone."""
         self.calls[self._name] += 1
+        *words, gain, eps, offset = words if self._is_normed else (*words, 0, 0, 0)  # type: ignore[assignment]
+        if self._is_normed:
+            assert words[14] == self._rows
+            assert 2 * words[13] * words[14] == shared <= self._most_shared
         if self._is_joint:
             assert words[0] == HEADER
             assert len(words) == MOST_WORDS
@@ -132,6 +140,8 @@ class FakeLauncher:
             matrix = IntMatrix(of_codes, of_scales, of_zeros, int(number(more)), columns, int(self._kind))
             assert zeros or number(more) == 2 ** (matrix.bits - 1)
         rows_RK = memory(x, (rows, width), (x_pitch, 2), self._dtype)
+        if self._is_normed:
+            rows_RK = rms_norm(rows_RK, memory(gain, (width,), (2,), self._dtype), number(eps), number(offset))
         found = rows_RK.float() @ matrix.dense(0, count, torch.float32).mT
         if plus:
             found += memory(plus, (rows, count), (plus_pitch, 2), self._dtype)
@@ -143,7 +153,9 @@ class FakeLauncher:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> QuantisedSkinnyGemm:
     """Return kernels of a device that is not there."""
     monkeypatch.setattr(packed, "Launcher", FakeLauncher)
-    found = SimpleNamespace(multi_processor_count=PROCESSORS, major=9, minor=0)
+    found = SimpleNamespace(
+        multi_processor_count=PROCESSORS, major=9, minor=0, shared_memory_per_multiprocessor=228 * 1024
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     return QuantisedSkinnyGemm(torch.device("cuda", 0), request.param, ["e5m2", *STEPS], joint=True)
 
@@ -178,6 +190,34 @@ def test_words(kernels: QuantisedSkinnyGemm, rows: int) -> None:
             if name in GATES:
                 gate, up = functional.linear(x_RK.float(), dense_NK, bias_N.float()).chunk(2, dim=-1)
                 check(kernels.gated(x_RK, matrix, name, bias_N), act(gate.clone()) * up)
+        norm = Norm(torch.randn(384).to(dtype), 1e-5, 0.5)
+        assert kernels.takes_normed(x_RK, matrix, norm) == (rows == 1)
+        if rows == 1:
+            normed_RK = rms_norm(x_RK, norm.weight, norm.eps, norm.offset).float()
+            check(kernels.normed(x_RK, matrix, norm, bias_N), normed_RK @ dense_NK.mT + bias_N)
+            gate, up = functional.linear(normed_RK, dense_NK, bias_N.float()).chunk(2, dim=-1)
+            check(kernels.normed_gated(x_RK, matrix, "silu", norm, bias_N), functional.silu(gate) * up)
+
+
+def test_norms_that_are_not_taken(kernels: QuantisedSkinnyGemm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more rows, of other weights, of columns in another order, and of more bytes than all blocks have room for."""
+    dtype = kernels._dtype
+    x_RK, gain_K = torch.randn(3, 4096).to(dtype), torch.randn(4104)
+    matrix = int_matrix(24, 4096, 128, torch.float16, 1)
+    norm = Norm(gain_K.to(dtype)[:4096], 1e-5)
+    assert kernels.takes_normed(x_RK[:2], matrix, norm, gated=True)
+    assert not kernels.takes_normed(x_RK, matrix, norm)
+    assert not kernels.takes_normed(x_RK[:1], evolve(matrix, columns=torch.zeros(4096, dtype=torch.int32)), norm)
+    for odd_K in (gain_K.to(dtype)[1:4097], gain_K[:4096]):
+        assert not kernels.takes_normed(x_RK[:1], matrix, Norm(odd_K, 1e-5))
+    wide, long = torch.randn(2, 10240).to(dtype), int_matrix(24, 10240, 128, torch.float16, 1)
+    assert kernels.takes_normed(wide[:1], long, Norm(wide[0], 1e-5))
+    assert not kernels.takes_normed(wide, long, Norm(wide[0], 1e-5))
+    small = SimpleNamespace(multi_processor_count=1, major=8, minor=6, shared_memory_per_multiprocessor=100 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: small)
+    few, short = QuantisedSkinnyGemm(torch.device("cuda", 0), dtype, ["4"]), int_matrix(24, 2048, 128, torch.float16, 1)
+    assert few.takes_normed(x_RK[:1, :2048], short, Norm(norm.weight[:2048], 1e-5))
+    assert not few.takes_normed(x_RK[:1], matrix, norm)
 
 
 @pytest.mark.usefixtures("launches")
@@ -278,7 +318,11 @@ def test_kinds_that_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not compiled, loaded or taken."""
     monkeypatch.setattr(packed, "Launcher", FakeLauncher)
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1, major=8, minor=9)
+        torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(
+            multi_processor_count=1, major=8, minor=9, shared_memory_per_multiprocessor=100 * 1024
+        ),
     )
     kernels = QuantisedSkinnyGemm(torch.device("cuda", 0), torch.float16, ["e4m3"])
     x_RK = torch.randn(1, 128).half()

@@ -8,7 +8,9 @@ import torch
 from tests.decoder.fast.test_gemv_cuda import check
 from tests.packed_cases import gates_of, matrix_of
 from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.norms import MOST_BYTES, Norm
 from tpplan.decoder.fast.launches.packed import MOST_JOINT, STEPS, QuantisedSkinnyGemm
+from tpplan.decoder.math import rms_norm
 from tpplan.decoder.weights.row_kernels import GATES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
@@ -57,6 +59,33 @@ def test_products(case: tuple[str, int, int, int, torch.dtype, int | None], rows
     check(to_RN[:, 1:-2], before[:, 1:-2] + exact)
     assert torch.equal(to_RN[:, 0], before[:, 0])
     assert torch.equal(to_RN[:, -2:], before[:, -2:])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_products_behind_a_norm(
+    case: tuple[str, int, int, int, torch.dtype, int | None], rows: int, dtype: torch.dtype
+) -> None:
+    """Bit for bit those of rows that another kernel has normed, but where it rounds another way; with a gate too."""
+    kind, size, width, *_ = case
+    torch.manual_seed(size + rows)
+    matrix = matrix_of(*case, device="cuda")
+    x_RK = torch.randn(rows, width + 8, device="cuda").to(dtype)[:, :width]
+    gain_K, bias_N = (torch.randn(count, device="cuda").to(dtype) for count in (width, size))
+    run = QuantisedSkinnyGemm(torch.device("cuda", 0), dtype, [kind])
+    for offset in (0.0, 1.0):
+        norm = Norm(gain_K, 1e-5, offset)
+        assert run.takes_normed(x_RK, matrix, norm) == (2 * x_RK.numel() <= MOST_BYTES)
+        if 2 * x_RK.numel() > MOST_BYTES:
+            continue
+        normed_RK = rms_norm(x_RK, gain_K, 1e-5, offset)
+        exact = (normed_RK.double() @ matrix.dense(0, size, torch.float32).double().mT).float()
+        check(run.normed(x_RK, matrix, norm), exact)
+        check(run.normed(x_RK, matrix, norm, bias_N), exact + bias_N)
+        if not size % 2:
+            gated = run.normed_gated(x_RK, matrix, "silu", norm)
+            expected = run.gated(normed_RK, matrix, "silu")
+            torch.testing.assert_close(gated, expected, atol=0.03 * float(expected.abs().max()), rtol=0.05)
 
 
 @pytest.mark.parametrize("name", GATES)

@@ -7,9 +7,11 @@ import torch
 
 from tests import machine_code
 from tests.decoder.fast.overlap import check_overlap
+from tests.decoder.fast.test_skinny import acted
 from tests.machine_code import CAPABILITIES, check_code, registers
 from tests.packed_cases import FORMS, WARPS, product_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
+from tpplan.decoder.math import rms_norm
 from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
 from tpplan.exec.toolchain import kernel_cache
 
@@ -28,6 +30,12 @@ KERNELS = [
     ("packed_bf16_8_8", CAPABILITIES[-1]),
     ("packed_joint_f16_8_8", CAPABILITIES[0]),
     ("packed_f16_8_16", (9, 0)),
+    ("packed_norm_bf16_4_1", (9, 0)),
+    ("packed_norm_f16_4_2", CAPABILITIES[-1]),
+    ("packed_norm_bf16_e4m3_1", (9, 0)),
+    ("packed_norm_f16_e4m3_1", CAPABILITIES[0]),
+    ("packed_norm_bf16_e4m3_2", (9, 0)),
+    ("packed_norm_f16_8_2", (9, 0)),
 ]
 
 
@@ -40,8 +48,8 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
     text = machine_code.ptx(name, capability)
     assert f".visible .entry {name}(" in text
     check_overlap(name, text, capability)
-    dtype, kind, count = name.removeprefix("packed_").removeprefix("joint_").split("_")
-    rows = int(count)
+    dtype, kind, count = name.removeprefix("packed_").removeprefix("joint_").removeprefix("norm_").split("_")
+    rows = 8 if "_norm_" in name else int(count)
     multiply = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
     # for every word of a step, for each eight rows, one with codes and one with ones, of nibbles twice; of sixteen rows
     # two with codes, as tiles are twice as high; and those of scales
@@ -59,6 +67,9 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
     assert more in text
     if capability >= kernel_cache.OVERLAPS:
         waits, later = text.index("griddepcontrol.wait"), ["ld.global.v4.u32", "\tld.global.u16", "st.global.u16"]
+        if "_norm_" in name:  # weights of the norm come first, too
+            later.remove("ld.global.v4.u32")
+            assert text[:waits].count("ld.global.v4.u32") == 2
         later += ["ld.volatile.global.u32", "st.volatile.global.u64", "st.global.u32"] if "_joint_" in name else []
         first = text.rindex(programmatic, 0, waits)
         assert first < waits < min(map(text.index, later))
@@ -66,6 +77,34 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
     assert ".f64" not in text
     assert ".local" not in text
     assert registers(check_code(text, capability)) * 32 * WARPS[rows] <= 2**16
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("bf16_4_8", 1, 37, 640, 128, torch.float16, 1, 2, 2, 4, 0),
+        ("f16_4_8", 2, 9, 1408, 128, torch.float16, 1, 1, 2, 4, 2),
+        ("bf16_e4m3_8", 2, 37, 320, 128, torch.float32, 16, 1, 1, 4, 0),
+        ("f16_8_8", 1, 9, 128, 128, torch.float32, 0, 1, 1, 2, 1),
+    ],
+)
+def test_lanes_norm_first(case: _Case) -> None:
+    """What the source does lane by lane is the product of rows that torch has normed, with a gate or without."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.packed")
+    name, rows, size, width, group, scales, offset, warps, blocks, run, mode = case
+    own = product_of(name, rows, size, width, group, scales, offset, mode, 3, plus=False)
+    gain = torch.rand(width).add(0.5).to(own.rows.dtype)
+    count = 2 * size if mode else size
+    normed_RK = rms_norm(own.rows, gain, 1e-5, 0.5)
+    exact = (normed_RK.double() @ own.matrix.dense(0, count, torch.float32).double().mT).to(own.out.dtype)
+    words = [*_words(own.out[:, :size], own.rows, own.matrix, run, own.plus, mode)]
+    words += [gain.data_ptr(), bits_of(1e-5), bits_of(0.5)]
+    kernel = getattr(kernels, f"PACKED_NORM_{name.upper().removesuffix('_8')}_{rows}")
+    lanes.run(kernel, blocks, 32 * warps, words, [*own.touched, gain], shared=2 * rows * width)
+    step = torch.finfo(own.out.dtype).eps
+    expected = acted(exact, mode) if mode else exact
+    torch.testing.assert_close(own.out[:, :size], expected, atol=8 * step, rtol=8 * step)
+    assert (own.out[:, size:] == 9).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -241,6 +241,18 @@ def test_the_next_tokens(pairs: int, dtype: torch.dtype) -> None:
     assert at.tolist() == (positions + 1).tolist()
 
 
+@pytest.mark.parametrize("pairs", [8, 32, 64, 700])
+def test_angles(pairs: int, dtype: torch.dtype) -> None:
+    """Bit for bit as torch makes them, of a half of wider tables."""
+    tables = torch.randn(2, 99, 2 * pairs, device="cuda").to(dtype)
+    positions = torch.tensor([[3, 1], [98, 1], [0, 1]], device="cuda")[:, 0]
+    for some in (slice(pairs), slice(pairs, None)):
+        sines, cosines = tables[..., some]
+        found = kernels(dtype).angles(sines, cosines, positions)
+        assert found is not None
+        assert torch.equal(found, angles(sines[positions], cosines[positions]))
+
+
 @pytest.mark.parametrize("columns", [8, 264, 4096])
 def test_embeddings(columns: int, dtype: torch.dtype) -> None:
     """Of the tokens in the table; zeros for all others."""

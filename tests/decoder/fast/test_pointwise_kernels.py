@@ -30,7 +30,7 @@ def test_they_move_vectors_and_spill_nothing(what: str, dtype: str) -> None:
         assert f".visible .entry {name}(" in text
         check_overlap(name, text, capability)
         assert "ld.global.v4.u32" in text
-        assert ("st.global.v4.u32" in text, "st.global.u" in text) == (what != "best", what in {"best", "merge"})
+        assert ("st.global.v4.u32" in text, "st.global.v2.u32" in text) == (what != "best", what == "best")
         assert "ld.global.nc" not in text
         assert ".f64" not in text
         assert ".local" not in text
@@ -98,6 +98,73 @@ def test_lanes_embed(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("pairs", [2, 64, 70])
+def test_lanes_find_angles(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the source does lane by lane, as it is launched, is what torch does, of the half of wider tables."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.pointwise")
+    tables, made = torch.randn(2, 9, 2 * pairs).bfloat16(), list[torch.Tensor]()
+    tables[0, 3, 1] = 0
+    positions = torch.tensor([[3, 1], [8, 1], [0, 1], [5, 1], [8, 1]])
+
+    def empty(*shape: int, **options: Any) -> torch.Tensor:
+        made.append(torch.full(shape, torch.nan, **options))
+        return made[-1]
+
+    def launcher(name: str, _: torch.device) -> Callable[..., None]:
+        def run(blocks: int, threads: int, *words: int) -> None:
+            lanes.run(getattr(kernels, name.upper()), blocks, threads, words, [tables, positions, *made])
+
+        return run
+
+    monkeypatch.setattr(pointwise, "Launcher", launcher)
+    run = Pointwise(torch.device("cpu"), torch.bfloat16, "silu", eps=1e-5)
+    monkeypatch.setattr(torch, "empty", empty)
+    for some in (slice(pairs), slice(pairs, None)):
+        sines, cosines = tables[..., some]
+        found = run.angles(sines, cosines, positions[:, 0])
+        assert found is made[-1]
+        expected = angles(sines[positions[:, 0]], cosines[positions[:, 0]])
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    positions[1, 0], positions[2, 0] = 9, 2**40
+    found = run.angles(sines, cosines, positions[:, 0])
+    assert found is not None
+    assert (found[1:3] == found[4]).all()
+    assert run.angles(sines[:, :1], cosines[:, :1], positions[:, 0]) is None
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7])
+@pytest.mark.parametrize("columns", [8, 264, 9000])
+def test_lanes_find_the_largest(columns: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the source does lane by lane, as it is launched: of every part, which together are the row."""
+    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.pointwise")
+    torch.manual_seed(columns)
+    x, made = torch.randn(5, columns).bfloat16(), list[torch.Tensor]()
+    x[0, columns - 1], x[1, 0], x[2, columns // 2 :], x[3] = 9, 9, 9, -torch.inf
+    x[4, columns // 3] = torch.nan
+
+    def empty(*shape: int, **options: Any) -> torch.Tensor:
+        made.append(torch.full(shape, torch.nan, **options))
+        return made[-1]
+
+    def launcher(name: str, _: torch.device) -> Callable[..., None]:
+        def run(blocks: tuple[int, int, int], threads: int, *words: int) -> None:
+            lanes.run(getattr(kernels, name.upper()), blocks, threads, words, [x, *made])
+
+        return run
+
+    monkeypatch.setattr(pointwise, "Launcher", launcher)
+    run = Pointwise(torch.device("cpu"), torch.bfloat16, "silu", eps=1e-5)
+    monkeypatch.setattr(torch, "empty", empty)
+    found = run.argmax(x, 1000, 1, 3, parts)
+    assert found is made[0]
+    assert found.shape == (5, 6 * parts)
+    own = found.view(5, 3, parts, 2)
+    assert not own[:, 0].any()
+    assert not own[:, 2].any()
+    right = [1000 + columns - 1, 1000, 1000 + columns // 2, NO_TOKEN, NO_TOKEN]
+    assert best_tokens(own[:, 1].flatten(1)).tolist() == right
+
+
 #: Pairs of logits and tokens, and the token that they tell: largest, equal, and not finite ones.
 NEXT = [
     ([-3.0, -2.0, -9.0], [7, 40, 91], 40),
@@ -140,7 +207,7 @@ def test_lanes_choose_tokens(copies: int, has_positions: bool, monkeypatch: pyte
     assert torch.equal(positions, after)
 
 
-@pytest.mark.parametrize("name", ["pointwise_next", "pointwise_embed"])
+@pytest.mark.parametrize("name", ["pointwise_next", "pointwise_embed", "pointwise_angles"])
 def test_tokens_are_loaded_whole(name: str) -> None:
     """In 64 bits; embeddings are copied in 128, and nothing is spilled."""
     for capability in CAPABILITIES:

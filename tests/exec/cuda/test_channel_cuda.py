@@ -14,7 +14,7 @@ import torch
 from tests.exec.cuda.cuda_cases import GPUS, plan_for
 from tests.packed_cases import matrix_of
 from tpplan import exec as tpx
-from tpplan.decoder.fast.launches import gemv, packed, skinny
+from tpplan.decoder.fast.launches import gemv, norms, packed, skinny
 from tpplan.decoder.fast.launches.gemv import Gemv
 from tpplan.decoder.fast.launches.packed import STEPS, QuantisedSkinnyGemm
 from tpplan.decoder.fast.launches.skinny import MOST_JOINT, SkinnyGemm
@@ -92,7 +92,7 @@ class Products:
         """Launch the kernel of one device."""
         to, (x, matrix) = self.streams[case][device], self._sides[case][device]
         if isinstance(matrix, torch.Tensor):
-            kernels = self._gemvs if len(x) <= gemv.MOST_ROWS else self._skinnies
+            kernels = self._gemvs if len(x) <= norms.MOST_ROWS else self._skinnies
             kernels[device].joint(to, x, matrix, self._channel, device)
         else:
             assert self._packed[device].adds_up(x, matrix)

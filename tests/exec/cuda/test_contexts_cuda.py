@@ -11,7 +11,8 @@ import torch
 
 from tests.exec.cuda.cuda_cases import plan_for
 from tpplan import exec as tpx
-from tpplan.decoder.fast.launches.gemv import Gemv, Norm
+from tpplan.decoder.fast.launches.gemv import Gemv
+from tpplan.decoder.fast.launches.norms import Norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,10 +16,11 @@ from tpplan.decoder.fast.launches.delta import Delta
 from tpplan.decoder.fast.launches.dense import Dequantiser
 from tpplan.decoder.fast.launches.experts import ExpertGemv
 from tpplan.decoder.fast.launches.experts import names_of as names_of_experts
-from tpplan.decoder.fast.launches.gemv import Gemv, Norm
+from tpplan.decoder.fast.launches.gemv import Gemv
 from tpplan.decoder.fast.launches.grouped import GroupedGemm
 from tpplan.decoder.fast.launches.grouped import names_of as names_of_grouped
 from tpplan.decoder.fast.launches.launcher import DTYPES
+from tpplan.decoder.fast.launches.norms import Norm
 from tpplan.decoder.fast.launches.packed import QuantisedSkinnyGemm
 from tpplan.decoder.fast.launches.pointwise import Places, Pointwise
 from tpplan.decoder.fast.launches.skinny import SkinnyGemm
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.cache.heads import Heads
     from tpplan.decoder.cache.state import State
     from tpplan.decoder.cache.store import CachePlaces
+    from tpplan.decoder.fast.launches.norms import NormKernels
     from tpplan.decoder.layer.recurrence import DeltaKernels, DeltaWeights
     from tpplan.decoder.layer.steps import NormAndRope
     from tpplan.decoder.math import Scoring
@@ -101,18 +103,20 @@ class Fused(Plain):
         names += [*gemv.joint_names_of(dtype), skinny.joint_name_of(dtype)] if joint else ()
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
         names += [*names_of_experts(dtype, codes), *names_of_grouped(dtype, codes)] if experts else ()
-        names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes), *wide.names_of(dtype, codes)]
+        names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes), *packed.normed_names_of(dtype, codes)]
+        names += wide.names_of(dtype, codes)
         names += packed.names_of(dtype, codes, joint=True) if joint else ()
         recurs = any(delta.takes(each.kernel, each.key_head_dim, each.value_head_dim) for each in linear)
         names += delta.names_of(dtype) if recurs else ()
         capability = torch.cuda.get_device_capability(place)
         kernel_cache.prepare((name, capability) for name in names)  # compiled in parallel
         self._pointwise = Pointwise(place, dtype, self._name, kind, eps=settings.norm_eps, offset=offset)
-        self._gemv = Gemv(place, dtype, joint=joint)
-        self._joint: list[AllReduceKernels[Any]] = [self._gemv, SkinnyGemm(place, dtype, joint=joint)]
+        self._normed: list[NormKernels[Any]] = [Gemv(place, dtype, joint=joint)]
+        self._joint: list[AllReduceKernels[Any]] = [*self._normed, SkinnyGemm(place, dtype, joint=joint)]
         many: list[RowKernels[Any]] = []
         if packed.names_of(dtype, codes):
-            self._joint.append(QuantisedSkinnyGemm(place, dtype, codes, joint=joint))
+            self._normed.append(QuantisedSkinnyGemm(place, dtype, codes, joint=joint))
+            self._joint.append(self._normed[-1])
             many.append(QuantisedGemm(place, dtype, codes))
         self._few = [*self._joint, *many]
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
@@ -126,6 +130,11 @@ class Fused(Plain):
         """Return the embeddings of tokens; zeros for tokens that are not in the table."""
         found = self._pointwise.embed(tokens_R, table_VD, start)
         return super().embed(tokens_R, table_VD, start) if found is None else found
+
+    def angles(self, sin_TP: Tensor, cos_TP: Tensor, positions_R: Tensor) -> Tensor:
+        """Return the RoPE angles of rows."""
+        found = self._pointwise.angles(sin_TP, cos_TP, positions_R)
+        return super().angles(sin_TP, cos_TP, positions_R) if found is None else found
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, eps: float | None = None) -> Tensor:
         """Return the RMS norm of rows."""
@@ -158,9 +167,9 @@ class Fused(Plain):
         self, x_RD: Tensor, norm: Tensor | None, weights: DeviceWeights, fused: str, names: Sequence[str] = ()
     ) -> Tensor:
         """Multiply the norm of rows by several matrices, and return the products side by side: ``[R, O]``."""
-        matrix = weights.find(fused)
-        if norm is not None and isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, norm=norm):
-            return self._gemv.normed(x_RD, matrix, Norm(norm, self._eps, self._offset), weights.bias(fused))
+        if norm is not None and (found := self._behind_norm(x_RD, norm, weights, fused)):
+            kernels, matrix, of_norm = found
+            return kernels.normed(x_RD, matrix, of_norm, weights.bias(fused))
         return super().normed(x_RD, norm, weights, fused, names)
 
     def gated(
@@ -168,12 +177,22 @@ class Fused(Plain):
     ) -> Tensor:
         """Return the gated output ``[R, I]`` of two matrices for the norm of rows; the first has the activation."""
         matrix, bias = weights.find(fused), weights.bias(fused)
-        if norm is not None and isinstance(matrix, Tensor) and self._gemv.takes(x_RD, matrix, gated=True, norm=norm):
-            return self._gemv.normed_gated(x_RD, matrix, self._name, Norm(norm, self._eps, self._offset), bias)
+        if norm is not None and (found := self._behind_norm(x_RD, norm, weights, fused, gated=True)):
+            return found[0].normed_gated(x_RD, found[1], self._name, found[2], bias)
         if matrix is not None and (kernels := self.kernels(x_RD, matrix, gated=True)):
             y_RD = x_RD if norm is None else self.norm(x_RD, norm)
             return kernels.gated(ordered(y_RD, matrix), matrix, self._name, bias)
         return super().gated(x_RD, norm, weights, fused, names)
+
+    def _behind_norm(
+        self, x_RD: Tensor, norm: Tensor, weights: DeviceWeights, fused: str, *, gated: bool = False
+    ) -> tuple[NormKernels[Any], Matrix, Norm] | None:
+        """Return what multiplies the norm of rows by a matrix in one kernel, with both, or None if nothing does."""
+        matrix, of_norm = weights.find(fused), Norm(norm, self._eps, self._offset)
+        if matrix is None:
+            return None
+        found = (each for each in self._normed if each.takes_normed(x_RD, matrix, of_norm, gated=gated))
+        return next(((each, matrix, of_norm) for each in found), None)
 
     def kernels(self, x: Tensor, matrix: Matrix, *, gated: bool = False) -> RowKernels[Any] | None:
         """Return the kernels for a product of few rows and a matrix, or None if none support it."""

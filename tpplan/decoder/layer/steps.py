@@ -16,7 +16,16 @@ from torch.nn import functional
 
 from tpplan.decoder.cache.heads import attend_by_runs
 from tpplan.decoder.layer import experts
-from tpplan.decoder.math import argmax_columns, attend, attend_in_parts, best_tokens, merge_parts, rms_norm, rotate
+from tpplan.decoder.math import (
+    angles_at,
+    argmax_columns,
+    attend,
+    attend_in_parts,
+    best_tokens,
+    merge_parts,
+    rms_norm,
+    rotate,
+)
 from tpplan.decoder.model.gates import gated
 from tpplan.decoder.weights.products import (
     ROOM,
@@ -108,6 +117,10 @@ class Plain:
         local_R = tokens_R - start
         own_R = local_R.clamp(0, len(table_VD) - 1)
         return functional.embedding(own_R, table_VD).mul_((own_R == local_R)[:, None])
+
+    def angles(self, sin_TP: Tensor, cos_TP: Tensor, positions_R: Tensor) -> Tensor:
+        """Return the RoPE angles of rows; see :func:`tpplan.decoder.math.angles_at`."""
+        return angles_at(sin_TP, cos_TP, positions_R)
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, eps: float | None = None) -> Tensor:
         """Return the RMS norm of rows, by default with the model's epsilon; see :func:`tpplan.decoder.math.rms_norm`.

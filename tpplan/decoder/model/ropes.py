@@ -5,14 +5,14 @@ Shapes: R rows, T positions, W columns of a RoPE table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, Self
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from tpplan.decoder.math import angles
+from tpplan.decoder.math import angles, angles_at
 from tpplan.exec.rope.config import read_growth
 from tpplan.exec.rope.families import GPTJ
 from tpplan.exec.rope.tables import Rope
@@ -123,21 +123,29 @@ class Ropes:
             evolve(ropes[0], style="neox", beside=beside), kinds, are_neighbours, Growth(*found) if found else None
         )
 
-    def angles(self, sin_TW: Tensor, cos_TW: Tensor, positions: Tensor) -> Angles:
+    def angles(
+        self,
+        sin_TW: Tensor,
+        cos_TW: Tensor,
+        positions: Tensor,
+        find: Callable[[Tensor, Tensor, Tensor], Tensor] = angles_at,
+    ) -> Angles:
         """Return the angles of rows.
 
         Args:
             sin_TW: sines of all positions, from the tables.
             cos_TW: cosines of all positions.
             positions: position of each row.
+            find: what finds the angles of rows, see :func:`tpplan.decoder.math.angles_at`.
         """
-        sin_RW, cos_RW = sin_TW[positions], cos_TW[positions]
-        halves = list(zip(sin_RW.chunk(2, dim=-1), cos_RW.chunk(2, dim=-1), strict=True))
+        halves = list(zip(sin_TW.chunk(2, dim=-1), cos_TW.chunk(2, dim=-1), strict=True))
+        found = {kind: find(*halves[kind], positions) for kind in sorted(set(self.kinds) - {NONE})}
         if NONE in self.kinds:
-            halves.append((torch.zeros_like(halves[0][0]), torch.ones_like(halves[0][1])))
+            none = sin_TW.new_zeros(len(positions), halves[0][0].shape[1])
+            found[NONE] = angles(none, torch.ones_like(none))
         grows = self.growth is not None and len(sin_TW) > self.growth.original
         growth = self.growth.factors(positions, sin_TW.dtype) if self.growth and grows else None
-        return Angles({kind: angles(*halves[kind]) for kind in sorted(set(self.kinds))}, growth)
+        return Angles(found, growth)
 
 
 def _kinds(config: Config, model_type: str, layers: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ anyway, so that nothing else has to.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from tpplan.errors import ExecutionError
 from tpplan.exec.cuda.launch import refused
 from tpplan.exec.toolchain.bindings import driver
+from tpplan.exec.toolchain.torch_shims import stream_handle
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -52,7 +54,9 @@ class Parts:
             ExecutionError: the driver refuses one.
         """
         for loaded, place in zip(self._loaded, self._places, strict=True):
-            (result,) = driver.cuGraphLaunch(loaded, torch.cuda.current_stream(place).cuda_stream)
+            stream = stream_handle(place.index)
+            with nullcontext() if stream else torch.cuda.device(place):  # the default stream is the current device's
+                (result,) = driver.cuGraphLaunch(loaded, stream)
             if result != _SUCCESS:
                 raise refused(f"a graph's part of {place}", result)
 

@@ -44,8 +44,10 @@ from typing import Any
 
 from attrs import frozen
 
-from tpplan.decoder.fast.kernels import tiles
+from tpplan.decoder.fast.kernels import dot_products, tiles
+from tpplan.decoder.fast.kernels.dot_products import eight_of
 from tpplan.decoder.fast.kernels.finishing import ADD, add_up_of
+from tpplan.decoder.fast.kernels.gemv import norm_of
 from tpplan.decoder.fast.kernels.packed_codes import BF16_4, BF16_8, BF16_E4M3, F16_4, F16_8, F16_E4M3, Codes
 from tpplan.decoder.fast.kernels.packed_scales import chosen, matrix_rows
 from tpplan.decoder.fast.kernels.tile_sums import TILE, rows_of, tile_sums
@@ -162,10 +164,27 @@ def _four_vectors(at: Any) -> Any:
     return first + second + ptx.load_128(at + UINT64(48))
 
 
+@device_function
+def _two_kept_vectors(at: Any) -> Any:
+    return ptx.shared_load_128(at) + ptx.shared_load_128(at + UINT64(16))
+
+
+@device_function
+def _four_kept_vectors(at: Any) -> Any:
+    return _two_kept_vectors(at) + _two_kept_vectors(at + UINT64(32))
+
+
 @cache
-def looking_at(kind: Codes, eights: int) -> Any:
-    """Make what asks for what a lane has of its rows, one of each eight."""
-    quarter = {8: _two_vectors, 16: _four_vectors}[kind.part]
+def looking_at(kind: Codes, eights: int, *, kept: bool = False) -> Any:
+    """Make what asks for what a lane has of its rows, one of each eight.
+
+    Args:
+        kind: of codes and rows.
+        eights: of rows: 1 or 2.
+        kept: whether the rows are in shared memory.
+    """
+    vectors = {8: _two_kept_vectors, 16: _four_kept_vectors} if kept else {8: _two_vectors, 16: _four_vectors}
+    quarter = vectors[kind.part]
 
     @device_function
     def look_at_one(at: Any, column: Any) -> Any:
@@ -236,7 +255,7 @@ _BYTE = 8
 
 
 def _packed(  # noqa: C901, PLR0915 (the kernel)
-    name: str, kind: Codes, eights: int, *, joint: bool = False
+    name: str, kind: Codes, eights: int, *, normed: int = 0, joint: bool = False
 ) -> Kernel:
     """Make a kernel for up to so many rows.
 
@@ -254,11 +273,15 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     - width: columns of the matrix, whole steps.
     - rows: how many.
     - plus, its pitch, mode: see :func:`tpplan.decoder.fast.kernels.finishing.finish_of`.
+    - gain, eps, offset: weights of a norm, what is added to the mean square, and to the weights; only of such kernels.
 
     Args:
         name: of it.
         kind: of codes and rows.
         eights: of rows: 1 or 2; a tile has 16 matrix rows for each.
+        normed: how many rows, 1 or 2, are divided by their root mean square first, see
+            :func:`tpplan.decoder.fast.kernels.gemv.norm_of`; they are in shared memory that the launch asks for. With 0
+            rows are as they are.
         joint: whether the products of all devices are added up, see :mod:`tpplan.exec.kernels.channel`; there
             is no mode then, and the words are the caller's.
     """
@@ -268,7 +291,13 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     own_rows = matrix_rows(kind, eights)
     numbers_of, places_of, marks_of, ask_scales = own_rows.numbers, own_rows.places, own_rows.marks, own_rows.ask
     made, told = own_rows.made, own_rows.told
-    row_places, look, wait = rows_of(eights), looking_at(kind, eights), wait_of(joint=joint)
+    is_normed = normed > 0
+    row_places, look, wait = rows_of(eights), looking_at(kind, eights, kept=is_normed), wait_of(joint=joint)
+    (ask_gain, norm), offsets_of = (
+        norm_of(normed or 1, eight_of(first, kind.floats.second), both),
+        dot_products.offsets_of,
+    )
+    offsets = offsets_of(normed or 1)
     products, add_up = products_of(kind), add_up_of(first, both)
     is_deep = eights == 1  # four steps are on their way, and a lane has its part of the rows of two
     step, halvings, part, has_zeros = kind.step, kind.halvings, 4 * kind.part, kind.base is not None
@@ -281,7 +310,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     @device_function
     def multiply_rows(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
         y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, run, size, width, rows,
-        plus, plus_pitch, mode,
+        plus, plus_pitch, mode, gain, eps, offset,
     ):  # fmt: skip
         sums, on_their_way = cuda.shared.array(floats, FLOAT32), cuda.shared.array(words, UINT32, alignment=16)
         lane, warp = UINT64(cuda.threadIdx.x) & UINT64(31), UINT64(ptx.of_first(UINT32(cuda.threadIdx.x >> 5)))
@@ -302,7 +331,14 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             w2 = ask_first(room, 2, places, min(UINT32(begin + UINT32(2 * step)), last), run > UINT64(2))
             w3 = ask_first(room, 3, places, min(UINT32(begin + UINT32(3 * step)), last), run > UINT64(3))
         s = ask_scales(scales, zeros, marks, UINT32(min(UINT32(begin + mine), last) >> UINT32(bits)), form)
+        if is_normed:
+            asked = ask_gain(gain, width)
         turn, is_alone = wait()
+        if normed:  # while codes come
+            rows_kept = cuda.shared.array(0, UINT32, alignment=16)
+            into, pitch_kept = ptx.shared_address(rows_kept), width * UINT64(2)
+            norm(into, sums, x, offsets(x_pitch), offsets(pitch_kept), width, asked, gain, eps, offset)
+            x, x_pitch = into, pitch_kept
         at, is_row, p, q = row_places(x + t * UINT64(part), x_pitch, g, rows), g < rows, no_rows(), no_rows()
         if is_row:  # or the lane's is no row's, and asks for nothing
             p = look(at, min(begin, last))
@@ -371,7 +407,16 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     ):  # fmt: skip
         multiply_rows(
             y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, run, size, width, rows,
-            plus, plus_pitch, mode,
+            plus, plus_pitch, mode, UINT64(0), UINT64(0), UINT64(0),
+        )  # fmt: skip
+
+    def behind_norm(  # type: ignore[no-untyped-def]
+        y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, run, size, width, rows,
+        plus, plus_pitch, mode, gain, eps, offset,
+    ):  # fmt: skip
+        multiply_rows(
+            y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, run, size, width, rows,
+            plus, plus_pitch, mode, gain, eps, offset,
         )  # fmt: skip
 
     def together(_words):  # type: ignore[no-untyped-def]
@@ -379,28 +424,42 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
             word(CALLERS), word(CALLERS + 1), word(CALLERS + 2), word(CALLERS + 3), word(CALLERS + 4),
             word(CALLERS + 5), word(CALLERS + 6), word(CALLERS + 7), word(CALLERS + 8), word(CALLERS + 9),
             word(CALLERS + 10), word(CALLERS + 11), word(CALLERS + 12), word(CALLERS + 13), word(CALLERS + 14),
-            word(CALLERS + 15), word(CALLERS + 16), UINT64(ADD),
+            word(CALLERS + 15), word(CALLERS + 16), UINT64(ADD), UINT64(0), UINT64(0), UINT64(0),
         )  # fmt: skip
 
     bounds = (32 * MOST_WARPS, 2 // eights)
+    if is_normed:
+        return Kernel(name, behind_norm, 21, bounds=bounds)
     return Kernel(name, together, 1, bounds=bounds) if joint else Kernel(name, alone, 18, bounds=bounds)
 
 
 PACKED_BF16_4_8 = _packed("packed_bf16_4_8", BF16_4, 1)
 PACKED_BF16_4_16 = _packed("packed_bf16_4_16", BF16_4, 2)
+PACKED_NORM_BF16_4_1 = _packed("packed_norm_bf16_4_1", BF16_4, 1, normed=1)
+PACKED_NORM_BF16_4_2 = _packed("packed_norm_bf16_4_2", BF16_4, 1, normed=2)
 PACKED_JOINT_BF16_4_8 = _packed("packed_joint_bf16_4_8", BF16_4, 1, joint=True)
 PACKED_BF16_8_8 = _packed("packed_bf16_8_8", BF16_8, 1)
 PACKED_BF16_8_16 = _packed("packed_bf16_8_16", BF16_8, 2)
+PACKED_NORM_BF16_8_1 = _packed("packed_norm_bf16_8_1", BF16_8, 1, normed=1)
+PACKED_NORM_BF16_8_2 = _packed("packed_norm_bf16_8_2", BF16_8, 1, normed=2)
 PACKED_JOINT_BF16_8_8 = _packed("packed_joint_bf16_8_8", BF16_8, 1, joint=True)
 PACKED_BF16_E4M3_8 = _packed("packed_bf16_e4m3_8", BF16_E4M3, 1)
 PACKED_BF16_E4M3_16 = _packed("packed_bf16_e4m3_16", BF16_E4M3, 2)
+PACKED_NORM_BF16_E4M3_1 = _packed("packed_norm_bf16_e4m3_1", BF16_E4M3, 1, normed=1)
+PACKED_NORM_BF16_E4M3_2 = _packed("packed_norm_bf16_e4m3_2", BF16_E4M3, 1, normed=2)
 PACKED_JOINT_BF16_E4M3_8 = _packed("packed_joint_bf16_e4m3_8", BF16_E4M3, 1, joint=True)
 PACKED_F16_4_8 = _packed("packed_f16_4_8", F16_4, 1)
 PACKED_F16_4_16 = _packed("packed_f16_4_16", F16_4, 2)
+PACKED_NORM_F16_4_1 = _packed("packed_norm_f16_4_1", F16_4, 1, normed=1)
+PACKED_NORM_F16_4_2 = _packed("packed_norm_f16_4_2", F16_4, 1, normed=2)
 PACKED_JOINT_F16_4_8 = _packed("packed_joint_f16_4_8", F16_4, 1, joint=True)
 PACKED_F16_8_8 = _packed("packed_f16_8_8", F16_8, 1)
 PACKED_F16_8_16 = _packed("packed_f16_8_16", F16_8, 2)
+PACKED_NORM_F16_8_1 = _packed("packed_norm_f16_8_1", F16_8, 1, normed=1)
+PACKED_NORM_F16_8_2 = _packed("packed_norm_f16_8_2", F16_8, 1, normed=2)
 PACKED_JOINT_F16_8_8 = _packed("packed_joint_f16_8_8", F16_8, 1, joint=True)
 PACKED_F16_E4M3_8 = _packed("packed_f16_e4m3_8", F16_E4M3, 1)
 PACKED_F16_E4M3_16 = _packed("packed_f16_e4m3_16", F16_E4M3, 2)
+PACKED_NORM_F16_E4M3_1 = _packed("packed_norm_f16_e4m3_1", F16_E4M3, 1, normed=1)
+PACKED_NORM_F16_E4M3_2 = _packed("packed_norm_f16_e4m3_2", F16_E4M3, 1, normed=2)
 PACKED_JOINT_F16_E4M3_8 = _packed("packed_joint_f16_e4m3_8", F16_E4M3, 1, joint=True)

@@ -18,6 +18,8 @@ from tpplan.exec.toolchain.language import FLOAT32, INT64, UINT64, cuda, libdevi
 _WARP, _EVERY = 32, 0xFFFFFFFF
 #: No row has so many elements.
 _NOBODY = 2**32
+#: The signs of two elements of 16 bits.
+_SIGNS = 0x80008000
 
 
 @device_function
@@ -71,6 +73,25 @@ def scaled_by(low: Any, high: Any, two: Any) -> Any:
         )
 
     return scaled
+
+
+def _angles(positions, stride, last, sines, cosines, pitch, out, width):  # type: ignore[no-untyped-def]
+    """Write cosines, sines, negative sines and cosines of a row's position, each of ``width`` bytes, side by side.
+
+    A block takes a row. Positions behind the last of the tables are the last.
+    """
+    ptx.after_earlier_with_next()
+    row, at = UINT64(cuda.blockIdx.x), UINT64(4) * UINT64(cuda.threadIdx.x)
+    low, high = ptx.load_64(positions + row * stride)
+    place = min(UINT64(high) << UINT64(32) | UINT64(low), last) * pitch
+    target = out + row * UINT64(4) * width
+    while at < width:
+        sine, cosine = ptx.load_32(sines + place + at), ptx.load_32(cosines + place + at)
+        ptx.store_32(target + at, cosine)
+        ptx.store_32(target + width + at, sine)
+        ptx.store_32(target + UINT64(2) * width + at, sine ^ types.uint32(_SIGNS))
+        ptx.store_32(target + UINT64(3) * width + at, cosine)
+        at += UINT64(4) * UINT64(cuda.blockDim.x)
 
 
 def _embed(tokens, pitch, start, count, table, table_pitch, out, width):  # type: ignore[no-untyped-def]
@@ -342,5 +363,6 @@ POINTWISE_MERGE_BF16 = _merge("pointwise_merge_bf16", *_BF16)
 POINTWISE_MERGE_F16 = _merge("pointwise_merge_f16", *_F16)
 POINTWISE_BEST_BF16 = _best("pointwise_best_bf16", ptx.low_bf16, ptx.high_bf16)
 POINTWISE_BEST_F16 = _best("pointwise_best_f16", ptx.low_f16, ptx.high_f16)
+POINTWISE_ANGLES = Kernel("pointwise_angles", _angles, 8)
 POINTWISE_NEXT = Kernel("pointwise_next", _next, 6)
 POINTWISE_EMBED = Kernel("pointwise_embed", _embed, 8)

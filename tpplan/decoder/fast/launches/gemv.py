@@ -12,39 +12,20 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
-from tpplan.decoder.weights.row_kernels import GATES, AllReduceKernels, bias_of, is_vectors
+from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
+from tpplan.decoder.fast.launches.norms import MOST_ROWS, Norm, NormKernels
+from tpplan.decoder.weights.row_kernels import is_vectors
 from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from tpplan.decoder.weights.quantised import Matrix
     from tpplan.exec.cuda.channel import Channel
 
-#: Maximum rows of a kernel: for more, kernels with tensor cores are faster, even with a separate one for the norm.
-MOST_ROWS: Final = 2
-
-#: Maximum bytes of rows whose norm is computed in shared memory.
-_NORMED: Final = 2**15
 _ITEM: Final = 2
 #: Bytes that one access moves, columns that a warp reads at a time, matrix rows that it reads at a time.
 _VECTOR, _STEP, _FOUR = 16, 256, 4
 #: Warps of a block, and the warps that a multiprocessor has registers for: two such blocks (on sm_90).
 _BLOCK_WARPS, _WARPS = 8, 16
-
-
-@frozen
-class Norm:
-    """The RMS norm applied to rows before a product.
-
-    Attributes:
-        weight: weights of the norm, ``[K]``, in the rows' dtype.
-        eps: epsilon added to the mean square.
-        offset: number added to the weights.
-    """
-
-    weight: Tensor
-    eps: float
-    offset: float = 0.0
 
 
 @frozen
@@ -98,7 +79,7 @@ def joint_names_of(dtype: torch.dtype) -> list[str]:
     return [f"gemv_joint_{DTYPES[dtype]}_{count}" for count in (1, 2)]
 
 
-class Gemv(AllReduceKernels[Tensor]):
+class Gemv(NormKernels[Tensor]):
     """GEMV kernels for one device and dtype."""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
@@ -114,49 +95,36 @@ class Gemv(AllReduceKernels[Tensor]):
         self._joint = [Launcher(name, place, is_array=True) for name in joint_names_of(dtype)] if joint else []
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
 
-    def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False, norm: Tensor | None = None) -> bool:
+    def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix, and it is not slower than torch.
 
         Args:
             x_RK: rows.
             matrix_NK: the matrix.
             gated: whether a gate follows.
-            norm: weights of the norm before, if there is one.
         """
-        rows, width = x_RK.shape
+        rows = len(x_RK)
         if not 0 < rows <= MOST_ROWS or len(matrix_NK) < _FOUR or (gated and len(matrix_NK) % 2):
             return False
-        if norm is not None:
-            is_there = norm.dtype is self._dtype and norm.is_contiguous() and not norm.data_ptr() % _VECTOR
-            if not is_there or rows * width * _ITEM > _NORMED:
-                return False
         return isinstance(matrix_NK, Tensor) and all(is_vectors(each, self._dtype) for each in (x_RK, matrix_NK))
+
+    def takes_normed(self, x_RK: Tensor, matrix_NK: Matrix, norm: Norm, *, gated: bool = False) -> bool:
+        """Return whether there is a kernel for the norm of rows and a matrix, and it is not slower than two."""
+        return self.takes(x_RK, matrix_NK, gated=gated) and norm.is_fitting(x_RK)
 
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
         """Return whether there is a kernel with an all-reduce as epilogue for rows and a matrix."""
         return self.takes(x_RK, matrix_NK)
 
-    def normed(self, x_RK: Tensor, matrix_NK: Tensor, norm: Norm, bias_N: Tensor | None = None) -> Tensor:
-        """Return the result of :meth:`linear` for the norm of rows."""
-        y_RN = x_RK.new_empty((len(x_RK), len(matrix_NK)))
-        self._run(y_RN, x_RK, matrix_NK, bias_of(bias_N), 0, norm)
-        return y_RN
+    def _run(self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], mode: int) -> None:
+        shape, words = self._words(y, x, matrix, plus, mode)
+        self._plain[len(x) - 1](shape.blocks, shape.threads, *words, 0, 0, 0)
 
-    def normed_gated(
-        self, x_RK: Tensor, matrix_NK: Tensor, gate: str, norm: Norm, bias_N: Tensor | None = None
-    ) -> Tensor:
-        """Return the result of :meth:`gated` for the norm of rows."""
-        h_RI = x_RK.new_empty((len(x_RK), len(matrix_NK) // 2))
-        self._run(h_RI, x_RK, matrix_NK, bias_of(bias_N), GATES[gate], norm)
-        return h_RI
-
-    def _run(  # noqa: PLR0917
-        self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], mode: int, norm: Norm | None = None
+    def _run_normed(  # noqa: PLR0917
+        self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], mode: int, norm: Norm
     ) -> None:
         shape, words = self._words(y, x, matrix, plus, mode)
-        kernels = self._plain if norm is None else self._normed
-        of_norm = (0, 0, 0) if norm is None else (norm.weight.data_ptr(), bits_of(norm.eps), bits_of(norm.offset))
-        kernels[len(x) - 1](shape.blocks, shape.threads, *words, *of_norm)
+        self._normed[len(x) - 1](shape.blocks, shape.threads, *words, *norm.words())
 
     def _run_joint(  # noqa: PLR0917
         self, y: Tensor, x: Tensor, matrix: Tensor, plus: tuple[int, int], channel: Channel, device: int

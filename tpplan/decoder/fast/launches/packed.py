@@ -13,15 +13,18 @@ from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.fast.kernels.scale_kinds import FORMS
+from tpplan.decoder.fast.launches import norms
 from tpplan.decoder.fast.launches.dense import block_of, kind_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
+from tpplan.decoder.fast.launches.norms import NormKernels
 from tpplan.decoder.weights.quantised import IntMatrix, Matrix, Quantised
-from tpplan.decoder.weights.row_kernels import AllReduceKernels, is_vectors
+from tpplan.decoder.weights.row_kernels import is_vectors
 from tpplan.exec.protocol.channel import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from tpplan.decoder.fast.launches.norms import Norm
     from tpplan.exec.cuda.channel import Channel
 
 #: Maximum rows of kernels; and of those whose epilogue is an all-reduce over the devices.
@@ -36,6 +39,9 @@ STEPS: Final = {"4": 128, "8": 64, "e4m3": 64}
 _EIGHT, _TILE = 8, 16
 #: Dtypes of their stored zero points.
 _ZEROS: Final = {"4": torch.int32, "8": torch.uint8}
+#: Bytes of an element of the rows; and of shared memory that a block takes beside the rows that it has normed, some of
+#: them for the system.
+_ITEM, _BLOCK_BYTES = 2, 43 * 1024
 #: A shift by so many bits makes the index of any row or column 0.
 _ALL: Final = 31
 
@@ -99,7 +105,13 @@ def names_of(dtype: torch.dtype, kinds: Collection[str], *, joint: bool = False)
     return [f"{family}_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in counts]
 
 
-class QuantisedSkinnyGemm(AllReduceKernels[Quantised]):
+def normed_names_of(dtype: torch.dtype, kinds: Collection[str]) -> list[str]:
+    """Return the names of the kernels with a norm in front, for one row and for two."""
+    counts = range(1, norms.MOST_ROWS + 1)
+    return [f"packed_norm_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in counts]
+
+
+class QuantisedSkinnyGemm(NormKernels[Quantised]):
     """Skinny GEMM kernels for quantised weights, for one device and dtype.
 
     NaN codes of e4m3 count as 480.
@@ -125,6 +137,11 @@ class QuantisedSkinnyGemm(AllReduceKernels[Quantised]):
         self._dtype = dtype
         found = torch.cuda.get_device_properties(place)
         self._processors, self._most = found.multi_processor_count, 2 if (found.major, found.minor) in _SMALL else 3
+        self._room = found.shared_memory_per_multiprocessor // self._most - _BLOCK_BYTES
+        self._normed = {
+            kind: [Launcher(name, place, most_shared=norms.MOST_BYTES) for name in normed_names_of(dtype, [kind])]
+            for kind in self._single
+        }
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix.
@@ -140,6 +157,12 @@ class QuantisedSkinnyGemm(AllReduceKernels[Quantised]):
             return False
         return 0 < len(x_RK) <= MOST_ROWS and is_vectors(x_RK, self._dtype) and is_read(matrix_NK, gated=gated)
 
+    def takes_normed(self, x_RK: Tensor, matrix_NK: Matrix, norm: Norm, *, gated: bool = False) -> bool:
+        """Return whether there is a kernel for the norm of rows and a matrix, whose blocks all have room at once."""
+        is_in_order = not isinstance(matrix_NK, IntMatrix) or matrix_NK.columns is None
+        has_room = norm.is_fitting(x_RK) and x_RK.numel() * _ITEM <= self._room
+        return is_in_order and has_room and self.takes(x_RK, matrix_NK, gated=gated)
+
     def adds_up(self, x_RK: Tensor, matrix_NK: Matrix) -> bool:
         """Return whether there is a kernel with an all-reduce as epilogue for rows and a matrix."""
         return len(x_RK) <= MOST_JOINT and self.takes(x_RK, matrix_NK)
@@ -147,6 +170,13 @@ class QuantisedSkinnyGemm(AllReduceKernels[Quantised]):
     def _run(self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int) -> None:
         blocks, threads, words = self._words(y, x, matrix, plus)
         self._single[kind_of(matrix)][len(x) > _EIGHT](blocks, threads, *words, mode)
+
+    def _run_normed(  # noqa: PLR0917
+        self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], mode: int, norm: Norm
+    ) -> None:
+        blocks, threads, words = self._words(y, x, matrix, plus)
+        kernel, shared = self._normed[kind_of(matrix)][len(x) - 1], x.numel() * _ITEM
+        kernel(blocks, threads, *words, mode, *norm.words(), shared=shared)
 
     def _run_joint(  # noqa: PLR0917
         self, y: Tensor, x: Tensor, matrix: Quantised, plus: tuple[int, int], channel: Channel, device: int

@@ -27,6 +27,8 @@ _ITEM: Final = 2
 #: Bytes of a vector access, and its elements.
 _VECTOR: Final = 16
 _ELEMENTS: Final = _VECTOR // _ITEM
+#: Bytes of two elements.
+_WORD: Final = 2 * _ITEM
 #: Bytes of the sequence, the place, the token or the position of a row, and of a pair of a logit and a token.
 _NUMBER: Final = 8
 
@@ -64,7 +66,8 @@ class Places:
 def names_of(dtype: torch.dtype, activation: str, kind: str = "fp16") -> list[str]:
     """Return the names of the kernels for a dtype, a gate and a kind of cache."""
     names = [f"pointwise_{what}_{DTYPES[dtype]}" for what in ("norm", GATES[activation], "best", "merge")]
-    return [*names, f"turn_{DTYPES[dtype]}{KERNEL_KINDS.get(kind, '')}", "pointwise_next", "pointwise_embed"]
+    names.append(f"turn_{DTYPES[dtype]}{KERNEL_KINDS.get(kind, '')}")
+    return [*names, "pointwise_next", "pointwise_embed", "pointwise_angles"]
 
 
 class Pointwise:
@@ -93,8 +96,9 @@ class Pointwise:
             eps: epsilon that norms add to the mean square.
             offset: number that norms add to their weights.
         """
-        launchers = (Launcher(name, place) for name in names_of(dtype, activation, kind))
-        self._norm, self._gate, self._best, self._merge, self._norm_and_rope, self._next, self._embed = launchers
+        launchers = [Launcher(name, place) for name in names_of(dtype, activation, kind)]
+        self._norm, self._gate, self._best, self._merge, self._norm_and_rope, *of_tokens = launchers
+        self._next, self._embed, self._angles = of_tokens
         self._dtype, self._eps, self._offset = dtype, bits_of(eps), bits_of(offset)
         self._stored = {"q8": torch.int8, "fp8": torch.uint8}.get(kind, dtype)
 
@@ -112,6 +116,25 @@ class Pointwise:
         parts, threads = _even(columns // _ELEMENTS, _THREADS)
         words = tokens_R.data_ptr(), tokens_R.stride(0) * _NUMBER, start, count, address, pitch
         self._embed((len(out), parts, 1), threads, *words, out.data_ptr(), columns * _ITEM)
+        return out
+
+    def angles(self, sin_TP: Tensor, cos_TP: Tensor, positions_R: Tensor) -> Tensor | None:
+        """Return the RoPE angles of rows; see :func:`tpplan.decoder.math.angles_at`.
+
+        Returns:
+            ``[R, 1, 2, 2, P]``, or None if the kernel does not take such tensors.
+        """
+        tables, (count, pairs) = (sin_TP, cos_TP), sin_TP.shape
+        are_fitting = all(
+            x.dtype is self._dtype and x.stride() == (sin_TP.stride(0), 1) and not x.data_ptr() % _WORD for x in tables
+        )
+        pitch, width, rows = sin_TP.stride(0) * _ITEM, pairs * _ITEM, len(positions_R)
+        if not are_fitting or (pitch | width) % _WORD or positions_R.dtype is not torch.int64 or not rows:
+            return None
+        out = torch.empty(rows, 1, 2, 2, pairs, dtype=self._dtype, device=sin_TP.device)
+        threads = min(-(-width // (_WORD * _WARP)) * _WARP, _THREADS)
+        at = positions_R.data_ptr(), positions_R.stride(0) * _NUMBER, count - 1
+        self._angles(rows, threads, *at, sin_TP.data_ptr(), cos_TP.data_ptr(), pitch, out.data_ptr(), width)
         return out
 
     def norm(self, x_RD: Tensor, weight: Tensor, out: Tensor | None = None, *, added: bool = False) -> Tensor | None:

@@ -133,11 +133,11 @@ class Window(Nccl):
     def __init__(self, place: torch.device, elements: int, dtype: torch.dtype) -> None:
         """Allocate and register the tensors."""
         distributed.all_reduce(torch.zeros(1, device=place))  # a communicator has to be there
-        self._backend: Any = distributed.distributed_c10d._get_default_group()._get_backend(place)  # noqa: SLF001
-        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+        backend: Any = distributed.distributed_c10d._get_default_group()._get_backend(place)  # noqa: SLF001
+        self._backend, self._pool = backend, torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool):
             super().__init__(place, elements, dtype)
-        self._backend.register_mem_pool(self._pool, symm=True)
+        backend.register_mem_pool(self._pool, symm=True)
 
     def close(self) -> None:
         """Take the windows back, once nobody uses them: a communicator that ends with some may crash."""
