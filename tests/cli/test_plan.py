@@ -226,7 +226,7 @@ def test_more_memory_is_advised_where_it_helps() -> None:
         "2x8GiB,1MiB": ["hint: leave it out of --gpus, as in --gpus 2x8GiB, or give it a budget of 8GiB"],
         "3x8GiB,1MiB": ["hint: leave it out of --gpus, as in --gpus 3x8GiB"],
         "5x8GiB": ["hint: leave them out of --gpus, as in --gpus 3x8GiB"],
-        "3x8GiB": [],
+        "3x8GiB": ["hint: the model fits on device 0 alone, as in --gpus 8GiB"],  # a part for each
         "8GiB,7GiB,6GiB": ["hint: leave them out of --gpus, as in --gpus 8GiB, or give them a budget of 8GiB"],
         "RTX4090,RTX3060,RTX3060": [
             "hint: leave them out of --gpus, as in --gpus RTX4090"
@@ -236,6 +236,46 @@ def test_more_memory_is_advised_where_it_helps() -> None:
     }.items():
         done = command("plan", "tiny.json", "--context", 64, "--gpus", gpus, "-o", "plan.json")
         assert [line for line in done.err.splitlines() if line.startswith("hint: ")] == hints
+
+
+def small(**sizes: object) -> str:
+    """Write a config.json with other sizes than those of Llama 3.1 8B, and return its path."""
+    config = json.loads((LLAMA_8B / "config.json").read_text(encoding="utf-8"))
+    Path("small.json").write_text(json.dumps(config | sizes), encoding="utf-8")
+    return "small.json"
+
+
+def test_what_one_device_computes_alone_is_told() -> None:
+    """Where nothing is predicted, with what divides it: an option that does when followed, or that device alone."""
+    # One KV head, of 256 columns and 8 query heads, as in Gemma 2B.
+    model = small(num_key_value_heads=1, num_attention_heads=8, head_dim=256, hidden_size=2048, num_hidden_layers=18)
+    asked = ("plan", model, "--context", 4096, "-o", "x.json", "--gpus")
+    told = command(*asked, "24GiB,16GiB").err.splitlines()
+    assert told[:3] == [
+        "note: all attention on device 0 (24GiB GPU): the other one waits for it in every layer",
+        "hint: the model fits on device 0 alone, as in --gpus 24GiB",
+        "hint: with --kv replicate more devices share it",
+    ]
+    assert "note: " not in command(*asked, "24GiB,16GiB", "--kv", "replicate").err
+    assert "note: " not in command(*asked, "24GiB").err
+    assert "note: all attention on device 0 (24GiB GPU): the others wait for it" in command(*asked, "3x24GiB").err
+    assert "alone" not in command(*asked, "RTX4090,RTX4090", "--kv", "replicate").err
+
+
+def test_parts_that_are_on_a_device_each_are_told() -> None:
+    """Of SmolLM2's three KV heads on two equal devices one has two, and the other one makes up for it with the MLPs."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    model = small(**sizes, head_dim=64, num_hidden_layers=30, vocab_size=49152, tie_word_embeddings=True)
+    done = command("plan", model, "--context", 32768, "--gpus", "2x24GiB", "-o", "x.json")
+    note, *hints = [line for line in done.err.splitlines() if line.startswith(("note", "hint"))]
+    assert note == "note: all MLPs on device 1 (24GiB GPU): the other one waits for it in every layer"
+    assert hints[0] == "hint: the model fits on device 1 alone, as in --gpus 24GiB"
+    assert hints[1].startswith("hint: with --strategy latency more devices share it; for that, --gpus has to name GPUs")
+    # Following it divides everything, whatever the bandwidth: here of two cards of the catalogue.
+    followed = ("--gpus", "2xRTX3090", "--strategy", "latency", "-o", "y.json")
+    assert command("plan", model, "--context", 32768, *followed).code == 0
+    splits = codec.load("y.json").splits
+    assert all(0 < split.bounds[1] < split.size for split in splits)
 
 
 def test_the_least_budget_is_advised_that_gives_idle_devices_a_part() -> None:
@@ -302,7 +342,8 @@ def test_infeasible_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_single_advice_is_not_told_as_one_of_many() -> None:
     """Where one change alone would help, the hint says so."""
     done = command("plan", LLAMA_8B, "--gpus", "65x1MiB", "--context", 1024)
-    hint, *options = done.err.partition("hint: ")[2].splitlines()
+    hint, *lines = done.err.partition("hint: ")[2].splitlines()
+    options = [line for line in lines if line.lstrip().startswith("--")]  # with its words below where it is long
     assert (hint, len(options)) == ("this makes it fit", 1)
 
 
@@ -318,6 +359,22 @@ def test_infeasible_document() -> None:
     memory = next(s for s in error["suggestions"] if s["kind"] == "memory")
     budget = parse_devices(memory["option"].removeprefix("--gpus "))[memory["device"]].budget_bytes
     assert str(budget) == memory["value"]
+
+
+def test_advice_that_leaves_a_device_empty_says_so() -> None:
+    """What makes a small model fit may make it fit on one device; followed, it does what it says."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 256}
+    asked = ("plan", small(**sizes, num_key_value_heads=2, num_hidden_layers=2), "--context", 131072, "-o", "x.json")
+    told = command(*asked, "--gpus", "900MiB,500MiB", "--json").out
+    found = json.loads(told)["error"]["suggestions"]
+    assert found
+    for one in found:
+        gpus = () if "--gpus" in one["option"] else ("--gpus", "900MiB,500MiB")
+        assert command(*asked, *gpus, *one["option"].split()).code == 0
+        idle = [entry.device for entry in codec.load("x.json").memory if not entry.used_bytes]
+        assert ("which leaves device" in one["message"]) == bool(idle)
+        assert all(f" {i} (" in one["message"].partition("which leaves")[2] for i in idle)
+    assert any("which leaves device 1 (500MiB GPU) without a part" in one["message"] for one in found)
 
 
 def test_more_memory_than_a_gpu_has_is_another_gpu() -> None:

@@ -32,6 +32,7 @@ from tpplan.render.text import (
     bar,
     elided,
     line_width,
+    percent,
     shorten,
     shorten_layers,
     shorten_name,
@@ -322,3 +323,29 @@ def test_fingerprints_are_shortened_apart() -> None:
     assert abridged(f"{first}, not {other}") == f"sha256:{'a' * 12}…, not sha256:{'b' * 12}…"
     assert abridged(f"{first} and {first}") == f"sha256:{'a' * 12}… and sha256:{'a' * 12}…"
     assert abridged(f"{first}, not {last}") == f"{first}, not {last}"
+
+
+def test_a_percentage_is_whole_only_where_nothing_is_left() -> None:
+    """368 KiB of 24 GiB are 15 millionths."""
+    assert [percent(ppm) for ppm in (10**6, 999_985, 999_499, 999_400, 12_345, 0)] == [
+        "100.0 %",
+        "99.9 %",
+        "99.9 %",
+        "99.9 %",
+        "1.2 %",
+        "0.0 %",
+    ]
+
+
+def test_what_is_not_known_is_no_zero_in_a_diff() -> None:
+    """A bandwidth that no catalogue has; and what was asked for comes before the version that follows from it."""
+    devices = tuple(attrs.evolve(device, bandwidth_bytes_per_second=0) for device in PLAN.devices)
+    known = tuple(attrs.evolve(device, bandwidth_bytes_per_second=936 * 10**9) for device in PLAN.devices)
+    request = attrs.evolve(PLAN.request, batch=PLAN.request.batch + 1)
+    plans = (
+        attrs.evolve(PLAN, devices=devices),
+        attrs.evolve(PLAN, devices=known, request=request, format_version="1.9"),
+    )
+    text = plain(diff_view(unstructure(diff(*plans))))
+    assert re.search(r"bandwidth_bytes_per_second +unknown +→ +936 GB/s", text)
+    assert text.index("request.batch") < text.index("format_version")

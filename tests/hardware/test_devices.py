@@ -534,8 +534,18 @@ def test_unreadable_devices_files_are_device_errors(tmp_path: Path, content: byt
     path = tmp_path / "gpus.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DeviceError, match=r"gpus\.json"):
+    with pytest.raises(DeviceError, match=r"gpus\.json") as caught:
         parse_devices(str(path))
+    if content in {b"", b"\xff\xfe", b"{}"}:
+        assert caught.value.hint.endswith("make it again with tpplan devices -o")
+
+
+def test_a_directory_named_like_a_devices_file(tmp_path: Path) -> None:
+    """The hint is on devices files, not on plans, of which several may be named."""
+    (tmp_path / "gpus.json").mkdir()
+    with pytest.raises(DeviceError, match=r"gpus\.json.*: Is a directory") as caught:
+        parse_devices(str(tmp_path / "gpus.json"))
+    assert caught.value.hint == "name a devices file in it"
 
 
 def test_the_number_on_the_box_is_all_that_programs_get() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.checkpoints import LLAMA
 from tests.examples import examples
 from tests.family_configs import configs
 from tests.family_models import MISTRAL, assert_consistent, spec_of
@@ -15,6 +16,7 @@ from tpplan.core.axes import MAX_LAYERS
 from tpplan.errors import ModelError
 from tpplan.models import families
 from tpplan.models.config import Config
+from tpplan.models.families import spec_from_config
 
 
 @pytest.mark.parametrize(
@@ -261,3 +263,24 @@ def test_mlps_of_mpt_have_one_width() -> None:
     assert spec_of({"model_type": "mpt", "expansion_ratio": 4}).parameter_count == 1_311_213_568
     with pytest.raises(ModelError, match="expansion_ratio is 3"):
         spec_of({"model_type": "mpt", "expansion_ratio": 3})
+
+
+@pytest.mark.parametrize(
+    ("key", "slip"),
+    [("num_key_value_heads", "num_key_value_head"), ("tie_word_embeddings", "tie_word_embedding")],
+)
+def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
+    """A default would be taken silently else: a model would have as many KV heads as query heads."""
+    data = {(slip if name == key else name): value for name, value in LLAMA.items()}
+    told = f"config.json has {slip}, which is not read, and no {key}: its default is taken"
+    assert told in spec_from_config(Config(data, "config.json"), "m").notes
+    assert spec_from_config(Config({**data, key: LLAMA[key]}, "config.json"), "m").notes == ()
+    assert spec_from_config(Config(LLAMA | {"num_key_value_pairs": 1}, "config.json"), "m").notes == ()
+
+
+def test_a_missing_key_that_is_nearly_there_is_named() -> None:
+    """In the hint; else the hint is where to look."""
+    data = {("hiden_size" if name == "hidden_size" else name): value for name, value in LLAMA.items()}
+    with pytest.raises(ModelError, match="hidden_size or n_embd or n_embed is missing") as caught:
+        spec_from_config(Config(data, "config.json"), "m")
+    assert caught.value.hint == "is hiden_size meant as hidden_size?"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.planner.integer_program import Program, measures
-from tests.planning_cases import Case, case, shape
+from tests.planning_cases import Case, case, shape, spec
 from tpplan.core.axes import Axis, slices_of
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, Request
@@ -24,6 +24,8 @@ GIB, MIB = 2**30, 2**20
 _PAIRS = [("reduce", "balanced"), ("reduce", "latency"), ("gather", "latency"), ("gather", "balanced")]
 #: How much better a solution may be, as far as was promised.
 TOLERANCE = {"balanced": 0.001, "latency": 0.05}
+#: Part of what the fullest device has free that ``balanced`` may give for attention on more devices.
+SPARE = 1 / 128
 #: Each seed's models and devices have both layouts, and both strategies.
 TASKS = [(seed, *pair) for seed in range(62) for pair in _PAIRS[seed % 2 :: 2]]
 #: Models with a price for holding any of an axis: a latent cache, an indexer, routers, tables, a linear state.
@@ -60,7 +62,10 @@ def assert_near_the_optimum(task: Case) -> None:
     else:
         reached = measures(task, found.bounds)
         assert program.allows(found.bounds, reached)
-        assert not program.is_solvable(sum(reached) / (1 + TOLERANCE[task.request.strategy]))
+        least = sum(reached) / (1 + TOLERANCE[task.request.strategy])
+        if task.request.strategy == "balanced":
+            least = min(least, (sum(reached) - SPARE) / (1 - SPARE))
+        assert not program.is_solvable(least)
 
 
 def usual(gpus: str) -> tuple[Device, ...]:
@@ -77,7 +82,7 @@ def test_a_plan_exists_if_any_does_and_none_is_much_better(seed: int, layout: st
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("seed", range(4))
 def test_fixed_prices_are_paid_only_where_they_are_due(name: str, seed: int) -> None:
-    """On models of true shapes: the largest share of a budget is within 0.1 % of the least there is."""
+    """On models of true shapes: the largest share of a budget is the least there is, to within what was promised."""
     assert_near_the_optimum(true_case(name, seed))
 
 
@@ -117,10 +122,27 @@ def test_all_get_attention_where_that_costs_next_to_nothing(gpus: str, holders: 
     )
 
 
+def test_tables_of_attention_are_no_reason_to_give_all_of_it_to_one() -> None:
+    """Llama 3.2 1B for 32768 tokens on 24 and 16 GiB: 8 MiB of tables on both are 0.02 % of the memory.
+
+    Alone the first would hold 8 of 8 heads; both hold heads, and the fullest one is fuller by less than that.
+    """
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 16}
+    model = spec(**sizes, vocab_size=128256, tie_word_embeddings=True)
+    tables = 2 * 32768 * 64 * 2
+    devices = usual("24GiB,16GiB")
+    found = plan(model, devices, cache=Cache("fp16", 32768))
+    assert len(found.slices(Axis.KV_HEADS)) == 2
+    used = sum(e.used_bytes for e in found.memory) - tables  # one of both would have to have them in any case
+    assert max(e.used_bytes / d.budget_bytes for e, d in zip(found.memory, devices, strict=True)) < (
+        used / sum(d.budget_bytes for d in devices) + (tables / (24 * GIB))
+    )
+
+
 @settings(max_examples=examples(15), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(st.sampled_from(SHAPES), st.integers(0, 10**6), st.data())
 def test_more_memory_never_makes_a_fuller_card(name: str, seed: int, data: st.DataObject) -> None:
-    """With more memory on a device, or a device more, the fullest one is no fuller, to within 0.1 %."""
+    """With more memory on a device, or a device more, the fullest one is no fuller, to within what was promised."""
     task = true_case(name, seed)
     before = attempt(task.model, task.devices, task.request)
     assume(before is not None and not before.lacking)
@@ -138,4 +160,4 @@ def test_more_memory_never_makes_a_fuller_card(name: str, seed: int, data: st.Da
         max(e.used_bytes / d.budget_bytes for e, d in zip(each.memory, each.devices, strict=True))
         for each in (before, after)
     ]
-    assert shares[1] <= shares[0] * 1.001
+    assert shares[1] <= shares[0] + max(shares[0] * TOLERANCE["balanced"], (1 - shares[0]) * SPARE)

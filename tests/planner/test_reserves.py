@@ -154,7 +154,7 @@ def test_a_reserve_is_a_change_of_the_request() -> None:
     assert [bucket.bucket for bucket in diff(plain, plain).total] == [
         "weights", "cache", "workspace", "overhead", "free",
     ]  # fmt: skip
-    assert change.summary == "the format and the request differ; 0 of 5 splits change"
+    assert change.summary == "the request and the format differ; 0 of 5 splits change"
 
 
 def test_a_reserve_of_a_device_that_is_gone_makes_a_plan_stale() -> None:

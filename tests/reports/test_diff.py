@@ -302,5 +302,5 @@ def test_what_auto_chose_was_not_asked_for() -> None:
     assert "reads" not in text  # which only one of both says
     assert {one.delta_reads_bytes for one in found.memory} == {0}
     named = plan(model, [slow, fast], cache=Cache(tokens=4096))
-    assert diff(named, before).fields[-1].path == "request.strategy"
+    assert diff(named, before).fields[0].path == "request.strategy"
     assert Reason.REQUEST in diff(named, before).reasons

@@ -267,6 +267,7 @@ def note_all(plan: SplitPlan, model: ModelSpec, options: Options, links: tuple[L
     if plan.speed and (text := without_kernels(model)):
         note(text, of)
     note_idle(plan, model, links, of)
+    note_alone(plan, model, of)
     note_faster(plan, model, links, of)
     note_fewer(plan, model, of)
 
@@ -322,6 +323,23 @@ def note_idle(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], o
         larger = f", or give {them} a budget of {budget}" if budget else ""
         others = [i for i in range(len(plan.devices)) if i not in idle]
         hint(f"leave {them} out of --gpus{_as_list(plan, others)}{larger}", of)
+
+
+def note_alone(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
+    """Say where one device computes a part of every layer alone, which no prediction weighed, and what changes that."""
+    from tpplan.reports.alone import alone, instead  # noqa: PLC0415
+
+    if plan.speed or _idle(plan) or not (found := alone(plan)):  # what is told of idle devices comes first
+        return
+    parts = ", ".join(f"all {part} on {_named(plan, [device])}" for part, device in found.items())
+    others = sum(1 for entry in plan.memory if entry.used_bytes) - 1
+    wait = "each waits for the other" if len({*found.values()}) > 1 else "the others wait for it"
+    note(f"{parts}: {wait if others > 1 or len(found) > 1 else 'the other one waits for it'} in every layer", of)
+    advice = instead(plan, model)
+    if advice.device is not None:
+        hint(f"the model fits on device {advice.device} alone{_as_list(plan, [advice.device])}", of)
+    if advice.option:
+        hint(f"with {advice.option} more devices share it{advice.needs}", of)
 
 
 def note_idle_draft(plan: SplitPlan, of: str = "") -> None:

@@ -159,6 +159,8 @@ class Decoder:
         slices = check_weights(weights, context.plan, model, context.devices)
         layers = [*model.by_layer.values()]
         self.weights = {}
+        if self._gguf:
+            _LOG.info("the GGUF file's blocks become numbers of %s, which takes longer than reading them", model.dtype)
         for device in context.devices:  # before there is a cache: rearranging codes takes memory
             tensors, matrices = self._read(weights[device], slices[device], context.dtype)
             self.weights[device] = fuse_weights(tensors, matrices, layers, self._settings, context.dtype)

@@ -179,3 +179,9 @@ def mismatches(plan: SplitPlan, model: ModelSpec | str | Path | None, max_rows: 
         names = " or ".join(map(name_of, fitting))
         problems.append(f"dtype: the plan has room for {names}, {name_of(dtype)} was asked for")
     return problems
+
+
+def advice(backend: str) -> str:
+    """Return what to do where a plan cannot run here, be it for the machine, the model or an argument."""
+    virtual = ', or run on virtual devices with backend="cpu"' if backend != "cpu" else ""
+    return f"tpplan check compares a plan with its model; plan again for this machine and model{virtual}"

@@ -12,7 +12,7 @@ from tpplan.core.model import ModelSpec
 from tpplan.core.plan import SplitPlan
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.backends.cpu import VirtualDevices
-from tpplan.exec.build import build, mismatches
+from tpplan.exec.build import advice, build, mismatches
 from tpplan.exec.checks import seconds
 from tpplan.exec.cuda.tuning_cache import stored
 from tpplan.exec.machine.look import differences, listed, look_at, places_for
@@ -144,8 +144,7 @@ def compile(  # noqa: A001 (what it does, and the name that the field uses)
         choice, unfit = choose([places[i] for i in used], transport)
         problems += unfit
     if problems:
-        virtual = ', or run on virtual devices with backend="cpu"' if backend != "cpu" else ""
-        hint = f"tpplan check compares a plan with its model; plan again for this machine and model{virtual}"
+        hint = advice(backend)
         if not weights_loaded and any(here and here.held_bytes for here in found):
             hint = f"if this process holds the plan's weights, pass weights_loaded=True; {hint}"
         raise ExecutionError(f"the plan for {plan.model.name} cannot run here:{listed(problems)}", hint)

@@ -43,7 +43,9 @@ _WHERE = re.compile("line ([0-9]+), column ")
 
 _CONFLICT = re.compile(r"^(<<<<<<<|>>>>>>>|\|\|\|\|\|\|\|) ", re.MULTILINE)
 _HEAD = 512
-_AGAIN = "the file is incomplete: fetch or make it again"
+#: What helps against a file without anything in it.
+AGAIN = "fetch or make it again"
+_AGAIN = f"the file is incomplete: {AGAIN}"
 _ALL_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 
 
@@ -99,7 +101,7 @@ def read_json(text: str | bytes, *, constants: bool = False, most_values: int = 
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     text = decode(text) if isinstance(text, bytes) else text
     if not text.strip():
-        raise NotJSONError("is empty", hint="fetch or make it again")
+        raise NotJSONError("is empty", hint=AGAIN)
     if sum(map(data.count, (b",", b"{", b"["))) > most_values:
         raise NotJSONError(f"has more than {most_values} values", hint="no such file is that long: check what it is")
     return _parsed(text, constants=constants, long=b"0" * (_DIGITS + 1) in data.translate(_ALL_ZEROS))

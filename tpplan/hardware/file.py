@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -18,7 +19,7 @@ from tpplan.core.speed import LinkSpeed
 from tpplan.errors import CORRECT, FORM, DeviceError, Problem, TpplanError, refusal
 from tpplan.files import codec
 from tpplan.files.codec import document, structure
-from tpplan.files.jsontext import UNSEEN
+from tpplan.files.jsontext import AGAIN, UNSEEN
 from tpplan.files.kinds import DEVICES, mistaken
 from tpplan.files.text import parse_json, read_text, save_text
 
@@ -179,8 +180,7 @@ def loads(text: str | bytes, what: str = "the devices file") -> DevicesFile:
     try:
         return _read(parse_json(text, what), what)
     except TpplanError as error:
-        hint = f"{CORRECT} devices -o" if error.hint == CORRECT else error.hint
-        raise DeviceError(error.message, hint) from error
+        raise DeviceError(error.message, _hint(error)) from error
 
 
 def load(path: str | os.PathLike[str]) -> DevicesFile:
@@ -192,8 +192,15 @@ def load(path: str | os.PathLike[str]) -> DevicesFile:
     try:
         text = read_text(path)
     except TpplanError as error:
-        raise DeviceError(error.message, error.hint) from error
+        hint = "name a devices file in it" if Path(path).is_dir() else _hint(error)
+        raise DeviceError(error.message, hint) from error
     return loads(text, str(path))
+
+
+def _hint(error: TpplanError) -> str:
+    """Return the hint of a document's error, with the command that makes a devices file where it names none."""
+    made = {CORRECT: f"{CORRECT} devices -o", AGAIN: f"{AGAIN} with tpplan devices -o"}
+    return made.get(error.hint, error.hint)
 
 
 def dumps(file: DevicesFile) -> str:

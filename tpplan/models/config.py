@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Final, cast
@@ -14,7 +15,7 @@ from tpplan.files.kinds import CONFIG, mistaken
 from tpplan.files.text import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 #: Size limit of a config.json; real ones have a few KiB, a larger one is a mistake or an attack.
 MAX_CONFIG_BYTES: Final = 16 * 2**20
@@ -52,6 +53,9 @@ ELSEWHERE: Final = "point to a model's directory, or to the config.json that cam
 _DEEPER: Final = ("*/config.json", "snapshots/*/config.json")
 _COMPARE = "compare it with the config.json that the model came with"
 _MISSING: Final = object()
+#: How much alike a key and what it may have been meant as are, and how long: short ones are alike by chance.
+_NEAR: Final = 0.94
+_LONG: Final = 8
 
 
 def _repr(value: object) -> str:
@@ -68,10 +72,17 @@ class Config:
     mean the default.
     """
 
-    def __init__(self, data: Mapping[str, object], source: str) -> None:
-        """Wrap ``data``, a JSON object; ``source`` names the file in messages."""
+    def __init__(self, data: Mapping[str, object], source: str, asked: set[str] | None = None) -> None:
+        """Wrap ``data``, a JSON object.
+
+        Args:
+            data: the object.
+            source: name of the file in messages.
+            asked: keys that were looked up in a config of which this is a copy.
+        """
         self._data = data
         self.source = source
+        self._asked = set() if asked is None else asked
 
     def error(self, problem: str, hint: str = "") -> ModelError:
         """Return an error that names this file and the ``problem``."""
@@ -79,14 +90,26 @@ class Config:
 
     def __contains__(self, key: str) -> bool:
         """Return whether the key is present under any of its names, null or not."""
+        self._asked.add(key)
         return any(name in self._data for name in (key, *ALIASES.get(key, ())))
 
     def _missing(self, key: str) -> ModelError:
         names = " or ".join((key, *ALIASES.get(key, ())))
-        return self.error(f"{names} is {'null' if key in self else 'missing'}")
+        near = () if key in self else get_close_matches(key, self._data, 1, _NEAR)
+        hint = f"is {near[0]} meant as {key}?" if near else ""
+        return self.error(f"{names} is {'null' if key in self else 'missing'}", hint)
+
+    def mistaken_keys(self) -> Iterator[tuple[str, str]]:
+        """Yield keys that nobody has looked up, and that look like one that was looked up in vain, each with that."""
+        known = {name for key in self._asked for name in (key, *ALIASES.get(key, ()))}
+        unread = [key for key in self._data if key not in known and len(key) >= _LONG and key[0] != "_"]
+        for key in sorted(self._asked):
+            if len(key) >= _LONG and key not in self and (near := get_close_matches(key, unread, 1, _NEAR)):
+                yield near[0], key
 
     def _find(self, key: str) -> tuple[str, object]:
         """Return the key's name in the file and its value; values take precedence over null and must agree."""
+        self._asked.add(key)
         there = [(name, self._data[name]) for name in (key, *ALIASES.get(key, ())) if name in self._data]
         if not there:
             return key, _MISSING
@@ -208,13 +231,13 @@ class Config:
 
     def having(self, key: str, value: object) -> Config:
         """Return a copy of the config with ``key`` set to ``value``."""
-        return Config({**self._data, key: value}, self.source)
+        return Config({**self._data, key: value}, self.source, self._asked)
 
     def overlaid(self, values: Mapping[str, object]) -> Config:
         """Return a copy of the config with these values in place of those under any name of their keys."""
         others = {name for key in values for name in ALIASES.get(key, ())}
         kept = {key: value for key, value in self._data.items() if key not in others}
-        return Config({**kept, **values}, self.source)
+        return Config({**kept, **values}, self.source, self._asked)
 
     def level(self, key: str) -> Config:
         """Return a copy of the config with one number under ``key`` if it lists the same number several times.

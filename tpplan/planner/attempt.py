@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
@@ -93,7 +94,7 @@ def attempt(
     speeds = map(bandwidth_of, devices) if request.strategy == "latency" else (0,) * len(devices)
     hosts = enumerate(zip(devices, speeds, strict=True))
     bins = [bin_of(device, wanted, request, i, speed) for i, (device, speed) in hosts]
-    solver = solve_stages if request.strategy == "latency" else solve
+    solver = solve_stages if request.strategy == "latency" else partial(solve, shares=True)
 
     def placed(some: Demands, hosts: Sequence[Bin], effort: Effort) -> Counts | None:
         return place(some, hosts, request.strategy, lambda items, hosts: solver(items, hosts, effort))

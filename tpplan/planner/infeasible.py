@@ -36,6 +36,8 @@ _MOST_JOINING = 64
 _TRIED_DEVICES = 6
 #: Of more devices than this, only the largest kind.
 _MANY_DEVICES = 64
+#: Devices that a suggestion names.
+_NAMED = 3
 
 
 @frozen
@@ -166,6 +168,16 @@ class Trials:
     def fits(self, request: Request | None = None, devices: tuple[Device, ...] = ()) -> bool:
         """Return whether another request or other devices give a plan."""
         return self.attempt(request or self.request, devices=devices, efforts=(Effort.ANY,)) is not None
+
+    def idle(self, request: Request | None = None, devices: tuple[Device, ...] = ()) -> str:
+        """Return, to go on with, which devices have no part of the model where another request or others fit."""
+        found = self.attempt(request or self.request, devices=devices)
+        idle = [each.device for each in found.memory if not each.used_bytes] if found else []
+        if not idle or found is None:
+            return ""
+        named = [f"{i} ({found.devices[i].name})" for i in idle[:_NAMED]]
+        more = f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else ""
+        return f", which leaves device{'s' * (len(idle) > 1)} {', '.join(named)}{more} without a part"
 
     def fits_bits(self, request: Request, tenths: int) -> bool:
         """Return whether weights of so many tenths of a bit give a plan, if all tensors are smaller in proportion."""
@@ -333,11 +345,13 @@ def _suggestions(trials: Trials) -> Iterator[Suggestion]:
     kinds = [kind for kind, size in CACHE_KINDS.items() if size < CACHE_KINDS[request.cache.kind]]
     kind = next((k for k in kinds if fits(evolve(request, cache=Cache(k, request.cache.tokens)))), "")
     if kind:
-        yield Suggestion("cache", kind, -1, f"cache the keys and values as {kind}")
+        idle = trials.idle(evolve(request, cache=Cache(kind, request.cache.tokens)))
+        yield Suggestion("cache", kind, -1, f"cache the keys and values as {kind}{idle}")
     if request.context:
         yield from _largest_pool(request, fits)
     elif context := _largest_context(request, fits):
-        yield Suggestion("context", str(context), -1, f"shorten the context to {context} tokens per sequence")
+        idle = trials.idle(evolve(request, cache=Cache(request.cache.kind, context * request.batch)))
+        yield Suggestion("context", str(context), -1, f"shorten the context to {context} tokens per sequence{idle}")
     batch = _largest_batch(request, fits)
     if batch:
         words = f"cache {batch} sequence{'s' if batch > 1 else ''} instead of {request.batch}"
@@ -430,7 +444,8 @@ def _more_devices(trials: Trials) -> Iterator[Suggestion]:
             best = (count, index)
     if best:
         count, index = best
-        yield Suggestion("devices", str(count), index, f"add {count} more {devices[index].name}")
+        idle = trials.idle(devices=(*devices, *[devices[index]] * count))
+        yield Suggestion("devices", str(count), index, f"add {count} more {devices[index].name}{idle}")
 
 
 def _more_memory(trials: Trials) -> Iterator[Suggestion]:
@@ -456,7 +471,9 @@ def _more_memory(trials: Trials) -> Iterator[Suggestion]:
             in_file = trials.request.strategy == "latency"
             known = " and a known bandwidth" if in_file else ""
             words = f"take a GPU with {format_enough(budget)}{known} instead of device {index} ({device.name})"
-        yield Suggestion("memory", str(budget), index, words, in_file=in_file)
+        larger = evolve(device, budget_bytes=budget)
+        idle = trials.idle(devices=(*devices[:index], larger, *devices[index + 1 :]))
+        yield Suggestion("memory", str(budget), index, f"{words}{idle}", in_file=in_file)
 
 
 def least_that_fits(fits: Callable[[int], bool], most: int) -> int:

@@ -18,10 +18,10 @@ from __future__ import annotations
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import TYPE_CHECKING, TypeAlias
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from tpplan.planner.apportion import apportion
 from tpplan.planner.improve import Improver, numbers
@@ -36,6 +36,9 @@ TOLERANCE_BITS = 10
 #: Of placements within 1/1024 of it, one with attention in more bins is better. With more tolerance, more room could
 #: make a placement slower: the next one may use it, where this one had no reason to.
 TIE_BITS = 10
+#: Of shares of budgets, also of placements that take less than 1/128 of what the fullest bin has left. Else the few MiB
+#: that every bin with attention needs would give all of it to one, for which the others wait in every layer.
+SPARE_BITS = 7
 #: An item is dear to hold if that costs more than this part of all units, in all bins together.
 DEAR_BITS = 13
 #: Most rounds of the local search without improvement before it stops.
@@ -72,7 +75,12 @@ Hosts: TypeAlias = tuple[int, ...]
 
 
 def solve(
-    items: Sequence[Item], bins: Sequence[Bin], effort: Effort = Effort.BEST, *, evenly: bool = False
+    items: Sequence[Item],
+    bins: Sequence[Bin],
+    effort: Effort = Effort.BEST,
+    *,
+    evenly: bool = False,
+    shares: bool = False,
 ) -> Placement | None:
     """Return a placement whose ``t`` is within 1/1024 of the least, or None if nothing fits.
 
@@ -85,8 +93,9 @@ def solve(
         bins: the bins.
         effort: how long to look.
         evenly: whether of placements that are that good, one is returned that is as proportional as possible.
+        shares: whether ``t`` is the largest share of a budget, which may be a little larger for attention in more bins.
     """
-    return in_order(items, bins, lambda items, bins: _Solver(items, bins, effort, evenly).solve())
+    return in_order(items, bins, lambda items, bins: _Solver(items, bins, effort, evenly, shares).solve())
 
 
 def nearest(items: Sequence[Item], bins: Sequence[Bin]) -> Placement | None:
@@ -122,6 +131,7 @@ class _Solver:
     bins: list[Bin]
     effort: Effort = Effort.BEST
     evenly: bool = False
+    shares: bool = False
 
     def solve(self) -> Placement | None:
         if not self._possible(None):
@@ -138,7 +148,20 @@ class _Solver:
                 best, low = self._close(best, low)
             best = self._evened(best, max(self._time(best), low + (low >> TOLERANCE_BITS)))
         limit = max(self._time(best), low + (low >> TIE_BITS))
-        return self._widened(self._evened(best, limit) if self.evenly else best, limit)
+        best = self._widened(self._evened(best, limit) if self.evenly else best, limit)
+        return self._shared(best, low) if self.shares else best
+
+    def _shared(self, best: Placement, low: int) -> Placement:
+        """Return a placement with attention in as many of the bins in use as take a little of what is left free."""
+        used = [b for b in range(len(self.bins)) if any(row[b] for row in best)]
+        among = evolve(self, bins=[self.bins[b] for b in used])
+        found: Placement = tuple(tuple(row[b] for b in used) for row in best)
+        tie, most = low >> TIE_BITS, (1 << SHIFT) - low >> SPARE_BITS
+        while 0 < tie < most:  # no more than it takes
+            tie = min(2 * tie, most)
+            found = among._widened(found, max(among._time(found), low + tie))  # noqa: SLF001 (of the same class)
+        rows = (dict(zip(used, row, strict=True)) for row in found)
+        return tuple(tuple(row.get(b, 0) for b in range(len(self.bins))) for row in rows)
 
     def nearest(self) -> Placement | None:
         best: Improver | None = None
@@ -222,7 +245,7 @@ class _Solver:
         return sum(n > 0 for item, row in zip(self.items, placement, strict=True) if item.attention for n in row)
 
     def _widened(self, best: Placement, t: int) -> Placement:
-        """Return a placement with attention in as many bins as ``t`` allows."""
+        """Return a placement with attention in as many bins as ``t`` allows, if that takes no more from others."""
         attention, left = frozenset(i for i, item in enumerate(self.items) if item.attention), WIDEN_STEPS
         held = [sum(map(bool, row)) for row in best]
         for i in attention:
@@ -239,7 +262,7 @@ class _Solver:
                     left -= START_STEPS - budget.left
                     if other.score()[0] == 0 and other.score()[1] <= t:
                         found = tuple(map(tuple, other.units))
-                if found:
+                if found and _parts(found) >= _parts(best):
                     best, held = found, [sum(map(bool, row)) for row in found]
                     break
         return best
@@ -396,6 +419,11 @@ class _Solver:
         if not self._possible(t):
             return None
         return search(self.items, [(b.room, b.limit(t)) for b in self.bins], budget)
+
+
+def _parts(placement: Placement) -> int:
+    """Return how many bins hold each item, summed over all items."""
+    return sum(map(bool, chain.from_iterable(placement)))
 
 
 def _steps(first: int, last: int) -> Iterator[int]:

@@ -25,10 +25,11 @@ def bench(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     lines = [line(f"{report['model']} on {where}", "title")]
     lines += [line(part, "dim") for text in _conventions(report) for part in wrapped(text, columns)]
     lines += [line(part, "warn") for note in report["notes"] for part in wrapped(f"note: {note}", columns)]
+    told: set[str] = set()
     for operation in dict.fromkeys(one["operation"] for one in report["measured"]):
         mine = [one for one in report["measured"] if one["operation"] == operation]
         lines += [BLANK, line(operation, "head"), *_sizes(mine, limited=bool(report["limits"]))]
-        lines += [line(part, "warn") for text in _failures(mine) for part in wrapped(text, columns)]
+        lines += [line(part, "warn") for text in _failures(mine, told) for part in wrapped(text, columns)]
     return lines
 
 
@@ -73,8 +74,10 @@ def _rates(limits: list[dict[str, Any]]) -> str:
 
 
 def _sizes(measured: list[dict[str, Any]], *, limited: bool) -> list[Line]:
-    """Return a row for each size, and another for graphs."""
-    peers = list(dict.fromkeys(t["by"] for one in measured for t in one.get("timed", ()) if t["by"] != _OURS))
+    """Return a row for each size, and another for graphs; who has no time at all has no column."""
+    timed_once = (t["by"] for one in measured for t in one.get("timed", ()) if t["by"] != _OURS and t.get("time"))
+    named = [t["by"] for one in measured for t in one.get("timed", ())]
+    peers = sorted({*timed_once}, key=named.index)
     titles = ["payload", "moved", "way", "", _OURS, "10 %–90 %", *(["limit"] if limited else []), *peers]
     rows: list[list[Span]] = [[(title, "dim") for title in titles]]
     for one in measured:
@@ -112,16 +115,30 @@ def _peer(by: dict[str, dict[str, int] | None], peer: str) -> Span:
     return _micros(theirs["median_ns"]) + ratio, ""
 
 
-def _failures(measured: list[dict[str, Any]]) -> Iterator[str]:
-    """Say what failed, each reason once."""
+def _failures(measured: list[dict[str, Any]], told: set[str]) -> Iterator[str]:
+    """Say what failed, each reason once; who failed for one reason everywhere is not told ``told`` again.
+
+    Args:
+        measured: an operation of all sizes.
+        told: what was said of operations before, to which this is added.
+    """
     reasons: dict[str, list[str]] = {}
     for one in measured:
-        size = _size(one["payload_bytes"])
         if one.get("failed"):
-            reasons.setdefault(one["failed"], []).append(size)
-        for timed in one.get("timed", ()):
+            reasons.setdefault(one["failed"], []).append(_size(one["payload_bytes"]))
+    attempts = [(t, one["payload_bytes"]) for one in measured for t in one.get("timed", ())]
+    for who in dict.fromkeys(t["by"] for t, _ in attempts):
+        mine = [(t, size) for t, size in attempts if t["by"] == who]
+        causes = {t.get("failed", "") for t, _ in mine}
+        if len(causes) == 1 and len(mine) > 1:
+            (reason,) = causes
+            if reason and f"{who}: {reason}" not in told:
+                told.add(f"{who}: {reason}")
+                reasons.setdefault(reason, []).append(who)
+            continue
+        for timed, size in mine:
             if timed.get("failed"):
-                where = f"{timed['by']}, {'graph' if timed['graph'] else 'calls'}, {size}"
+                where = f"{who}, {'graph' if timed['graph'] else 'calls'}, {_size(size)}"
                 reasons.setdefault(timed["failed"], []).append(where)
     for reason, places in reasons.items():
         yield f"  {'; '.join(places)}: {reason}"

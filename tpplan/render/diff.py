@@ -206,6 +206,6 @@ def _shown(field: dict[str, Any], key: str) -> str:
     value = field[key]
     if isinstance(value, int) and field["path"].endswith("_bytes"):
         return format_bytes(value)
-    if isinstance(value, int) and field["path"] == "bandwidth_bytes_per_second":
-        return f"{value / 10**9:.0f} GB/s"
+    if isinstance(value, int) and field["path"].endswith("_bytes_per_second"):
+        return f"{value / 10**9:.0f} GB/s" if value else "unknown"
     return shorten(str(value), _LONGEST_VALUE) or "none"

@@ -182,9 +182,13 @@ def amount(size: int, scale: int, *, sign: bool = False) -> str:
     return ("-" if size < 0 else "+" if sign else "") + text
 
 
+#: All millionths.
+_WHOLE = 10**6
+
+
 def percent(ppm: int) -> str:
-    """Write millionths as a percentage."""
-    return f"{ppm / 10_000:.1f} %"
+    """Write millionths as a percentage; only all of them are 100 %."""
+    return f"{ppm / 10_000 if ppm >= _WHOLE else min(ppm, _WHOLE - 501) / 10_000:.1f} %"
 
 
 def elided(count: int, most: int) -> tuple[range, range]:

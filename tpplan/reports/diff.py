@@ -250,7 +250,8 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
         if not isinstance(one, SplitPlan):
             raise RequestError(f"diff takes two plans, this is {type(one).__name__}", "read a file with tpplan.load")
     pairs = tuple(_pairs(a.devices, b.devices))
-    fields = tuple(_field_changes(a, b, ""))
+    # What somebody asked for comes before the version of the format, which follows from that.
+    fields = tuple(sorted(_field_changes(a, b, ""), key=lambda change: change.path == "format_version"))
     # only plans that auto made predict speed
     chosen = tuple(change for change in fields if change.path == _STRATEGY) if a.speed and b.speed else ()
     fields = tuple(change for change in fields if change not in chosen)
@@ -471,10 +472,11 @@ def _bucket_changes(
 def _inputs(fields: tuple[FieldChange, ...]) -> list[str]:
     """Return which inputs differ, in words; a model that only has another name or other files is the same model."""
     paths = [change.path for change in fields]
-    words = {"format_version": "the format", "model.": "the model", "request.": "the request"}
+    words = {"model.": "the model", "request.": "the request"}
     if {path for path in paths if path.startswith("model.")} <= _SAME_MODEL.keys():
         del words["model."]
         words |= _SAME_MODEL
+    words["format_version"] = "the format"
     return [text for start, text in words.items() if any(path.startswith(start) for path in paths)]
 
 

@@ -22,6 +22,25 @@ class StartPart:
     size_bytes: int = 0
 
 
+@frozen(kw_only=True)
+class TokenTimes:
+    """How many tokens were read and made until now, of all texts together, and how long that took.
+
+    Attributes:
+        prompt_tokens: that were read.
+        prompt_ns: the time of that, with the first new token of each text.
+        new_tokens: that were made.
+        later_tokens: those behind the first one of each text, which rates of decoding count.
+        later_ns: the time of these.
+    """
+
+    prompt_tokens: int
+    prompt_ns: int
+    new_tokens: int
+    later_tokens: int
+    later_ns: int
+
+
 @document("generate-report")
 @frozen(kw_only=True)
 class GenerateReport:
@@ -37,6 +56,8 @@ class GenerateReport:
         ended: whether the model or a stop string ended the text; else there were as many new tokens as asked for.
         stop: the stop string that ended it; empty if none did.
         start: what the first token waited for since the process started, part by part; none for a later text.
+        start_ns: all of that together; left out for a later text.
+        times: tokens of all texts so far, and their time.
     """
 
     model: str
@@ -48,3 +69,5 @@ class GenerateReport:
     ended: bool
     stop: str = ""
     start: tuple[StartPart, ...] = ()
+    start_ns: int = 0
+    times: TokenTimes | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -16,6 +17,7 @@ from schemas import generate
 from tests.command import command
 from tests.contexts import little_room  # noqa: F401 (for every test here)
 from tests.exec.machine.tuning_cases import ROOM, Gpus, Machine
+from tpplan.errors import DeviceError
 from tpplan.exec import Tuning
 from tpplan.exec.cuda import tuning_cache
 from tpplan.exec.cuda.tuning_cache import Thresholds
@@ -24,8 +26,10 @@ from tpplan.exec.machine.link_report import Link, LinkReport, Verdict, routes
 from tpplan.exec.programs.lower import Limits
 from tpplan.exec.toolchain import kernel_cache
 from tpplan.exec.tools.survey import survey
+from tpplan.exec.tools.survey.survey import no_gpu
 from tpplan.exec.tuning import COPIES, DIRECT, EXCHANGES, FANS, KIB, MIB, ONE_SHOT, RELAYED, SLOTS, SUMS, default, tune
 from tpplan.files.codec import unstructure
+from tpplan.hardware import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -202,6 +206,28 @@ def test_the_command_on_a_machine_without_peer_access(links: Callable[..., None]
     assert f"and {4 * 56 - 12} more" in shown
 
 
+@pytest.mark.parametrize(
+    ("is_built", "advice"), [(False, 'python3 -m pip install ".[cu13]"'), (True, "torch.cuda.init()")]
+)
+def test_gpus_that_only_drivers_see(monkeypatch: pytest.MonkeyPatch, is_built: bool, advice: str) -> None:
+    """The advice is for torch, not built for them or lacking something; without a driver it is another machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if is_built else None)
+    card = SimpleNamespace(name="RTX 4090")
+    monkeypatch.setattr(probe, "probe", lambda: SimpleNamespace(devices=(card, card)))
+    seen = no_gpu()
+    assert seen.message == "torch sees no GPU on this machine, its driver sees 2 devices (RTX 4090)"
+    assert advice in seen.hint
+
+    def nothing() -> None:
+        raise DeviceError("no GPU driver answers on this machine: none", "name them: --gpus 2x24GiB")
+
+    monkeypatch.setattr(probe, "probe", nothing)
+    assert no_gpu().message == "torch sees no GPU on this machine: no GPU driver answers on this machine: none"
+    assert no_gpu().hint == "measure on a machine with GPUs; name them: --gpus 2x24GiB"
+
+
 def test_the_command_where_there_is_nothing_to_measure(
     links: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +238,7 @@ def test_the_command_where_there_is_nothing_to_measure(
     links(0)
     done = command("devices", "--links")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: torch sees no GPU on this machine\n")
+    assert done.err.startswith("error: torch sees no GPU on this machine")
     links(2)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     found = _survey()

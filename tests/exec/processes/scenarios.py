@@ -22,6 +22,7 @@ from attrs import evolve
 from torch import distributed
 
 import tpplan
+from tests.planning_cases import spec
 from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec import HOST, TPContext
@@ -139,6 +140,14 @@ class Scenarios:
         request = evolve(self.plan.request, batch=self.plan.request.batch + (self.process == 1))
         return self.refusal(plan=evolve(self.plan, request=request))
 
+    def another_model(self) -> Any:
+        """All processes have the same plan, and a model that it is not of."""
+        try:
+            self.compile(model=spec())
+        except TpplanError as error:
+            return error.message, error.hint
+        raise AssertionError
+
     def other_arguments(self) -> Any:
         """Each process has other arguments."""
         given: list[dict[str, Any]] = [
@@ -228,6 +237,7 @@ WORLDS = {
         "two_contexts",
         "subgroups",
         "another_plan",
+        "another_model",
         "other_arguments",
         "other_timeouts",
         "wrong_timeout",

@@ -47,9 +47,7 @@ PROBLEMS = {
         r"  process 1: own: \[2, 2\] are not different devices from 0 to 3\n"
         r"  process 2: own: the plan uses none of \[1\]"
     ),
-    "without_gpus": "\n  ".join(
-        f"process {i}: devices: this process owns 1, this machine has 0 CUDA devices" for i in range(3)
-    ),
+    "without_gpus": "all processes: devices: this process owns 1, this machine has 0 CUDA devices",
 }
 
 
@@ -106,6 +104,15 @@ def test_processes_may_own_devices_in_any_order(told: dict[str, list[Any]], trut
     assert_right([*found], truth)
 
 
+def test_processes_that_agree_on_another_model_are_not_told_that_they_differ(told: dict[str, list[Any]]) -> None:
+    """What all of them have wrong is said once, with what helps: they already have the same plan and arguments."""
+    ((message, hint),) = {*map(tuple, told["another_model"])}
+    assert message.startswith("the plan for Tiny cannot run here")
+    assert "all processes: " in message
+    assert "process 0" not in message
+    assert hint == "tpplan check compares a plan with its model; plan again for this machine and model"
+
+
 def test_contexts_take_turns(told: dict[str, list[Any]], truth: dict[str, dict[str, Any]]) -> None:
     """Messages of two contexts of the same processes are not taken for each other."""
     for found in zip(*told["two_contexts"], strict=True):
@@ -120,7 +127,7 @@ def test_some_processes_have_a_context(told: dict[str, list[Any]], truth: dict[s
     assert_right([alone[1]], truth)
     uneven = "own: 3 devices are in use, which 2 processes cannot own equally many of"
     assert first[2] == second[2]
-    assert first[2].startswith(f"{REFUSED}\n  process 0: {uneven}\n  process 1: {uneven}\nhint: ")
+    assert first[2].startswith(f"{REFUSED}\n  all processes: {uneven}\nhint: ")
     assert re.match("ExecutionError: group: this process is not in .*\nhint: compile only in the processes", alone[2])
 
 

@@ -152,8 +152,11 @@ def _continued(  # noqa: PLR0917 (what a group of prompts needs)
                 text.add(token)
         if all(text.ended for text in texts):
             break
-    reports = [text.report(engine.context) for text in texts]
-    return reports if first else [evolve(reports[0], start=tuple(startup.parts)), *reports[1:]]
+    reports = [evolve(text.report(engine.context), times=timing.totals) for text in texts]
+    if first:
+        return reports
+    parts = tuple(startup.parts)
+    return [evolve(reports[0], start=parts, start_ns=sum(part.time_ns for part in parts)), *reports[1:]]
 
 
 class _Text:

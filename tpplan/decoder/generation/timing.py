@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Final
 
-from tpplan.reports.generate import StartPart
+from tpplan.reports.generate import StartPart, TokenTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,6 +113,17 @@ class Timing:
                 self._stepping += seconds
             is_first = False
             yield step
+
+    @property
+    def totals(self) -> TokenTimes:
+        """What was counted so far."""
+        return TokenTimes(
+            prompt_tokens=self._read,
+            prompt_ns=round(1e9 * self._reading),
+            new_tokens=self._new,
+            later_tokens=self._stepped,
+            later_ns=round(1e9 * self._stepping),
+        )
 
     def __str__(self) -> str:
         """Return counts and rates; the first new token of a text comes with its prompt, and no rate counts it.

@@ -95,6 +95,8 @@ def disagreements(claims: Sequence[Claim], used: Sequence[int]) -> list[str]:
         used: the devices in use.
     """
     found = [f"process {i}: {problem}" for i, claim in enumerate(claims) for problem in claim.problems]
+    if found and len(claims) > 1 and len({claim.problems for claim in claims}) == 1:
+        return [f"all processes: {problem}" for problem in claims[0].problems]
     if found:  # the rest may follow from these
         return found
     found = differing([claim.terms for claim in claims])

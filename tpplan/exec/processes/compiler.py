@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 import tpplan
 from tpplan.errors import ExecutionError, RequestError
-from tpplan.exec.build import build, mismatches
+from tpplan.exec.build import advice, build, mismatches
 from tpplan.exec.checks import name_of, seconds
 from tpplan.exec.group.meeting import Meeting
 from tpplan.exec.group.members import Claim, Gpu, differing, disagreements, owners, said_of, share
@@ -110,8 +110,9 @@ def compile_together(
     if len({claim.terms.get("plan") for claim in claims}) > 1 and all(claim.terms for claim in claims):
         problems += _in_plans(meeting, plan)
     if problems or here.carrier is None:
-        hints = [claim.hint for claim in claims if claim.hint]
-        raise ExecutionError(f"{refused}:{listed(problems)}", hints[0] if hints else _HINT)
+        agreed = any(claim.problems for claim in claims)  # as far as is known: each has problems of its own
+        hints = [*(claim.hint for claim in claims if claim.hint), advice(backend) if agreed else _HINT]
+        raise ExecutionError(f"{refused}:{listed(problems)}", hints[0])
     here.carrier.name = claims[0].name
     here.carrier.open()
     way = transport_between(meeting, claims, transport, tuning) if here.gpus else ProcessTransport()

@@ -10,6 +10,7 @@ from attrs import frozen
 from tpplan.core.entry_points import added
 from tpplan.core.model import ModelSpec
 from tpplan.errors import ModelError
+from tpplan.files.jsontext import visible
 from tpplan.models.config import ELSEWHERE, Config
 from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.blockwise import BLOCKWISE
@@ -183,8 +184,15 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
         parameters=outside,
         not_planned=parts_aside(config, text),
         assumed="" if named else f"dtype {torch_dtype}: {config.source.rpartition('/')[2]} names none",
-        notes=tuple(filter(None, (context.note, family.note))),
+        notes=tuple(filter(None, (context.note, family.note, *_mistaken(config, text)))),
     )
+
+
+def _mistaken(*configs: Config) -> Iterator[str]:
+    """Yield a note on each key that nothing reads and that looks like one that is missing."""
+    for config in dict.fromkeys(configs):
+        for key, meant in config.mistaken_keys():
+            yield f"{config.source} has {visible(key)}, which is not read, and no {meant}: its default is taken"
 
 
 def _family(config: Config) -> tuple[str, Family]:

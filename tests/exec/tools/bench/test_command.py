@@ -161,6 +161,19 @@ def test_the_screen_of_gpus() -> None:
     assert "note: nothing else to say" in squeezed[: squeezed.index("all_reduce")]
 
 
+def test_who_fails_at_everything_is_told_once() -> None:
+    """Without a column of failures at each operation; a failure at one size is told with the size."""
+    report = _report_of_gpus()
+    (first, *_) = report.measured
+    lost = Timed(by="NCCL window", graph=False, failed="no allocator")
+    sizes = [evolve(first, payload_bytes=size, timed=(*first.timed, lost)) for size in (2**10, 2**20)]
+    report = evolve(report, measured=(*sizes, *(evolve(one, operation="broadcast") for one in sizes)))
+    text = "\n".join("".join(part for part, _ in one) for one in view(unstructure(report), 120))
+    assert text.count("no allocator") == 1
+    assert "  NCCL window: no allocator" in text.splitlines()
+    assert "failed" not in text
+
+
 def _bench(path: Path, *options: str, terminal: bool = False) -> Done:
     return command("bench", path, "--rounds", "2", "--sizes", "80B,900B", *options, terminal=terminal)
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpplan.core.speed import MIDDLE_BYTES, GpuSpeed, LinkSpeed, MeasuredSpeeds
-from tpplan.errors import DeviceError, ExecutionError
+from tpplan.errors import ExecutionError
 from tpplan.exec.compiler import compile as compile_plan
 from tpplan.exec.tools.bench.clock import Clock, Run
+from tpplan.exec.tools.survey.survey import no_gpu
 from tpplan.exec.tools.survey.timer import HIDDEN, ITEM_BYTES, synthetic_plan
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def measure(busy: Callable[[str], AbstractContextManager[None]] = lambda _: null
     """
     count = torch.cuda.device_count()
     if not count:
-        raise DeviceError("torch sees no GPU on this machine", "tpplan devices asks the drivers instead of torch")
+        raise no_gpu()
     gpus = []
     for i in range(count):
         with busy(f"measuring GPU {i}"), _enough_memory(f"GPU {i}"):

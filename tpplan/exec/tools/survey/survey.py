@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tpplan.core.sizes import counted
 from tpplan.errors import DeviceError
 from tpplan.exec.cuda import tuning_cache
 from tpplan.exec.cuda.tuning_cache import SurveyReport, Thresholds, Timing
@@ -15,6 +16,7 @@ from tpplan.exec.machine.transports import choose
 from tpplan.exec.toolchain.kernel_cache import MOST_SOURCES
 from tpplan.exec.tools.survey.timer import GraphTimer
 from tpplan.exec.tuning import tune
+from tpplan.hardware import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +40,7 @@ def survey(busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullc
     """
     report = link_report(use_cache=False)  # which logs that it tests them
     if not report.gpus:
-        raise DeviceError("torch sees no GPU on this machine", "tpplan devices asks the drivers instead of torch")
+        raise no_gpu()
     measured: list[Thresholds] = []
     timings: list[Timing] = []
     notes: list[str] = []
@@ -58,6 +60,21 @@ def survey(busy: Callable[[str], AbstractContextManager[None]] = lambda _: nullc
         timings=tuple(timings),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def no_gpu() -> DeviceError:
+    """Return the error where torch sees no GPU: whether drivers see any decides what helps."""
+    what = "torch sees no GPU on this machine"
+    try:
+        found = probe.probe().devices
+    except DeviceError as error:
+        return DeviceError(f"{what}: {error.message}", f"measure on a machine with GPUs; {error.hint}")
+    names = ", ".join(dict.fromkeys(device.name for device in found))
+    if not torch.version.cuda:
+        hint = 'this torch is built for the CPU: python3 -m pip install ".[cu13]", or ".[cu12]", has one for GPUs'
+    else:
+        hint = "python3 -c 'import torch; torch.cuda.init()' says what torch lacks"
+    return DeviceError(f"{what}, its driver sees {counted(len(found), 'device')} ({names})", hint)
 
 
 def _counts(gpus: int) -> tuple[int, ...]:

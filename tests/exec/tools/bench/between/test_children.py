@@ -43,7 +43,39 @@ def test_a_process_that_fails_ends_all(tmp_path: Path) -> None:
     """The others, which would wait for it for ever, are ended, and what it said is told."""
     code = f"{_SAY}\nif os.environ['RANK'] == '0': import time; time.sleep(1000)\nsys.exit('no memory left')"
     failure = children.run([sys.executable, "-c", code], 2, 900, lambda _: None, tmp_path)
-    assert failure == "ended with [-9, 1]\nno memory left"
+    assert failure == "process 1 ended with exit code 1\nno memory left"
+
+
+@pytest.mark.parametrize(
+    ("fault", "end", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV", "Segmentation fault"),
+        ("os.abort()", "SIGABRT", "Aborted"),
+    ],
+)
+def test_a_fault_is_told_with_its_place(fault: str, end: str, told: str, tmp_path: Path) -> None:
+    """Which process it was, the signal by its name, and where Python was; no names of modules."""
+    (tmp_path / "faulty.py").write_text(
+        f"import _ctypes, os, signal, threading, time\n\ndef fail():\n    {fault}\n\n"
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        "if os.environ['RANK'] == '0':\n    time.sleep(1000)\nfail()\n"
+    )
+    failure = children.run([sys.executable, "faulty.py"], 2, 900, lambda _: None, tmp_path)
+    how, _, said = failure.partition("\n")
+    assert how == f"process 1 was ended by {end}"
+    assert children.cause(said) == (
+        f"Fatal Python error: {told}; in fail ({tmp_path.name}/faulty.py:4), <module> ({tmp_path.name}/faulty.py:9)"
+    )
+
+
+def test_the_cause_of_what_says_no_fault_is_its_last_line() -> None:
+    """An exception's; what C++ says before it aborts comes first, and names of modules never count."""
+    assert children.cause("Traceback\n  File 'x'\nValueError: no link\n") == "ValueError: no link"
+    assert children.cause("") == ""
+    abort = "terminate called after throwing\n  what():  no memory\nFatal Python error: Aborted\nExtension modules: a"
+    assert children.cause(abort) == "what():  no memory; Fatal Python error: Aborted"
+    late = 'Timeout (0:02:00)!\nThread 0x1 (most recent call first):\n  File "/a/b/c.py", line 7 in wait\n'
+    assert children.cause(late) == "Timeout (0:02:00)!; in wait (b/c.py:7)"
 
 
 @pytest.fixture
@@ -70,7 +102,7 @@ def test_a_process_that_hangs_is_ended_and_says_where(lines: list[str], tmp_path
 
 @pytest.mark.parametrize(
     ("then", "end"),
-    [("print('here')\ntime.sleep(1000)", "not done after 900 s"), ("sys.exit(3)", "ended with [3]")],
+    [("print('here')\ntime.sleep(1000)", "not done after 900 s"), ("sys.exit(3)", "process 0 ended with exit code 3")],
     ids=["hangs", "fails"],
 )
 def test_nothing_that_a_run_started_is_left(then: str, end: str, lines: list[str], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_operations_between_two_processes(path: Path) -> None:
-    """Every one on two sizes; peers that need GPUs are told with what they lack."""
+    """Every one on two sizes, beside gloo by its name; a note says whom it stands in for."""
     words = ("--processes", "--backend", "cpu", "--rounds", "2", "--sizes", "8KiB,64KiB", "--json")
     done = command("bench", path, *words)
     assert done.code == 0, done.err
@@ -39,15 +39,8 @@ def test_operations_between_two_processes(path: Path) -> None:
     assert len(document["devices"]) == 2
     assert sum(document["slice_columns"]) == 4096
     for one in document["measured"]:
-        times = {timed["by"]: timed.get("time") for timed in one["timed"]}
-        assert [by for by, time in times.items() if time] == ["tpplan", "NCCL"]
-        sums = one["operation"].startswith("all_reduce")
-        assert ("symm_mem two-shot" in times) == sums
-        assert ("symm_mem copies" in times) == (one["operation"] == "allgather")
-        lacking = {timed["by"]: timed["failed"] for timed in one["timed"] if "failed" in timed}
-        assert "gloo" in lacking["NCCL window"]
-        assert all("SymmetricMemory" in why for by, why in lacking.items() if by.startswith("symm_mem"))
-    assert "gloo stands in for NCCL" in document["notes"]
+        assert [(timed["by"], "time" in timed) for timed in one["timed"]] == [("tpplan", True), ("gloo", True)]
+    assert any(note.startswith("gloo stands in for NCCL") for note in document["notes"])
 
 
 def test_a_device_without_a_part_is_no_process(tmp_path: Path) -> None:
@@ -55,8 +48,11 @@ def test_a_device_without_a_part_is_no_process(tmp_path: Path) -> None:
     UNEVEN.save(tmp_path / "plan.json")
     done = command("bench", tmp_path / "plan.json", "--processes", "--backend", "cpu")
     assert (done.code, done.out) == (2, "")
-    assert "error: device 1 (" in done.err
-    assert "hint: leave out --processes, or plan without what holds no part" in done.err
+    told = " ".join(done.err.split())
+    assert "--processes times operations on slices of the residual stream, and device 1 (" in told
+    assert "hint: leave out --processes, which times the plan's operations in one process" in told
+    followed = command("bench", tmp_path / "plan.json", "--backend", "cpu", "--rounds", 2, "--sizes", "80B")
+    assert followed.code == 0
 
 
 def test_too_few_gpus_are_told(path: Path) -> None:
@@ -71,5 +67,5 @@ def test_processes_that_fail_say_why(path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(run, "_WORKER", "tpplan.nowhere")
     done = command("bench", path, "--processes", "--backend", "cpu", "--sizes", "8KiB")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: the processes ended with [")
+    assert done.err.startswith("error: process ")
     assert "No module named tpplan.nowhere" in done.err

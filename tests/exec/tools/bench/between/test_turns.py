@@ -116,6 +116,7 @@ def test_a_peer_that_is_wrong_or_fails_is_left_out(monkeypatch: pytest.MonkeyPat
         yield Contender(who="symm_mem one-shot", operand=operand, call=fail)
 
     monkeypatch.setattr(Nccl, "contenders", broken)
+    monkeypatch.setitem(turns._PEERS, "cpu", turns._PEERS["cuda"])
     with tpx.compile(ALONE, backend="cpu", group=distributed.group.WORLD, scratch=False) as ctx:
         found = Turns(ctx, CPU, 2, rounds=2).measured("all_reduce", 2)
     assert (found.rows, found.payload_bytes) == (2, 2 * 16 * ctx.dtype.itemsize)
@@ -144,6 +145,7 @@ def test_windows_are_taken_back_once_all_is_measured(monkeypatch: pytest.MonkeyP
             done.append("closed" if distributed.is_initialized() else "too late")
 
     monkeypatch.setattr(turns, "Window", Windows)
+    monkeypatch.setitem(turns._PEERS, "cpu", (Windows,))
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)  # which would end the tests
     with tpx.compile(ALONE, backend="cpu", group=distributed.group.WORLD, scratch=False) as ctx:
         measure(ctx, CPU, [2], 2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Thread
 from types import MappingProxyType
@@ -24,8 +26,13 @@ NO_MULTICAST = "NVLS is off for all (NCCL_NVLS_ENABLE=0)."
 _POLL_SECONDS = 0.05
 #: What a process that hangs gets to say where.
 _LAST_SECONDS = 3.0
-#: Characters of what they have said on standard error.
-_MOST_SAID = 6000
+#: Characters of what a process has said on standard error, its last ones.
+_MOST_SAID = 20_000
+#: What faulthandler begins with where it tells of a fault, or of a time that is up; it ends with what nobody asked for.
+_FAULTS = ("Fatal Python error: ", "Timeout (")
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
+#: Frames of a fault that are told, the innermost.
+_FRAMES = 4
 
 
 def end_when_asked() -> None:
@@ -58,14 +65,15 @@ def run(
         Why they failed, and behind that what they said; empty if they did not.
     """
     port = _free_port()
-    with TemporaryFile() as noise:
+    with ExitStack() as files:
+        noise = [files.enter_context(TemporaryFile()) for _ in range(world)]
         processes = [
             subprocess.Popen(  # noqa: S603 - of who calls this
                 command,
                 cwd=cwd,
                 env={**_environment(rank, world, port), **more},
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stderr=noise,
+                stderr=noise[rank],
                 text=True,
                 start_new_session=True,
             )
@@ -76,6 +84,7 @@ def run(
         reader.start()
         try:
             late = _wait(processes, time.monotonic() + seconds)
+            codes = [process.poll() or 0 for process in processes]  # before any is ended from here
             if late:
                 for process in processes:
                     process.send_signal(signal.SIGABRT)
@@ -86,12 +95,45 @@ def run(
                     os.killpg(process.pid, signal.SIGKILL)  # what it has started may have outlived it
                 process.wait()
         reader.join(_LAST_SECONDS)
-        noise.seek(0)
-        said = noise.read().decode(errors="replace")[-_MOST_SAID:].strip()
-    if late:
-        return f"not done after {seconds:.0f} s\n{said}"
-    codes = [process.returncode for process in processes]
-    return f"ended with {codes}\n{said}" if any(codes) else ""
+        said = [_read(file) for file in noise]
+    failed = range(world) if late else [rank for rank, code in enumerate(codes) if code]
+    ends = [f"not done after {seconds:.0f} s"] if late else [f"process {rank} {_end(codes[rank])}" for rank in failed]
+    return "\n".join(filter(None, ["; ".join(ends), *(said[rank] for rank in failed)]))
+
+
+def cause(said: str) -> str:
+    """Return the useful part of what a process that failed said, in a line: a fault and where, or its last line.
+
+    Of a fault, Python tells the frames of all threads, then the names of all modules in C.
+    """
+    lines = [line for line in map(str.strip, said.splitlines()) if line and not line.startswith("Extension modules: ")]
+    at = next((i for i, line in enumerate(lines) if line.startswith(_FAULTS)), None)
+    if at is None:
+        return lines[-1] if lines else ""
+    before = [line for line in lines[:at] if line.startswith("what():")][-1:]  # why C++ aborts
+    current = next((i for i, line in enumerate(lines) if i > at and line.startswith("Current thread ")), at)
+    frames = []
+    for line in lines[current + 1 :]:
+        if found := _FRAME.match(line):
+            where = "/".join(Path(found["file"]).parts[-2:])
+            frames.append(f"{found['name']} ({where}:{found['line']})")
+        elif frames:
+            break
+    return "; ".join([*before, lines[at], *(["in " + ", ".join(frames[:_FRAMES])] if frames else [])])
+
+
+def _read(file: IO[bytes]) -> str:
+    """Return what a process has said, without the beginning of a lot."""
+    file.seek(0)
+    return file.read().decode(errors="replace")[-_MOST_SAID:].strip()
+
+
+def _end(code: int) -> str:
+    """Return how a process ended, a signal by its name."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = -code in {each.value for each in signal.Signals}
+    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def _environment(rank: int, world: int, port: int) -> Mapping[str, str]:

@@ -62,7 +62,7 @@ class Ours:
 
 
 class Nccl:
-    """NCCL; gloo in processes without GPUs.
+    """NCCL.
 
     Attributes:
         WAYS: who runs each operation.
@@ -115,6 +115,13 @@ class Nccl:
                 return operand if case.residual is None else operand.add_(case.residual)
 
             yield contender(call=add_up, in_place=True)
+
+
+class Gloo(Nccl):
+    """Gloo, in processes without GPUs."""
+
+    who: ClassVar = "gloo"
+    WAYS: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(OPERATIONS, (who,))
 
 
 class Window(Nccl):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpplan.core.axes import Axis
+from tpplan.core.axes import Axis, minimum_units
+from tpplan.core.sizes import counted
 from tpplan.errors import ExecutionError, RequestError
 from tpplan.exec.tools.bench.between import children
 from tpplan.exec.tools.bench.run import USUAL, check_room, with_room
@@ -30,6 +31,8 @@ _LOG = logging.getLogger(__name__)
 _WORKER = "tpplan.exec.tools.bench.between.worker"
 #: Seconds after which all processes are ended.
 _MOST_SECONDS = 1800
+#: Characters of why they failed.
+_MOST_SAID = 500
 
 
 def bench(
@@ -64,8 +67,15 @@ def bench(
     """
     held = {part.device for part in plan.slices(Axis.RESIDUAL)}
     if idle := [f"{i} ({device.name})" for i, device in enumerate(plan.devices) if i not in held]:
-        message = f"device{'s' * (len(idle) > 1)} {', '.join(idle)} would be a process without anything to exchange"
-        raise RequestError(message, "leave out --processes, or plan without what holds no part of the residual stream")
+        split = plan.split(Axis.RESIDUAL)
+        least = minimum_units(Axis.RESIDUAL, split.size, split.unit) * split.unit
+        message = (
+            f"--processes times operations on slices of the residual stream, and device{'s' * (len(idle) > 1)} "
+            f"{', '.join(idle)} of the plan for {plan.model.name} have none: a slice has {least} of its {split.size} "
+            f"columns at least"
+        )
+        hint = "leave out --processes, which times the plan's operations in one process"
+        raise RequestError(message, f"{hint}, or plan for at most {counted(max(split.size // least, 1), 'device')}")
     backend = "cuda" if backend == "auto" else backend
     if backend == "cuda" and (here := torch.cuda.device_count()) < len(plan.devices):
         message = f"the plan has {len(plan.devices)} devices, this machine {here} GPUs"
@@ -91,8 +101,9 @@ def bench(
         found = os.pathsep.join(filter(None, sys.path))
         failure = children.run(command, len(plan.devices), _MOST_SECONDS, read, folder, more={"PYTHONPATH": found})
     if failure or not reports:
-        how, *said = filter(None, map(str.strip, failure.splitlines()))
+        how, _, said = failure.partition("\n")
         _LOG.debug("what the processes said: %s", failure)
-        why = f": {said[-1][:300]}" if said else ""
-        raise ExecutionError(f"the processes {how}{why}", "tpplan selftest says more of what fails")
+        why = children.cause(said)[:_MOST_SAID]
+        message = f"{how or 'the processes said nothing'}{f': {why}' if why else ''}"
+        raise ExecutionError(message, "tpplan selftest says more of what fails")
     return reports[-1]

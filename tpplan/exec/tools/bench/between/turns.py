@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +13,7 @@ from torch import distributed
 
 from tpplan.core.axes import Axis
 from tpplan.exec.tools.bench.between.case import Case, Contender
-from tpplan.exec.tools.bench.between.peers import Nccl, Ours, Symmetric, Window
+from tpplan.exec.tools.bench.between.peers import Gloo, Nccl, Ours, Symmetric, Window
 from tpplan.exec.tools.bench.case import Cases
 from tpplan.exec.tools.bench.clock import spread
 from tpplan.exec.tools.bench.peers import OURS
@@ -21,8 +21,6 @@ from tpplan.exec.tools.bench.run import reason
 from tpplan.reports.bench import Timed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from tpplan.exec.context import TPContext
@@ -34,7 +32,8 @@ T = TypeVar("T")
 CALLS, REPLAYS = 60, 5
 #: Calls between virtual devices, of which nobody wants the exact times.
 FEW_CALLS = 10
-_KINDS = (Ours, Nccl, Window, Symmetric)
+#: Who is measured beside tpplan; all but gloo need GPUs.
+_PEERS: Mapping[str, tuple[type[Nccl | Symmetric], ...]] = {"cuda": (Nccl, Window, Symmetric), "cpu": (Gloo,)}
 
 
 @frozen(eq=False)
@@ -68,7 +67,7 @@ class Turns:
         self._on_gpus = place.type == "cuda"
         self._closed: dict[str, str] = {}
         self._kinds: list[Ours | Nccl | Symmetric] = [Ours(ctx)]
-        for kind in (Nccl, Window, Symmetric):
+        for kind in _PEERS[place.type]:
             self._open(kind, most_rows * max(self.widths) * len(self.widths))
 
     def _open(self, kind: type[Nccl | Symmetric], elements: int) -> None:
@@ -91,7 +90,7 @@ class Turns:
     def measured(self, operation: str, rows: int) -> Measured:
         """Return everybody's times of an operation on some rows, or why they have none."""
         case = Case(operation, rows, self.widths, distributed.get_rank(), place=self._place, dtype=self._ctx.dtype)
-        names = [who for kind in _KINDS for who in kind.WAYS.get(operation, ())]
+        names = [who for kind in (Ours, *_PEERS[self._place.type]) for who in kind.WAYS.get(operation, ())]
         failed = {(who, False): self._closed[who] for who in names if who in self._closed}
         calls = CALLS if self._on_gpus else FEW_CALLS
         count = self.cases.in_a_graph(rows)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Seconds after which a process that is at an operation of one size says where and ends.
 _SECONDS = 120
+#: What a table says of virtual devices.
+_WITHOUT_GPUS = "gloo stands in for NCCL, its windows and torch's symmetric memory, which need GPUs"
 #: And after which processes that wait for each other give up.
 _PATIENCE = timedelta(seconds=60)
 
@@ -37,9 +39,7 @@ def measure(ctx: TPContext, place: torch.device, counts: Sequence[int], rounds: 
     """Measure as one of the processes; the first prints the report, line by line, as it grows."""
     turns = Turns(ctx, place, counts[-1], rounds)
     cases, is_cuda = turns.cases, place.type == "cuda"
-    own = head(
-        cases, None, rounds, (), [*cases.explanation.notes, NO_MULTICAST if is_cuda else "gloo stands in for NCCL"]
-    )
+    own = head(cases, None, rounds, (), [*cases.explanation.notes, NO_MULTICAST if is_cuda else _WITHOUT_GPUS])
     names = tuple(name for names in all_of(own.devices) for name in names)
     report = evolve(own, devices=names, slice_columns=turns.widths)
     for operation in OPERATIONS:
