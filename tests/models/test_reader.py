@@ -38,7 +38,7 @@ def test_saved_model_is_the_model_of_its_config(tmp_path: Path, model_type: str,
     """For every family, a checkpoint and its config give the same model, and all bytes of the files are told."""
     directory = tmp_path / str(len(list(tmp_path.iterdir())))
     dtype = data.draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))
-    if model_type in {"deepseek_v4", "hy_v4"}:  # have tensors that are F32 whatever the others are: most bytes of a small one
+    if model_type in {"deepseek_v4", "hy_v4"}:  # some tensors are F32 whatever others are: most bytes of a small one
         dtype = torch.float32
     save(directory, data.draw(configs(model_type)), dtype, data.draw(st.sampled_from(("4KB", "5GB"))))
     headers = read_headers(directory)
