@@ -18,7 +18,7 @@ from tpplan.exec.toolchain.bindings import driver
 from tpplan.exec.toolchain.torch_shims import stream_handle
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 #: What also tells of the edges of programmatic launches, by its names in CUDA 12 and 13.
@@ -60,9 +60,9 @@ class Parts:
             if result != _SUCCESS:
                 raise refused(f"a graph's part of {place}", result)
 
-    def __del__(self) -> None:
+    def __del__(self, destroy: Callable[[Any], Any] = driver.cuGraphExecDestroy) -> None:  # modules may be gone by then
         for loaded in vars(self).get("_loaded", ()):
-            driver.cuGraphExecDestroy(loaded)
+            destroy(loaded)
 
 
 def cut(streams: Sequence[torch.cuda.Stream]) -> list[Any]:

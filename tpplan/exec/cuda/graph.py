@@ -150,10 +150,9 @@ class Graph:
         if self._clones:
             from tpplan.exec.cuda.apart import Parts, drop  # noqa: PLC0415 (needs CUDA's bindings)
 
-            try:
+            with suppress(ExecutionError):  # no memory for them, say: the graph of all devices is there
                 self._parts = Parts(self._clones, self._places) if self._captured else None
-            finally:
-                drop(self._clones)
+            drop(self._clones)
         if self._captured and not self._room.graph:
             self._room.graph = self._graph
         if self._captured:
