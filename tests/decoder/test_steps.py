@@ -14,6 +14,7 @@ from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.core.axes import Axis
 from tpplan.core.sizes import counted
 from tpplan.decoder import Decoder, Prompt, Sampling, Steps, generate, prepare
+from tpplan.decoder.decoding.steps import StepGraphs
 from tpplan.errors import ExecutionError, RequestError
 
 if TYPE_CHECKING:
@@ -223,6 +224,19 @@ def test_interrupted_texts_are_refused(decoder: Decoder, model: Model, monkeypat
             steps.start([model.prompts[1]])
     with pytest.raises(RequestError, match=f"this text cannot go on: {BEGUN}|the latest step"):
         steps.step()
+
+
+def test_texts_interrupted_as_one_begins_again_are_refused(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices may have other positions than the host then."""
+    steps = decoder.steps(2)
+    steps.start([[1] * (LENGTH - 1), [1, 2]])
+    steps.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(StepGraphs, "set", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            steps.step([True, False])
+    with pytest.raises(RequestError, match="these 2 texts cannot go on: the latest step did not end"):
+        steps.step([True, False])
 
 
 def interrupted(*_: object) -> None:

@@ -339,7 +339,8 @@ def note_alone(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
     if advice.device is not None:
         hint(f"the model fits on device {advice.device} alone{_as_list(plan, [advice.device])}", of)
     if advice.option:
-        hint(f"with {advice.option} more devices share it{advice.needs}", of)
+        share = "may share" if advice.needs else "share"  # what is not known yet, nobody has planned with
+        hint(f"with {advice.option} more devices {share} it{advice.needs}", of)
 
 
 def note_idle_draft(plan: SplitPlan, of: str = "") -> None:

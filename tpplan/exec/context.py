@@ -421,7 +421,7 @@ class TPContext:
 
         Args:
             draws: whether the work may draw random numbers by torch. If not, and devices exchange data by kernels
-                alone, none waits for another to begin or end a replay, which saves some 40 µs.
+                alone, none waits for another to begin or end a replay, and each stream waits for its own device.
 
         Raises:
             ExecutionError: the context is on virtual devices, or torch.distributed carries all messages between its

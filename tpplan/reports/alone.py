@@ -52,7 +52,7 @@ def alone(plan: SplitPlan) -> dict[str, int]:
 
 
 def instead(plan: SplitPlan, model: ModelSpec) -> Instead:
-    """Return what may be done about parts that are on one device; what is advised was planned."""
+    """Return what may be done about parts that are on one device; what needs nothing beside was planned."""
     request, parts = plan.request, alone(plan)
     if request.draft or request.drafts_for:
         return Instead(None)

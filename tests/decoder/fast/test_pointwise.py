@@ -72,7 +72,7 @@ def test_decoders_say_the_same(
     gates = {"gemma": "gelu_tanh", "gpt": "swiglu_oai"}
     gate = next((gate for start, gate in gates.items() if model_type.startswith(start)), "silu")
     turned = () if model_type in LATENT else ("turn",)  # none of these kernels turns neighbours
-    assert set(calls) == {"embed", "norm", gate, *turned}
+    assert set(calls) == {"embed", "angles", "norm", gate, *turned}
 
 
 def test_a_decoder_does_without_kernels(tmp_path: Path, launches: Counter[str]) -> None:

@@ -168,7 +168,7 @@ def test_words(kernels: QuantisedGemm, rows: int) -> None:
 @pytest.mark.parametrize(("rows", "who"), [(16, "few"), (17, "many"), (64, "many"), (65, "torch")])
 def test_who_takes_rows(kernels: QuantisedGemm, rows: int, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of codes that all can read: kernels of few rows, those of more, or torch."""
-    monkeypatch.setattr(packed, "Launcher", lambda *_: None)
+    monkeypatch.setattr(packed, "Launcher", lambda *_, **__: None)
     place = SimpleNamespace(multi_processor_count=PROCESSORS, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
     few = packed.QuantisedSkinnyGemm(torch.device("cuda", 0), kernels._dtype, [*STEPS])

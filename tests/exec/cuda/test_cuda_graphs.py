@@ -151,10 +151,10 @@ def test_devices_have_graphs_of_their_own_if_none_waits_for_another(ctx: tpx.TPC
     step()
     with ctx.capture(draws=False) as graph:
         kept = step()
-    assert bool(graph._parts) is (ctx.transport == "peer" and not crosses)
+    assert bool(graph._device_graphs) is (ctx.transport == "peer" and not crosses)
     with graph.beside() as other:
         others = step()
-    assert bool(other._parts) is bool(graph._parts)
+    assert bool(other._device_graphs) is bool(graph._device_graphs)
     for _ in range(20):
         for part in parts:
             part.normal_()

@@ -78,6 +78,8 @@ def greedy(
         steps[device].next_tokens(found_B2P, tokens_B, positions_B)
 
 
+#: Why texts cannot go on whose step was interrupted: host and devices may differ.
+_UNENDED: Final = "the latest step did not end"
 #: Minimum span of a step: the places of the cache it may read. Spans double from here, and each has its own graph.
 _SHORTEST_SPAN: Final = 256
 
@@ -290,12 +292,14 @@ class Steps:
             raise texts.refusal()
         is_full = max(self._at) == self._forward.length
         if self._have_ended(over) and is_full and not all(over):
+            texts.obstacle = _UNENDED
             self._begin_again(over)
+            texts.obstacle = ""
             is_full = max(self._at) == self._forward.length
         if is_full:
             what = f"the longest text has {max(self._at)} tokens, as many as the plan caches of a sequence"
             raise RequestError(what, "plan with a larger --context")
-        texts.obstacle = "the latest step did not end"
+        texts.obstacle = _UNENDED
         tokens = self._stepped(texts, more=more)
         texts.obstacle = ""
         return tokens

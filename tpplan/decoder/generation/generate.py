@@ -60,7 +60,7 @@ def generate(
         tokens, counts, ends = checked
         each = samplings_of(sampling, len(tokens))
         return {
-            "max_new_tokens": str(counts),
+            "max_new_tokens": str(max_new_tokens if isinstance(max_new_tokens, int) else counts),
             **{field.name: ", ".join(str(getattr(one, field.name)) for one in each) for field in fields(Sampling)},
             "end": str(sorted(ends)),
             "resume": str(resume),

@@ -207,10 +207,10 @@ class CudaDevices(Streams):
                     message = f"a channel of {elements} elements was not asked for before"
                     raise ExecutionError(message, "ask for it once before capturing")
                 headers = {device: self._exchanges.header(device) for device in places}
-                self._channels[elements] = Channel(elements, places, headers, self._issue_all)
+                self._channels[elements] = Channel(elements, places, headers, self.issue_all)
             return self._channels[elements]
 
-    def _issue_all(self, launches: Sequence[Callable[[], None]]) -> None:
+    def issue_all(self, launches: Sequence[Callable[[], None]]) -> None:
         """Run one launch for every device, of kernels that wait for each other."""
         with ISSUING:
             self.check()

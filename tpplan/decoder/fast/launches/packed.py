@@ -45,6 +45,8 @@ _ZEROS: Final = {"4": torch.int32, "8": torch.uint8}
 #: Bytes of an element of the rows; and of shared memory that a block takes beside the rows that it has normed, some of
 #: them for the system.
 _ITEM, _BLOCK_BYTES = 2, 43 * 1024
+#: Bytes of shared memory of a multiprocessor that all GPUs from capability 8.0 on have: torch before 2.7 reports none.
+_LEAST_SHARED: Final = 100 << 10
 #: A shift by so many bits makes the index of any row or column 0.
 _ALL: Final = 31
 
@@ -140,7 +142,8 @@ class QuantisedSkinnyGemm(NormKernels[Quantised]):
         self._dtype = dtype
         found = torch.cuda.get_device_properties(place)
         self._processors, self._most = found.multi_processor_count, 2 if (found.major, found.minor) in _SMALL else 3
-        self._room = found.shared_memory_per_multiprocessor // self._most - _BLOCK_BYTES
+        shared = getattr(found, "shared_memory_per_multiprocessor", _LEAST_SHARED)
+        self._room = shared // self._most - _BLOCK_BYTES
         self._normed = [Launcher(name, place, most_shared=norms.MOST_BYTES) for name in normed_names_of(dtype, kinds)]
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:

@@ -1,20 +1,18 @@
-"""A captured graph in parts, one for each device, of which none waits for another to begin or to end.
+"""A captured graph cut into one for each device, of which none waits for another to begin or to end.
 
 CUDA launches a graph of several devices on one of them, which has the others begin, and ends it once these have told
-that they are done. On two H100 that takes 30 to 50 us of every step. Kernels that exchange data wait for each other
-anyway, so that nothing else has to.
+that they are done. Kernels that exchange data wait for each other anyway, so that nothing else has to.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpplan.errors import ExecutionError
 from tpplan.exec.cuda.launch import refused
-from tpplan.exec.toolchain.bindings import driver
+from tpplan.exec.toolchain.bindings import driver, runtime
 from tpplan.exec.toolchain.torch_shims import stream_handle
 
 if TYPE_CHECKING:
@@ -26,43 +24,43 @@ _CAPTURE_INFO = getattr(driver, "cuStreamGetCaptureInfo_v3", driver.cuStreamGetC
 _EDGES = getattr(driver, "cuGraphGetEdges_v2", driver.cuGraphGetEdges)
 
 
-class Parts:
-    """The parts of a graph, to launch together."""
+class DeviceGraphs:
+    """The graphs of all devices, to launch together.
+
+    Attributes:
+        launches: launches each of them on its device's current stream.
+    """
 
     def __init__(self, clones: Sequence[Any], places: Sequence[torch.device]) -> None:
         """Load them on their devices, so that no launch has to.
 
         Args:
-            clones: the part of each device, of :func:`cut`.
+            clones: the graph of each device, of :func:`cut`.
             places: the devices.
 
         Raises:
             ExecutionError: the driver refuses one.
         """
-        self._places, self._loaded = tuple(places), []
+        self._loaded: list[Any] = []
         for clone, place in zip(clones, places, strict=True):
             with torch.cuda.device(place):
-                self._loaded.append(_asked(driver.cuGraphInstantiate(clone, 0))[0])
+                self._loaded.append(_checked(driver.cuGraphInstantiate(clone, 0))[0])
                 stream = torch.cuda.current_stream(place)
-                _asked(driver.cuGraphUpload(self._loaded[-1], stream.cuda_stream))
+                _checked(driver.cuGraphUpload(self._loaded[-1], stream.cuda_stream))
                 stream.synchronize()
-
-    def launch(self) -> None:
-        """Launch each part on its device's current stream.
-
-        Raises:
-            ExecutionError: the driver refuses one.
-        """
-        for loaded, place in zip(self._loaded, self._places, strict=True):
-            stream = stream_handle(place.index)
-            with nullcontext() if stream else torch.cuda.device(place):  # the default stream is the current device's
-                (result,) = driver.cuGraphLaunch(loaded, stream)
-            if result != _SUCCESS:
-                raise refused(f"a graph's part of {place}", result)
+        self.launches = tuple(partial(_launch, *each) for each in zip(self._loaded, places, strict=True))
 
     def __del__(self, destroy: Callable[[Any], Any] = driver.cuGraphExecDestroy) -> None:  # modules may be gone by then
         for loaded in vars(self).get("_loaded", ()):
             destroy(loaded)
+
+
+def _launch(loaded: Any, place: torch.device) -> None:
+    """Launch a graph by the runtime, which makes the device's context current in a thread that has none yet."""
+    with torch.cuda.device(place):  # whose default stream is meant
+        (result,) = runtime.cudaGraphLaunch(loaded, stream_handle(place.index))
+    if result != runtime.cudaError_t.cudaSuccess:
+        raise refused(f"the graph of {place}", result)
 
 
 def cut(streams: Sequence[torch.cuda.Stream]) -> list[Any]:
@@ -76,10 +74,10 @@ def cut(streams: Sequence[torch.cuda.Stream]) -> list[Any]:
     Raises:
         ExecutionError: the driver cannot tell.
     """
-    found = [_asked(_CAPTURE_INFO(stream.cuda_stream)) for stream in streams]
+    found = [_checked(_CAPTURE_INFO(stream.cuda_stream)) for stream in streams]
     graph = found[0][2]
-    nodes = _asked(driver.cuGraphGetNodes(graph, _asked(driver.cuGraphGetNodes(graph))[1]))[0]
-    edges = _asked(_EDGES(graph, _asked(_EDGES(graph))[-1]))
+    nodes = _checked(driver.cuGraphGetNodes(graph, _checked(driver.cuGraphGetNodes(graph))[1]))[0]
+    edges = _checked(_EDGES(graph, _checked(_EDGES(graph))[-1]))
     of = {int(node): node for node in nodes}
     shares = shares_of(
         of, zip(map(int, edges[0]), map(int, edges[1]), strict=True), [[*map(int, at[3])] for at in found]
@@ -87,10 +85,10 @@ def cut(streams: Sequence[torch.cuda.Stream]) -> list[Any]:
     clones: list[Any] = []
     try:
         for share in shares:
-            clones.append(clone := _asked(driver.cuGraphClone(graph))[0])
+            clones.append(clone := _checked(driver.cuGraphClone(graph))[0])
             for number in of.keys() - share:
-                _asked(driver.cuGraphDestroyNode(_asked(driver.cuGraphNodeFindInClone(of[number], clone))[0]))
-    except ExecutionError:
+                _checked(driver.cuGraphDestroyNode(_checked(driver.cuGraphNodeFindInClone(of[number], clone))[0]))
+    except BaseException:
         drop(clones)
         raise
     return clones
@@ -123,11 +121,11 @@ def shares_of(
                 share.add(node)
                 left += before[node]
         shares.append(share)
-    is_apart = sum(map(len, shares)) == len(before) == len(set[int]().union(*shares))
-    return shares if is_apart else []
+    are_disjoint = sum(map(len, shares)) == len(before) == len(set[int]().union(*shares))
+    return shares if are_disjoint else []
 
 
-def _asked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what the driver answers."""
     result, *found = answer
     if result != _SUCCESS:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="needs CUDA's bindings", exc_type=ImportError)
 
-from tpplan.exec.cuda.apart import shares_of
+from tpplan.exec.cuda.device_graphs import shares_of
 
 #: Two chains, of which the second has a branch that is joined.
 _EDGES = [(1, 2), (2, 3), (4, 5), (4, 6), (5, 7), (6, 7)]
