@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -158,7 +160,10 @@ def test_devices_have_graphs_of_their_own_if_none_waits_for_another(ctx: tpx.TPC
     for _ in range(20):
         for part in parts:
             part.normal_()
-        graph.replay()
+        torch.cuda.synchronize(parts[1].device)
+        thread = Thread(target=graph.replay)  # which has no context of CUDA's yet
+        thread.start()
+        thread.join()
         got = [x.cpu() for x in kept]
         other.replay()
         for x, y, z in zip(got, others, step(), strict=True):
