@@ -141,7 +141,7 @@ def _captured(stress: Stress, outcome: Outcome) -> tuple[Graph, int]:
         stress.issue(task)
         outcome.called += 1
     before = stress.turns
-    with stress.context.capture(draws=False) as graph:
+    with stress.context.capture() as graph:
         for task in tasks:
             stress.issue(task)
     turns, stress.turns = stress.turns - before, before

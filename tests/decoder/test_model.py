@@ -323,7 +323,7 @@ def test_spans_are_captured_once_they_have_run() -> None:
 
         with (
             patch.object(steps, "_SHORTEST_SPAN", 8),
-            patch.object(decoder.context, "capture", lambda **_: capture("capture")),
+            patch.object(decoder.context, "capture", lambda: capture("capture")),
             patch.object(decoder.forward, "decode", decode),
         ):
             found = [taken.start(model.prompts, Sampling()), *(taken.step(more=i < 5) for i in range(6))]

@@ -156,7 +156,7 @@ def test_a_graph_is_one_of_all_processes(caplog: pytest.LogCaptureFixture) -> No
             decoder = Decoder(context, model.directory, load_weights(plan, model.directory, context), cache="fp32")
             if 0 in context.devices:  # virtual devices have no graphs
                 return decoder.captured(lambda: None, "work"), decoder.graph
-            with patch.object(context, "capture", lambda **_: FakeGraph(lambda: None, Mock())):
+            with patch.object(context, "capture", lambda: FakeGraph(lambda: None, Mock())):
                 return decoder.captured(lambda: None, "work"), decoder.graph
 
         assert together.run(tell) == [(None, None)] * 2

@@ -85,7 +85,7 @@ class Capturable(VirtualDevices):
         """Tell whether a graph is being captured."""
         return Recorded.underway > 0
 
-    def capture(self, *, draws: bool) -> Any:  # noqa: ARG002
+    def capture(self) -> Any:
         """Return a graph."""
         return self.graph()
 

@@ -348,7 +348,7 @@ class Decoder:
         """
         is_captured = True
         try:
-            with self.graph.beside() if self.graph else self.context.capture(draws=False) as graph:
+            with self.graph.beside() if self.graph else self.context.capture() as graph:
                 issue()
         except Exception as error:  # noqa: BLE001 (whatever it is: memory, a driver, a library)
             _LOG.warning("%s cannot be captured, none is a graph from now on: %s", what, error)

@@ -410,8 +410,8 @@ class TPContext:
         with self._guard:
             return self._engine.backend.aside()
 
-    def capture(self, *, draws: bool = True) -> Graph:
-        """Capture operations, and the caller's own torch work on all devices, into a CUDA graph.
+    def capture(self) -> Graph:
+        """Capture operations, and the caller's own torch work on all devices, into one CUDA graph.
 
         Each process captures its own, of its GPU, and all of them replay theirs.
 
@@ -419,16 +419,12 @@ class TPContext:
         once before capturing. Inputs and outputs keep their addresses, so copy new inputs into the captured tensors.
         Work that involves the host cannot be captured: gather, and operations on tensors in host memory.
 
-        Args:
-            draws: whether the work may draw random numbers by torch. If not, and devices exchange data by kernels
-                alone, none waits for another to begin or end a replay, and each stream waits for its own device.
-
         Raises:
             ExecutionError: the context is on virtual devices, or torch.distributed carries all messages between its
                 processes.
         """
         with self._guard:
-            return self._engine.backend.capture(draws=draws)
+            return self._engine.backend.capture()
 
     def copy_pinned(self, buffer: int, x: Tensor) -> Tensor:
         """Copy a tensor into one of the two host buffers, synchronously.

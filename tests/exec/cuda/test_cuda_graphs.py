@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from threading import Thread
-
 import pytest
 import torch
 
@@ -136,39 +134,6 @@ def test_graphs_beside_each_other_share_their_memory(ctx: tpx.TPContext) -> None
         assert all(torch.equal(a, b.cpu()) for a, b in zip(got, found, strict=True))
     with pytest.raises(ExecutionError, match="nothing was captured"):
         ctx.capture().beside()
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("crosses", [False, True])
-def test_devices_have_graphs_of_their_own_if_none_waits_for_another(ctx: tpx.TPContext, crosses: bool) -> None:
-    """But for kernels that exchange data; where streams do, there is one graph of all devices."""
-    parts, _ = parts_of(ctx, 3)
-
-    def step() -> list[torch.Tensor]:
-        found = list(ctx.all_reduce([torch.relu(part) for part in parts]))
-        if crosses:
-            found[1] = found[1] + parts[0].to(found[1].device, non_blocking=True)
-        return found
-
-    step()
-    with ctx.capture(draws=False) as graph:
-        kept = step()
-    assert bool(graph._device_graphs) is (ctx.transport == "peer" and not crosses)
-    with graph.beside() as other:
-        others = step()
-    assert bool(other._device_graphs) is bool(graph._device_graphs)
-    for _ in range(20):
-        for part in parts:
-            part.normal_()
-        torch.cuda.synchronize(parts[1].device)
-        thread = Thread(target=graph.replay)  # which has no context of CUDA's yet
-        thread.start()
-        thread.join()
-        got = [x.cpu() for x in kept]
-        other.replay()
-        for x, y, z in zip(got, others, step(), strict=True):
-            assert torch.equal(x, z.cpu())
-            assert torch.equal(y.cpu(), z.cpu())
 
 
 @pytest.mark.multi_gpu

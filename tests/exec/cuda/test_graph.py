@@ -189,14 +189,3 @@ def test_a_replay_is_on_streams_that_a_close_waits_for(monkeypatch: pytest.Monke
     del graph
     assert calls == ["check", "turn_to_current", "replay"]
     assert len(_Cuda.alive) == 1  # until the devices have been waited for
-
-
-def test_graphs_of_devices_are_launched_as_one_issue() -> None:
-    """So that a context fails whose devices have not all got theirs; nothing waits between their streams."""
-    issued: list[Any] = []
-    with _graph() as graph:
-        pass
-    graph._device_graphs = cast("Any", SimpleNamespace(launches=("first", "second")))
-    cast("Any", graph._backend).issue_all = issued.append
-    graph.replay()
-    assert issued == [("first", "second")]

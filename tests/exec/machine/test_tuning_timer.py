@@ -93,7 +93,7 @@ def test_the_timer_runs_what_it_is_asked_to(transport: str, devices: int, monkey
 
     monkeypatch.setattr(survey_timer, "compile_plan", compiled)
     monkeypatch.setattr("tpplan.exec.backends.engine.route", observed)
-    monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _, **__: _Graph())
+    monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: _Graph())
     monkeypatch.setattr(Virtual, "is_capturing", lambda _: _Graph.captures)
     monkeypatch.setattr(bench_clock, "_TURN_SECONDS", 0)  # a turn is a replay
     every = [way for each, way in GONE if each == transport and (way, devices) != (RELAYED, 2)]
@@ -136,9 +136,7 @@ def test_what_takes_longer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         survey_timer, "compile_plan",
         lambda plan, **asked: compile_plan(plan, backend="cpu", transport="peer", tuning=asked["tuning"]),
     )  # fmt: skip
-    monkeypatch.setattr(
-        "tpplan.exec.context.TPContext.capture", lambda context, **__: Slow(context.explain().limits.tuning)
-    )
+    monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda context: Slow(context.explain().limits.tuning))
     monkeypatch.setattr("tpplan.exec.tools.bench.clock.time.perf_counter", lambda: clock)
     with GraphTimer([CPU] * 2) as timer:
         small = timer("peer", FANS, 8 * KIB, (SLOTS, DIRECT))
@@ -158,7 +156,7 @@ def test_what_fails_ends_the_survey(monkeypatch: pytest.MonkeyPatch) -> None:
         survey_timer, "compile_plan",
         lambda plan, **asked: compile_plan(plan, backend="cpu", transport="peer", tuning=asked["tuning"]),
     )  # fmt: skip
-    monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _, **__: Broken())
+    monkeypatch.setattr("tpplan.exec.context.TPContext.capture", lambda _: Broken())
     with GraphTimer([CPU] * 2) as timer, pytest.raises(tpplan.TpplanError, match="waited in vain"):
         timer("peer", FANS, 8 * KIB, (SLOTS, DIRECT))
 

@@ -51,7 +51,7 @@ class Backend(Protocol):
     def aside(self) -> Aside:
         """Return a context manager whose block issues work concurrently with other work."""
 
-    def capture(self, *, draws: bool) -> Graph:
+    def capture(self) -> Graph:
         """Return a graph that captures the work that its ``with`` block issues.
 
         Raises:
@@ -86,7 +86,7 @@ class Virtual:
         """Return a context manager in whose block programs take the routes for concurrent work, without any."""
         return Aside(self)
 
-    def capture(self, *, draws: bool) -> NoReturn:  # noqa: ARG002 (of who has graphs)
+    def capture(self) -> NoReturn:
         """Raise an error: CUDA graphs need CUDA devices.
 
         Raises:

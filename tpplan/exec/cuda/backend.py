@@ -207,10 +207,10 @@ class CudaDevices(Streams):
                     message = f"a channel of {elements} elements was not asked for before"
                     raise ExecutionError(message, "ask for it once before capturing")
                 headers = {device: self._exchanges.header(device) for device in places}
-                self._channels[elements] = Channel(elements, places, headers, self.issue_all)
+                self._channels[elements] = Channel(elements, places, headers, self._issue_all)
             return self._channels[elements]
 
-    def issue_all(self, launches: Sequence[Callable[[], None]]) -> None:
+    def _issue_all(self, launches: Sequence[Callable[[], None]]) -> None:
         """Run one launch for every device, of kernels that wait for each other."""
         with ISSUING:
             self.check()
@@ -251,9 +251,9 @@ class CudaDevices(Streams):
             stream.synchronize()
         self._exchanges.check()
 
-    def capture(self, *, draws: bool) -> Graph:
-        """Return a graph of the work that its ``with`` block issues, which may draw random numbers or not."""
-        return Graph(self, self._places, draws=draws)
+    def capture(self) -> Graph:
+        """Return a graph that captures the work that its ``with`` block issues."""
+        return Graph(self, self._places)
 
     def forget(self) -> None:
         """Forget issued work, all of which is complete; called before and after the capture of a graph."""

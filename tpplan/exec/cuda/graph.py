@@ -1,4 +1,4 @@
-"""CUDA graphs of operations and the caller's own torch work on all devices, captured once and launched together."""
+"""CUDA graphs of operations and the caller's own torch work on all devices, captured once and launched as one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from tpplan.exec.cuda.exclusive import ISSUING
 from tpplan.exec.toolchain.torch_shims import make_current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
-    from tpplan.exec.cuda.device_graphs import DeviceGraphs
 
 #: Resources of deleted graphs, freed before and after the next capture; and the graphs being captured. They are not
 #: freed at once: torch aborts the process if a graph's memory is freed during any capture, even in another thread, and
@@ -64,9 +63,6 @@ class Capturing(Protocol):
     def forget(self) -> None:
         """Forget issued work, all of which is complete."""
 
-    def issue_all(self, launches: Sequence[Callable[[], None]]) -> None:
-        """Run one launch for every device, of kernels that wait for each other."""
-
     def check(self) -> None:
         """Check that the context may issue kernels that exchange data."""
 
@@ -85,21 +81,13 @@ class Graph:
     have run once before: nothing can be compiled, loaded or looked up during a capture.
     """
 
-    def __init__(
-        self,
-        backend: Capturing,
-        places: Mapping[int, torch.device],
-        room: _Room | None = None,
-        *,
-        draws: bool = True,
-    ) -> None:
+    def __init__(self, backend: Capturing, places: Mapping[int, torch.device], room: _Room | None = None) -> None:
         """Prepare to capture on these devices.
 
         Args:
             backend: the context's backend.
             places: torch devices by index in the plan.
             room: streams and memory to share with another graph; new ones if not given.
-            draws: whether the work may draw torch's random numbers, whose state only torch advances.
         """
         self._backend = backend
         self._places = tuple(places.values())
@@ -107,10 +95,6 @@ class Graph:
         self._room = room or _Room.on(self._places)
         self._stack = ExitStack()
         self._captured = False
-        # With other transports streams wait for those of other devices.
-        self._is_cut = not draws and len(self._places) > 1 and backend.transport == "peer"
-        self._clones: list[object] = []
-        self._device_graphs: DeviceGraphs | None = None
 
     def __enter__(self) -> Self:
         if self._captured:
@@ -146,37 +130,26 @@ class Graph:
         try:
             with warnings.catch_warnings(action="ignore" if kind else None):  # of an empty graph, if it failed early
                 self._stack.__exit__(kind, error, trace)
-            self._captured = kind is None
-            if self._captured and not self._room.graph:
-                self._room.graph = self._graph
-            if self._captured and self._clones:
-                from tpplan.exec.cuda.device_graphs import DeviceGraphs  # noqa: PLC0415 (needs CUDA's bindings)
-
-                with suppress(ExecutionError):  # no memory for them, say: the graph of all devices is there
-                    self._device_graphs = DeviceGraphs(self._clones, self._places)
         finally:
-            self._drop_clones()
             self._backend.captures = False
             self._backend.forget()
+        self._captured = kind is None
+        if self._captured and not self._room.graph:
+            self._room.graph = self._graph
         if self._captured:
             give_back()
 
     def __del__(self) -> None:
         held = vars(self)  # incomplete if __init__ failed
-        _RETIRED.append([held.get(name) for name in ("_device_graphs", "_graph", "_room")])
+        _RETIRED.append([held.get(name) for name in ("_graph", "_room")])
 
     def replay(self) -> None:
         """Launch the graph after the work queued on the current streams of all devices, which then wait for it.
-
-        With a graph for each device, each begins after its own current stream, which waits for it alone.
 
         Raises:
             ExecutionError: nothing was captured, or the context is closed or has failed.
         """
         self._check_captured()
-        if self._device_graphs:
-            self._backend.issue_all(self._device_graphs.launches)
-            return
         with ISSUING:
             self._backend.check()
             self._backend.turn_to_current()  # waits for work issued to other streams
@@ -197,27 +170,15 @@ class Graph:
             ExecutionError: nothing was captured.
         """
         self._check_captured()
-        return Graph(self._backend, dict(enumerate(self._places)), self._room, draws=not self._is_cut)
+        return Graph(self._backend, dict(enumerate(self._places)), self._room)
 
     def _check_captured(self) -> None:
         if not self._captured:
             raise ExecutionError("nothing was captured", "use the graph in a with statement first")
 
-    def _drop_clones(self) -> None:
-        if self._clones:
-            from tpplan.exec.cuda.device_graphs import drop  # noqa: PLC0415 (needs CUDA's bindings)
-
-            drop(self._clones)
-
     def _join(self) -> None:
         """Make the first device's stream wait for all others, which is required to end a capture."""
         first, *others = self._room.streams
-        if self._is_cut:
-            from tpplan.exec.cuda.device_graphs import cut  # noqa: PLC0415 (needs CUDA's bindings)
-
-            # Older drivers cannot tell, and bindings raise RuntimeError then: one graph of all devices does, too.
-            with suppress(ExecutionError, RuntimeError):
-                self._clones = cut(self._room.streams)
         for stream in (*self._backend.streams(), *others):
             first.wait_stream(stream)
 

@@ -130,7 +130,7 @@ class Processes(Virtual):
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
 
-    def capture(self, *, draws: bool) -> NoReturn:  # noqa: ARG002 (of who has graphs)
+    def capture(self) -> NoReturn:
         """Raise an error: several processes have no common CUDA graph.
 
         Raises:

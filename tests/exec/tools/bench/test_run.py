@@ -122,7 +122,7 @@ def test_graphs_have_the_operations_of_a_step(monkeypatch: pytest.MonkeyPatch) -
 def test_a_graph_is_timed_by_its_operations() -> None:
     """As many are captured as one is told to have, and the time of a replay is that of all of them."""
     calls: list[str] = []
-    context: Any = SimpleNamespace(capture=lambda **_: nullcontext(SimpleNamespace(replay=lambda: None)))
+    context: Any = SimpleNamespace(capture=lambda: nullcontext(SimpleNamespace(replay=lambda: None)))
     cases: Any = SimpleNamespace(places=(torch.device("cuda"),))
     turns = bench._Turns(cases, None, (), Clock([], 2))
     contender = Contender(call=lambda: calls.append("call"), results=(), expected=(), captured=True)

@@ -341,7 +341,7 @@ class _Turns:
             self._entries[key] = Run(contender.call)
             if contender.captured and self._cases.places[0].type == "cuda":
                 key = (who, True)
-                with context.capture(draws=False) as graph:
+                with context.capture() as graph:
                     for _ in range(count):
                         contender.call()
                 contender.check(graph.replay, self._clock.synchronize)

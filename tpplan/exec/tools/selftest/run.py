@@ -232,7 +232,7 @@ def _captured(
         mine = [way for way in in_graphs(ways, name) if way.transport != "refused"]
         tally = Tally(name, transport, CAPTURED, mine)
         try:
-            graph = context.capture(draws=False)
+            graph = context.capture()
         except ExecutionError:  # virtual devices have none
             return
         with busy(f"testing {name} by {transport} in a graph"):

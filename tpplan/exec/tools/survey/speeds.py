@@ -126,7 +126,7 @@ def _link(first: int, second: int) -> LinkSpeed:
             parts = [torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=place) for place in places]
             context.all_reduce(parts, out=parts)
             if context.can_capture:
-                with context.capture(draws=False) as graph:
+                with context.capture() as graph:
                     for _ in range(count):
                         context.all_reduce(parts, out=parts)
                 run = Run(graph.replay, count)

@@ -111,7 +111,7 @@ class GraphTimer:
             SUMS: partial(context.all_reduce, given, out=taken),
         }[kind]
         call()
-        with context.capture(draws=False) as graph:
+        with context.capture() as graph:
             for _ in range(count):
                 call()
         return graph
