@@ -270,9 +270,9 @@ def test_parts_that_are_on_a_device_each_are_told() -> None:
     note, *hints = [line for line in done.err.splitlines() if line.startswith(("note", "hint"))]
     assert note == "note: all MLPs on device 1 (24GiB GPU): the other one waits for it in every layer"
     assert hints[0] == "hint: the model fits on device 1 alone, as in --gpus 24GiB"
-    assert hints[1].startswith("hint: with --strategy latency more devices may share it; for that, --gpus has to name ")
+    assert hints[1].startswith("hint: with bandwidths more devices may share it: name GPUs of the catalogue in --gpus")
     # Following it divides everything, whatever the bandwidth: here of two cards of the catalogue.
-    followed = ("--gpus", "2xRTX3090", "--strategy", "latency", "-o", "y.json")
+    followed = ("--gpus", "2xRTX3090", "-o", "y.json")
     assert command("plan", model, "--context", 32768, *followed).code == 0
     splits = codec.load("y.json").splits
     assert all(0 < split.bounds[1] < split.size for split in splits)

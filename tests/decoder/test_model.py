@@ -277,7 +277,7 @@ def test_what_is_refused() -> None:
             taken.start([short] * 2, Sampling())
         taken.start([[1] * (LENGTH - 1)], Sampling())
         taken.step()
-        with pytest.raises(RequestError, match=f"the longest text has {LENGTH} tokens"):
+        with pytest.raises(RequestError, match=f"the cache has {LENGTH} tokens of the longest text"):
             taken.step()
     for kind in ("q4", "q8"):  # they take heads of 32 elements
         plan = plan_of(model.directory, 2, request_of(kind=kind), {}, seed=2)

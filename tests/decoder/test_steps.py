@@ -377,6 +377,6 @@ def test_a_full_cache_where_all_texts_have_ended(decoder: Decoder) -> None:
     steps = decoder.steps(2)
     steps.start([[1] * (LENGTH - 1), [2] * 4])
     steps.step([False, False])
-    with pytest.raises(RequestError, match=f"the longest text has {LENGTH} tokens"):
+    with pytest.raises(RequestError, match=f"the cache has {LENGTH} tokens of the longest text"):
         steps.step([True, True])
     assert len(steps.step([True, False])) == 2

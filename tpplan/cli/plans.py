@@ -267,7 +267,7 @@ def note_all(plan: SplitPlan, model: ModelSpec, options: Options, links: tuple[L
     if plan.speed and (text := without_kernels(model)):
         note(text, of)
     note_idle(plan, model, links, of)
-    note_alone(plan, model, of)
+    note_exclusive(plan, model, of)
     note_faster(plan, model, links, of)
     note_fewer(plan, model, of)
 
@@ -325,11 +325,11 @@ def note_idle(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], o
         hint(f"leave {them} out of --gpus{_as_list(plan, others)}{larger}", of)
 
 
-def note_alone(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
+def note_exclusive(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
     """Say where one device computes a part of every layer alone, which no prediction weighed, and what changes that."""
-    from tpplan.reports.alone import alone, instead  # noqa: PLC0415
+    from tpplan.reports.exclusive import exclusive_parts, instead  # noqa: PLC0415
 
-    if plan.speed or _idle(plan) or not (found := alone(plan)):  # what is told of idle devices comes first
+    if plan.speed or _idle(plan) or not (found := exclusive_parts(plan)):  # what is told of idle devices comes first
         return
     parts = ", ".join(f"all {part} on {_named(plan, [device])}" for part, device in found.items())
     others = sum(1 for entry in plan.memory if entry.used_bytes) - 1
@@ -338,9 +338,11 @@ def note_alone(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
     advice = instead(plan, model)
     if advice.device is not None:
         hint(f"the model fits on device {advice.device} alone{_as_list(plan, [advice.device])}", of)
-    if advice.option:
-        share = "may share" if advice.needs else "share"  # what is not known yet, nobody has planned with
-        hint(f"with {advice.option} more devices {share} it{advice.needs}", of)
+    if advice.replicates:
+        hint("with --kv replicate more devices share it", of)
+    elif advice.may_divide:
+        where = "name GPUs of the catalogue in --gpus, or a devices file that has them"
+        hint(f"with bandwidths more devices may share it: {where}", of)
 
 
 def note_idle_draft(plan: SplitPlan, of: str = "") -> None:

@@ -297,7 +297,7 @@ class Steps:
             texts.obstacle = ""
             is_full = max(self._at) == self._forward.length
         if is_full:
-            what = f"the longest text has {max(self._at)} tokens, as many as the plan caches of a sequence"
+            what = f"the cache has {max(self._at)} tokens of the longest text, all that the plan has room for"
             raise RequestError(what, "plan with a larger --context")
         texts.obstacle = _UNENDED
         tokens = self._stepped(texts, more=more)

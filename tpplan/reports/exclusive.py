@@ -30,16 +30,16 @@ class Instead:
 
     Attributes:
         device: index of a device on which the whole model fits; None if it fits on none of those.
-        option: an option that divides the part; empty if none does.
-        needs: what the option needs beside, to go on with; empty if nothing.
+        replicates: whether replicated KV heads divide the part.
+        may_divide: whether the strategy ``latency`` may divide it, which needs bandwidths.
     """
 
     device: int | None
-    option: str = ""
-    needs: str = ""
+    replicates: bool = False
+    may_divide: bool = False
 
 
-def alone(plan: SplitPlan) -> dict[str, int]:
+def exclusive_parts(plan: SplitPlan) -> dict[str, int]:
     """Return the parts of layers that one of several devices in use has all of, each with the device."""
     found = {}
     for part, axes in _PARTS.items():
@@ -53,26 +53,24 @@ def alone(plan: SplitPlan) -> dict[str, int]:
 
 def instead(plan: SplitPlan, model: ModelSpec) -> Instead:
     """Return what may be done about parts that are on one device; what needs nothing beside was planned."""
-    request, parts = plan.request, alone(plan)
+    request, parts = plan.request, exclusive_parts(plan)
     if request.draft or request.drafts_for:
         return Instead(None)
     one = None
     if not request.reserve:  # which is of devices by their number
         one = next((i for i in parts.values() if _planned(model, request, (plan.devices[i],))), None)
-    unknown = [device for device in plan.devices if not bandwidth_of(device)]
-    # Any bandwidths would do to see whether a part can be divided: those in proportion to memory.
+    # Bandwidths in proportion to memory, where they are unknown, show whether any would divide the part.
     known = tuple(evolve(d, bandwidth_bytes_per_second=bandwidth_of(d) or d.budget_bytes) for d in plan.devices)
-    needs = ""
-    if unknown:
-        needs = "; for that, --gpus has to name GPUs of the catalogue, or a devices file with bandwidths"
-    choices = (
-        ("--kv replicate", _planned(model, evolve(request, kv="replicate"), plan.devices), ""),
-        ("--strategy latency", _planned(model, evolve(request, strategy="latency"), known), needs),
+    return Instead(
+        one,
+        _divides(_planned(model, evolve(request, kv="replicate"), plan.devices)),
+        _divides(_planned(model, evolve(request, strategy="latency"), known)),
     )
-    for option, found, more in choices:
-        if found and len(_used(found)) > 1 and not alone(found):
-            return Instead(one, option, more)
-    return Instead(one)
+
+
+def _divides(found: SplitPlan | None) -> bool:
+    """Tell whether several devices compute every part of a plan."""
+    return found is not None and len(_used(found)) > 1 and not exclusive_parts(found)
 
 
 def _planned(model: ModelSpec, request: Request, devices: tuple[Device, ...]) -> SplitPlan | None:
