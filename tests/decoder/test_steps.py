@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.decoder_cases import Model
 
 NEW = 6
-BEGUN = "others have begun since, in the same cache"
+BEGUN = "texts of other steps or of generate\\(\\) have begun since, in the same cache"
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ MISUSES: dict[str, tuple[Callable[[Any], object], str]] = {
     "over, one of two": (lambda d: _started(d, 2).step([True]), "over is [True], the steps are of 2 sequences"),
     "over, two of one": (lambda d: _started(d).step([False, True]), "over is [False, True], the steps are of 1 seq"),
     "over, alone": (lambda d: _started(d).step(True), "over is True, the steps are of 1 sequence"),
-    "over, a number": (lambda d: _started(d).step([1]), "over is [1], the steps are of 1 sequence"),
+    "over, a number": (lambda d: _started(d).step([1]), "over has 1, which is neither True nor False"),
     "over, a token": (lambda d: _started(d).step(7), "over is 7, the steps are of 1 sequence"),
     "half a new token": (
         lambda d: generating(d, [[1]], 2.5),

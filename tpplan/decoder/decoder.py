@@ -296,7 +296,9 @@ class Decoder:
                 Prompt(text[start:], i, start) for i, (text, start) in enumerate(zip(texts.tokens, starts, strict=True))
             ]
 
-        logits = self._read_prompts(prompts, "others have begun since, in the same cache", are_checked=True)
+        logits = self._read_prompts(
+            prompts, "texts of other steps or of generate() have begun since, in the same cache", are_checked=True
+        )
         self.texts = texts
         self._most |= dict.fromkeys(range(len(texts.tokens)), self.length)  # steps are to come
         return texts, logits

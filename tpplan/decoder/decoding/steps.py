@@ -351,8 +351,11 @@ class Steps:
         is_listed, count = isinstance(over, (list, tuple)), len(self._at)
         if is_listed and not over:
             return False
-        if not is_listed or len(over) != count or any(type(each) is not bool for each in over):
+        wrong = next((each for each in over if type(each) is not bool), None) if is_listed else None
+        if not is_listed or len(over) != count or wrong is not None:
             what = f"over is {shown(over)}, the steps are of {counted(count, 'sequence')}"
+            if wrong is not None:
+                what = f"over has {shown(wrong)}, which is neither True nor False"
             raise RequestError(what, "give True or False for each sequence, or leave it out if no text has ended")
         return any(over)
 

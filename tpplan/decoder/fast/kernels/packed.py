@@ -288,11 +288,8 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
     made, told = own_rows.made, own_rows.told
     is_normed = normed > 0
     row_places, look, wait = rows_of(eights), looking_at(kind, eights, kept=is_normed), wait_of(joint=joint)
-    (ask_gain, norm), offsets_of = (
-        norm_of(normed or 1, eight_of(first, kind.floats.second), both),
-        dot_products.offsets_of,
-    )
-    offsets = offsets_of(normed or 1)
+    ask_gain, norm = norm_of(normed or 1, eight_of(first, kind.floats.second), both)
+    offsets = dot_products.offsets_of(normed or 1)
     products, add_up = products_of(kind), add_up_of(first, both)
     is_deep = eights == 1  # four steps are on their way, and a lane has its part of the rows of two
     step, halvings, part, has_zeros = kind.step, kind.halvings, 4 * kind.part, kind.base is not None
