@@ -244,7 +244,9 @@ def test_a_text_that_has_lost_its_cache_is_refused() -> None:
         older, newer = (generate(decoder, [prompt], 4) for prompt in model.prompts)
         assert next(older) == (model.tokens[0][0],)
         found = [next(newer)]
-        with pytest.raises(RequestError, match="this text cannot go on: others have begun since"):
+        with pytest.raises(
+            RequestError, match="this text cannot go on: texts of other steps or generations have begun since"
+        ):
             next(older)
         assert [*found, *newer] == [(token,) for token in model.tokens[1][:4]]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.decoder_cases import Model
 
 NEW = 6
-BEGUN = "texts of other steps or of generate\\(\\) have begun since, in the same cache"
+BEGUN = "texts of other steps or generations have begun since, in the same cache"
 
 
 @pytest.fixture

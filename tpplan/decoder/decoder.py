@@ -297,7 +297,7 @@ class Decoder:
             ]
 
         logits = self._read_prompts(
-            prompts, "texts of other steps or of generate() have begun since, in the same cache", are_checked=True
+            prompts, "texts of other steps or generations have begun since, in the same cache", are_checked=True
         )
         self.texts = texts
         self._most |= dict.fromkeys(range(len(texts.tokens)), self.length)  # steps are to come

@@ -351,11 +351,12 @@ class Steps:
         is_listed, count = isinstance(over, (list, tuple)), len(self._at)
         if is_listed and not over:
             return False
-        wrong = next((each for each in over if type(each) is not bool), None) if is_listed else None
-        if not is_listed or len(over) != count or wrong is not None:
+        given: Sequence[object] = over if is_listed else ()
+        others = [each for each in given if not isinstance(each, bool)]
+        if not is_listed or len(over) != count or others:
             what = f"over is {shown(over)}, the steps are of {counted(count, 'sequence')}"
-            if wrong is not None:
-                what = f"over has {shown(wrong)}, which is neither True nor False"
+            if others:
+                what = f"over has {shown(others[0])}, which is neither True nor False"
             raise RequestError(what, "give True or False for each sequence, or leave it out if no text has ended")
         return any(over)
 
