@@ -23,8 +23,12 @@ from tpplan.core.plan import (
     SplitPlan,
 )
 
-#: Names as people choose them, in any script, but nothing that a reviewer would not see.
-names = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), min_size=1, max_size=8)
+#: Names as people choose them, in any script, but nothing that a reviewer would not see, as Hangul fillers.
+names = st.text(
+    st.characters(codec="utf-8", categories=("L", "N", "P", "S"), exclude_characters="\u115f\u1160\u3164\uffa0"),
+    min_size=1,
+    max_size=8,
+)
 _bytes = st.integers(0, 2**40)
 _fingerprints = st.integers(0, 2**256 - 1).map(lambda number: f"sha256:{number:064x}")
 
