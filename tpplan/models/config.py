@@ -100,11 +100,15 @@ class Config:
         return self.error(f"{names} is {'null' if key in self else 'missing'}", hint)
 
     def mistaken_keys(self) -> Iterator[tuple[str, str]]:
-        """Yield keys that nobody has looked up, and that look like one that was looked up in vain, each with that."""
+        """Yield keys that nobody has looked up, and that look like one that was looked up in vain, each with that.
+
+        A key that only goes on behind the other is another one, such as ``compress_ratios`` beside ``compress_ratio``.
+        """
         known = {name for key in self._asked for name in (key, *ALIASES.get(key, ()))}
         unread = [key for key in self._data if key not in known and len(key) >= _LONG and key[0] != "_"]
         for key in sorted(self._asked):
-            if len(key) >= _LONG and key not in self and (near := get_close_matches(key, unread, 1, _NEAR)):
+            others = [each for each in unread if not each.startswith(key) and not key.startswith(each)]
+            if len(key) >= _LONG and key not in self and (near := get_close_matches(key, others, 1, _NEAR)):
                 yield near[0], key
 
     def _find(self, key: str) -> tuple[str, object]:
