@@ -107,8 +107,10 @@ class Config:
         known = {name for key in self._asked for name in (key, *ALIASES.get(key, ()))}
         unread = [key for key in self._data if key not in known and len(key) >= _LONG and key[0] != "_"]
         for key in sorted(self._asked):
+            if len(key) < _LONG or key in self:
+                continue
             others = [each for each in unread if not each.startswith(key)]
-            if len(key) >= _LONG and key not in self and (near := get_close_matches(key, others, 1, _NEAR)):
+            if near := get_close_matches(key, others, 1, _NEAR):
                 yield near[0], key
 
     def _find(self, key: str) -> tuple[str, object]:

@@ -31,7 +31,7 @@ class Instead:
     Attributes:
         device: index of a device on which the whole model fits; None if it fits on none of those.
         replicates: whether replicated KV heads divide the part.
-        may_divide: whether the strategy ``latency`` may divide it, which needs bandwidths.
+        may_divide: whether, where those do not, the strategy ``latency`` may divide it, which needs bandwidths.
     """
 
     device: int | None
@@ -61,11 +61,9 @@ def instead(plan: SplitPlan, model: ModelSpec) -> Instead:
         one = next((i for i in parts.values() if _planned(model, request, (plan.devices[i],))), None)
     # Bandwidths in proportion to memory, where they are unknown, show whether any would divide the part.
     known = tuple(evolve(d, bandwidth_bytes_per_second=bandwidth_of(d) or d.budget_bytes) for d in plan.devices)
-    return Instead(
-        one,
-        _divides(_planned(model, evolve(request, kv="replicate"), plan.devices)),
-        _divides(_planned(model, evolve(request, strategy="latency"), known)),
-    )
+    if _divides(_planned(model, evolve(request, kv="replicate"), plan.devices)):
+        return Instead(one, replicates=True)
+    return Instead(one, may_divide=_divides(_planned(model, evolve(request, strategy="latency"), known)))
 
 
 def _divides(found: SplitPlan | None) -> bool:

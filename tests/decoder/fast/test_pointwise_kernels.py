@@ -71,54 +71,54 @@ def test_lanes_merge(shape: tuple[int, int, int], dtype: torch.dtype, monkeypatc
     torch.testing.assert_close(found.double(), sums.double().logsumexp(0), atol=1e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("columns", [8, 264, 2056])
-def test_lanes_embed(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the source does lane by lane, as it is launched: rows of the table, and zeros for tokens beside it."""
+@pytest.fixture
+def lane_by_lane(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Pointwise, list[torch.Tensor]]]:
+    """Return what returns kernels that may touch some tensors, and those that they allocate, full of NaN."""
     lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.pointwise")
-    table, made = torch.randn(4, columns + 8).bfloat16(), list[torch.Tensor]()
+
+    def run_on(*touched: torch.Tensor) -> tuple[Pointwise, list[torch.Tensor]]:
+        made: list[torch.Tensor] = []
+
+        def empty(*shape: int, **options: Any) -> torch.Tensor:
+            made.append(torch.full(shape, torch.nan, **options))
+            return made[-1]
+
+        def launcher(name: str, _: torch.device) -> Callable[..., None]:
+            def run(blocks: int | tuple[int, int, int], threads: int, *words: int) -> None:
+                lanes.run(getattr(kernels, name.upper()), blocks, threads, words, [*touched, *made])
+
+            return run
+
+        monkeypatch.setattr(pointwise, "Launcher", launcher)
+        run = Pointwise(torch.device("cpu"), torch.bfloat16, "silu", eps=1e-5)
+        monkeypatch.setattr(torch, "empty", empty)
+        return run, made
+
+    return run_on
+
+
+@pytest.mark.parametrize("columns", [8, 264, 2056])
+def test_lanes_embed(columns: int, lane_by_lane: Callable[..., tuple[Pointwise, list[torch.Tensor]]]) -> None:
+    """What the source does lane by lane, as it is launched: rows of the table, and zeros for tokens beside it."""
+    table = torch.randn(4, columns + 8).bfloat16()
     tokens = torch.tensor([[100, 1], [103, 2], [99, 3], [104, 4], [NO_TOKEN, 5], [101, 6]])
     expected = torch.zeros(6, columns).bfloat16()
     expected[0], expected[1], expected[5] = table[0, :columns], table[3, :columns], table[1, :columns]
 
-    def empty(*shape: int, **options: Any) -> torch.Tensor:
-        made.append(torch.full(shape, torch.nan, **options))
-        return made[-1]
-
-    def launcher(name: str, _: torch.device) -> Callable[..., None]:
-        def run(blocks: tuple[int, int, int], threads: int, *words: int) -> None:
-            lanes.run(getattr(kernels, name.upper()), blocks, threads, words, [table, tokens, *made])
-
-        return run
-
-    monkeypatch.setattr(pointwise, "Launcher", launcher)
-    run = Pointwise(torch.device("cpu"), torch.bfloat16, "silu", eps=1e-5)
-    monkeypatch.setattr(torch, "empty", empty)
+    run, made = lane_by_lane(table, tokens)
     found = run.embed(tokens[:, 0], table[:, :columns], 100)
     assert found is made[0]
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("pairs", [2, 64, 70])
-def test_lanes_find_angles(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_find_angles(pairs: int, lane_by_lane: Callable[..., tuple[Pointwise, list[torch.Tensor]]]) -> None:
     """What the source does lane by lane, as it is launched, is what torch does, of the half of wider tables."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.pointwise")
-    tables, made = torch.randn(2, 9, 2 * pairs).bfloat16(), list[torch.Tensor]()
+    tables = torch.randn(2, 9, 2 * pairs).bfloat16()
     tables[0, 3, 1] = 0
     positions = torch.tensor([[3, 1], [8, 1], [0, 1], [5, 1], [8, 1]])
 
-    def empty(*shape: int, **options: Any) -> torch.Tensor:
-        made.append(torch.full(shape, torch.nan, **options))
-        return made[-1]
-
-    def launcher(name: str, _: torch.device) -> Callable[..., None]:
-        def run(blocks: int, threads: int, *words: int) -> None:
-            lanes.run(getattr(kernels, name.upper()), blocks, threads, words, [tables, positions, *made])
-
-        return run
-
-    monkeypatch.setattr(pointwise, "Launcher", launcher)
-    run = Pointwise(torch.device("cpu"), torch.bfloat16, "silu", eps=1e-5)
-    monkeypatch.setattr(torch, "empty", empty)
+    run, made = lane_by_lane(tables, positions)
     for some in (slice(pairs), slice(pairs, None)):
         sines, cosines = tables[..., some]
         found = run.angles(sines, cosines, positions[:, 0])
@@ -134,27 +134,16 @@ def test_lanes_find_angles(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("parts", [1, 3, 7])
 @pytest.mark.parametrize("columns", [8, 264, 9000])
-def test_lanes_find_the_largest(columns: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_find_the_largest(
+    columns: int, parts: int, lane_by_lane: Callable[..., tuple[Pointwise, list[torch.Tensor]]]
+) -> None:
     """What the source does lane by lane, as it is launched: of every part, which together are the row."""
-    lanes, kernels = pytest.importorskip("tests.lanes"), pytest.importorskip("tpplan.decoder.fast.kernels.pointwise")
     torch.manual_seed(columns)
-    x, made = torch.randn(5, columns).bfloat16(), list[torch.Tensor]()
+    x = torch.randn(5, columns).bfloat16()
     x[0, columns - 1], x[1, 0], x[2, columns // 2 :], x[3] = 9, 9, 9, -torch.inf
     x[4, columns // 3] = torch.nan
 
-    def empty(*shape: int, **options: Any) -> torch.Tensor:
-        made.append(torch.full(shape, torch.nan, **options))
-        return made[-1]
-
-    def launcher(name: str, _: torch.device) -> Callable[..., None]:
-        def run(blocks: tuple[int, int, int], threads: int, *words: int) -> None:
-            lanes.run(getattr(kernels, name.upper()), blocks, threads, words, [x, *made])
-
-        return run
-
-    monkeypatch.setattr(pointwise, "Launcher", launcher)
-    run = Pointwise(torch.device("cpu"), torch.bfloat16, "silu", eps=1e-5)
-    monkeypatch.setattr(torch, "empty", empty)
+    run, made = lane_by_lane(x)
     found = run.argmax(x, 1000, 1, 3, parts)
     assert found is made[0]
     assert found.shape == (5, 6 * parts)

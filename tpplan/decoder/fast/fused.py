@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from tpplan.decoder.fast.launches import attention, delta, dense, gemv, packed, pointwise, skinny, wide
+from tpplan.decoder.fast.launches import attention, delta, dense, gemv, norms, packed, pointwise, skinny, wide
 from tpplan.decoder.fast.launches.attention import Attention, NewTokens
 from tpplan.decoder.fast.launches.delta import Delta
 from tpplan.decoder.fast.launches.dense import Dequantiser
@@ -188,9 +188,10 @@ class Fused(Plain):
         self, x_RD: Tensor, norm: Tensor, weights: DeviceWeights, fused: str, *, gated: bool = False
     ) -> tuple[NormKernels[Any], Matrix, Norm] | None:
         """Return what multiplies the norm of rows by a matrix in one kernel, with both, or None if nothing does."""
-        matrix, of_norm = weights.find(fused), Norm(norm, self._eps, self._offset)
-        if matrix is None:
+        matrix = weights.find(fused)
+        if matrix is None or len(x_RD) > norms.MOST_ROWS:  # which passes of prompts need not ask further
             return None
+        of_norm = Norm(norm, self._eps, self._offset)
         found = (each for each in self._normed if each.takes_normed(x_RD, matrix, of_norm, gated=gated))
         return next(((each, matrix, of_norm) for each in found), None)
 

@@ -110,8 +110,8 @@ def compile_together(
     if len({claim.terms.get("plan") for claim in claims}) > 1 and all(claim.terms for claim in claims):
         problems += _in_plans(meeting, plan)
     if problems or here.carrier is None:
-        agreed = any(claim.problems for claim in claims)  # as far as is known: each has problems of its own
-        hints = [*(claim.hint for claim in claims if claim.hint), advice(backend) if agreed else _HINT]
+        have_own = any(claim.problems for claim in claims)  # beside which nobody has compared them
+        hints = [*(claim.hint for claim in claims if claim.hint), advice(backend) if have_own else _HINT]
         raise ExecutionError(f"{refused}:{listed(problems)}", hints[0])
     here.carrier.name = claims[0].name
     here.carrier.open()

@@ -326,7 +326,7 @@ def _packed(  # noqa: C901, PLR0915 (the kernel)
         if is_normed:
             asked = ask_gain(gain, width)
         turn, is_alone = wait()
-        if normed:  # while codes come
+        if is_normed:  # while codes come
             rows_kept = cuda.shared.array(0, UINT32, alignment=16)
             into, pitch_kept = ptx.shared_address(rows_kept), width * UINT64(2)
             norm(into, sums, x, offsets(x_pitch), offsets(pitch_kept), width, asked, gain, eps, offset)

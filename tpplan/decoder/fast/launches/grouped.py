@@ -25,7 +25,7 @@ from tpplan.decoder.fast.kernels.grouped_limits import (
 )
 from tpplan.decoder.fast.kernels.scale_kinds import F16
 from tpplan.decoder.fast.launches.chosen import Readable, readable, words_of_biases
-from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
+from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, shared_memory_of
 from tpplan.decoder.weights.row_kernels import GATES, is_vectors
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ _FEW: Final = 1 / 2
 _TILES: Final = ((128, 256), (64, 48), (32, 16), (16, 0))
 #: Multiplications per expert, on average, from which on torch is faster for matrices that are not quantised.
 _LARGE: Final = 2**32
-#: Bytes of shared memory of a block on all GPUs from capability 8.0 on, for versions of torch that do not report it.
-_LEAST_SHARED: Final = 99 << 10
 
 
 def names_of(dtype: torch.dtype, codes: Collection[str] = ()) -> list[str]:
@@ -108,8 +106,7 @@ class GroupedGemm:
         """
         self._dtype, self._mode, self._bits = dtype, GATES[activation], _BITS[dtype]
         self._tiles, self._sum = (Launcher(name, place) for name in names_of(dtype)[:2])
-        found = torch.cuda.get_device_properties(place)
-        most = getattr(found, "shared_memory_per_block_optin", _LEAST_SHARED)
+        most, _ = shared_memory_of(place)
         # the columns of a step have as many bytes of codes for any kind, and the rows most where a code has 4 bits
         self._sizes = [(rows, least) for rows, least in _TILES if shared_bytes(rows, min(self._bits.values())) <= most]
         self._products = {

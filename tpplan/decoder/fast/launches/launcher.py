@@ -16,6 +16,17 @@ from tpplan.exec.toolchain.torch_shims import stream_handle
 #: Dtypes that kernels support, and their abbreviations in kernels' names.
 DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
+#: torch's names for the bytes of shared memory of a block and of a multiprocessor; and what all GPUs from capability
+#: 8.0 on have, for versions of torch that do not report them.
+_SHARED: Final = {"shared_memory_per_block_optin": 99 << 10, "shared_memory_per_multiprocessor": 100 << 10}
+
+
+def shared_memory_of(place: torch.device) -> tuple[int, int]:
+    """Return the most bytes of shared memory that a block of a CUDA device can have, and those of a multiprocessor."""
+    found = torch.cuda.get_device_properties(place)
+    of_block, of_processor = (int(getattr(found, name, least)) for name, least in _SHARED.items())
+    return of_block, of_processor
+
 
 class Launcher:
     """A kernel on one CUDA device, whose parameters are 64-bit words.

@@ -15,7 +15,7 @@ from torch import Tensor
 from tpplan.decoder.fast.kernels.scale_kinds import FORMS
 from tpplan.decoder.fast.launches import norms
 from tpplan.decoder.fast.launches.dense import block_of, kind_of
-from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of
+from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, bits_of, shared_memory_of
 from tpplan.decoder.fast.launches.norms import NormKernels
 from tpplan.decoder.weights.quantised import IntMatrix, Matrix, Quantised
 from tpplan.decoder.weights.row_kernels import is_vectors
@@ -45,8 +45,6 @@ _ZEROS: Final = {"4": torch.int32, "8": torch.uint8}
 #: Bytes of an element of the rows; and of shared memory that a block takes beside the rows that it has normed, some of
 #: them for the system.
 _ITEM, _BLOCK_BYTES = 2, 43 * 1024
-#: Bytes of shared memory of a multiprocessor that all GPUs from capability 8.0 on have: torch before 2.7 reports none.
-_LEAST_SHARED: Final = 100 << 10
 #: A shift by so many bits makes the index of any row or column 0.
 _ALL: Final = 31
 
@@ -142,8 +140,7 @@ class QuantisedSkinnyGemm(NormKernels[Quantised]):
         self._dtype = dtype
         found = torch.cuda.get_device_properties(place)
         self._processors, self._most = found.multi_processor_count, 2 if (found.major, found.minor) in _SMALL else 3
-        shared = getattr(found, "shared_memory_per_multiprocessor", _LEAST_SHARED)
-        self._room = shared // self._most - _BLOCK_BYTES
+        self._room = shared_memory_of(place)[1] // self._most - _BLOCK_BYTES
         self._normed = [Launcher(name, place, most_shared=norms.MOST_BYTES) for name in normed_names_of(dtype, kinds)]
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:

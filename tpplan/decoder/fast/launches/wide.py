@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpplan.decoder.fast.kernels.wide_limits import STRIP, WARPS, stage_bytes
 from tpplan.decoder.fast.launches.dense import kind_of
-from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher
+from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, shared_memory_of
 from tpplan.decoder.fast.launches.packed import STEPS, is_read, words_of
 from tpplan.decoder.weights.quantised import IntMatrix, Matrix, Quantised
 from tpplan.decoder.weights.row_kernels import RowKernels, is_vectors
@@ -37,9 +37,6 @@ _MOST_WARPS, _FEWER_WARPS, _MOST_SPLITS = 8, 6, 16
 _WORD = 4
 #: Minimum and maximum stages (steps in shared memory) of a block; bytes of shared memory that CUDA reserves per block.
 _FEWEST_STAGES, _MOST_STAGES, _RESERVED = 2, 3, 1024
-#: torch's names for the bytes of shared memory of a block and of a multiprocessor; and what all GPUs from capability
-#: 8.0 on have, for versions of torch that do not report them.
-_LIMITS: Final = {"shared_memory_per_block_optin": 99 << 10, "shared_memory_per_multiprocessor": 100 << 10}
 #: Minimum steps of each warp for two blocks on a multiprocessor, and minimum strips per multiprocessor for full ones.
 _MANY_STEPS, _MANY_STRIPS = 5, 2
 
@@ -123,8 +120,7 @@ class QuantisedGemm(RowKernels[Quantised]):
             dtype: 16-bit dtype of rows.
             kinds: kinds of codes; those without kernels are ignored.
         """
-        found = torch.cuda.get_device_properties(place)
-        self._limits = tuple(getattr(found, name, least) for name, least in _LIMITS.items())
+        self._limits = shared_memory_of(place)
         self._kernels = {
             kind: {
                 rows: Launcher(name, place, most_shared=self._limits[0])
@@ -134,7 +130,7 @@ class QuantisedGemm(RowKernels[Quantised]):
             if kind in STEPS
         }
         self._dtype = dtype
-        self._processors = found.multi_processor_count
+        self._processors = torch.cuda.get_device_properties(place).multi_processor_count
         self._turns = torch.zeros(self._processors * max(WARPS.values()), dtype=torch.int32, device=place)
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
