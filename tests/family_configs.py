@@ -1213,7 +1213,16 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [sides, sides, 2]}
     if model_type == "dbrx":
         own.pop("tie_word_embeddings", None)  # which transformers refuses
-    return _with_caches_to_share({"model_type": model_type, **renamed, **own, **types})
+    return _with_indexer_to_share(_with_caches_to_share({"model_type": model_type, **renamed, **own, **types}))
+
+
+def _with_indexer_to_share(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config in which the first layer with attention, by default the fourth, has an indexer of its own."""
+    if config["model_type"] == "glm5_next_text" and (pattern := config.get("index_topk_pattern")):
+        kinds = config.get("layer_types", ["linear_attention"] * 3)
+        first = next((i for i, kind in enumerate(kinds) if kind != "linear_attention"), len(kinds))
+        config["index_topk_pattern"] = (pattern[:first] + "F" + pattern[first + 1 :])[: len(pattern)]
+    return config
 
 
 def _with_caches_to_share(config: dict[str, Any]) -> dict[str, Any]:
