@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tpplan.decoder.decoding.steps import StepGraphs
 from tpplan.errors import ExecutionError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.decoder_cases import Model
 
@@ -379,6 +380,24 @@ def test_misuse() -> None:
             with pytest.raises(RequestError):
                 steps.step(**misuse)
         assert [steps.step(over) for over in ([], (), [True])] == expected
+
+
+def test_the_last_step_of_texts_is_told_as_such(decoder: Decoder, model: Model) -> None:
+    """Of those that have not ended: one that ended before its last token needs no step that is launched ahead."""
+    _, second = model.tokens
+    end = second[1]
+    assert end not in model.tokens[0][:3]
+    followed = []
+
+    def step(self: Steps, over: Sequence[bool], *, more: bool) -> list[int]:
+        followed.append(more)
+        return taken(self, over, more=more)
+
+    taken = Steps.step
+    with patch.object(Steps, "step", step):
+        found = [*generate(decoder, model.prompts, [3, 9], end={end})]
+    assert found[2] == (model.tokens[0][2], None)
+    assert followed == [True, False]
 
 
 def test_a_full_cache_where_all_texts_have_ended(decoder: Decoder) -> None:

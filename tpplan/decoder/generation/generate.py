@@ -133,7 +133,11 @@ def _tokens(
     steps, most = decoder.steps(len(prompts)), max(counts)
     ended = [False] * len(prompts)
     for made in range(1, most + 1):
-        tokens = steps.step(ended, more=made < most) if made > 1 else steps.start(prompts, sampling, resume=resume)
+        if made > 1:
+            more = any(made < count for over, count in zip(ended, counts, strict=True) if not over)
+            tokens = steps.step(ended, more=more)
+        else:
+            tokens = steps.start(prompts, sampling, resume=resume)
         yield tuple(None if over else token for token, over in zip(tokens, ended, strict=True))
         ended = [
             over or token in end or made == count for token, over, count in zip(tokens, ended, counts, strict=True)
