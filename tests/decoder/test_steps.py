@@ -376,9 +376,9 @@ def test_misuse() -> None:
         steps = _started(decoder)
         expected = [steps.step() for _ in range(3)]
         steps = _started(decoder)
-        for misuse in ({"over": [True, True]}, {"over": True}, {"over": 7}, {"more": 1}):
+        for over, more in (([True, True], True), (True, True), (7, True), ([True], 1)):
             with pytest.raises(RequestError):
-                steps.step(**misuse)
+                steps.step(over, more=more)
         assert [steps.step(over) for over in ([], (), [True])] == expected
 
 

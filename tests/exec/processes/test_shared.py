@@ -181,7 +181,12 @@ def test_a_page_that_gpus_cannot_use_is_not_kept_for_them(monkeypatch: pytest.Mo
         cudaHostUnregister=pinned.remove,
     )
     success = runtime.cudaError_t.cudaSuccess
-    runtime.cudaHostRegister = lambda address, *_: (pinned.add(address) or success,)  # type: ignore[func-returns-value]
+
+    def register(address: int, *_: int) -> tuple[object]:
+        pinned.add(address)
+        return (success,)
+
+    runtime.cudaHostRegister = register
     runtime.cudaHostGetDevicePointer = lambda address, _: (success, address + 8)
     monkeypatch.setitem(sys.modules, "tpplan.exec.toolchain.bindings", SimpleNamespace(runtime=runtime))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
