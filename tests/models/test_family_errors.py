@@ -273,6 +273,7 @@ def test_mlps_of_mpt_have_one_width() -> None:
         ("num_key_value_heads", "multi_query_group_num"),
         ("num_key_value_heads", "n_kv_heads"),
         ("tie_word_embeddings", "tie_word_embedding"),
+        ("torch_dtype", "torch_dtpye"),
     ],
 )
 def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
@@ -281,7 +282,9 @@ def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
     told = f"config.json has {slip}, which is not read, and no {key}: its default is taken"
     assert told in spec_from_config(Config(data, "config.json"), "m").notes
     assert spec_from_config(Config({**data, key: LLAMA[key]}, "config.json"), "m").notes == ()
-    assert spec_from_config(Config(LLAMA | {"num_key_value_pairs": 1}, "config.json"), "m").notes == ()
+    del data[slip]
+    for other in ("num_key_value_pairs", f"swa_{key}", f"{key}_of_layers"):
+        assert spec_from_config(Config(data | {other: 1}, "config.json"), "m").notes == ()
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,8 @@ ELSEWHERE: Final = "point to a model's directory, or to the config.json that cam
 _DEEPER: Final = ("*/config.json", "snapshots/*/config.json")
 _COMPARE = "compare it with the config.json that the model came with"
 _MISSING: Final = object()
-#: How much alike a key and what it may have been meant as are, and how long: short ones are alike by chance. Less is
-#: enough where the key must be there.
-_NEAR: Final = 0.94
-_NEAR_MISSING: Final = 0.9
+#: How much alike a key and what it may have been meant as are, and how long: short ones are alike by chance.
+_NEAR: Final = 0.9
 _LONG: Final = 8
 
 
@@ -136,27 +134,27 @@ class Config:
 
     def meant_as(self, key: str) -> str:
         """Return the key that was probably meant as one that is missing, empty if none is or that is there."""
-        return "" if key in self else self._meant_as(key, self._data, _NEAR_MISSING)
+        return "" if key in self else self._meant_as(key, self._data)
 
-    def _meant_as(self, key: str, names: Collection[str], least: float) -> str:
+    def _meant_as(self, key: str, names: Collection[str]) -> str:
         """Return which of several names was probably meant as a key: another family's, or a misspelt one; or none."""
         foreign = (name for name in FOREIGN_NAMES.get(key, ()) if name in names and self._data[name] is not None)
         if name := next(foreign, ""):
             return name
-        others = [name for name in names if len(name) >= _LONG and not name.startswith((key, "_"))]
+        others = [name for name in names if len(name) >= _LONG and key not in name and name[0] != "_"]
         same = (name for name in others if _folded(name) == _folded(key))
-        return next(same, "") or next(iter(get_close_matches(key, others if len(key) >= _LONG else (), 1, least)), "")
+        return next(same, "") or next(iter(get_close_matches(key, others if len(key) >= _LONG else (), 1, _NEAR)), "")
 
     def mistaken_keys(self) -> Iterator[tuple[str, str]]:
         """Yield keys that nobody has looked up, each with one that was looked up in vain and probably meant.
 
-        They are what other families call it, or misspelt. A key that only goes on behind the other is neither, such as
+        They are what other families call it, or misspelt. A key that contains the other is neither, such as
         ``compress_ratios`` beside ``compress_ratio``.
         """
         known = {name for key in self._asked for name in (key, *ALIASES.get(key, ()))}
         unread = [key for key in self._data if key not in known]
         for key in sorted(self._asked):
-            if key not in self and (meant := self._meant_as(key, unread, _NEAR)):
+            if key not in self and (meant := self._meant_as(key, unread)):
                 yield meant, key
 
     def borrowed_keys(self, model_type: str) -> Iterator[tuple[str, str]]:
