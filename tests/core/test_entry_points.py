@@ -61,6 +61,16 @@ def test_a_family_and_a_gpu(package: Path, tmp_path: Path) -> None:
     assert tpplan.plan(model, [device] * 2, cache=tpplan.Cache(tokens=1024)).devices == (device, device)
 
 
+def test_a_family_of_a_package_is_not_said_to_be_one_of_transformers(package: Path, tmp_path: Path) -> None:
+    """Nobody knows which names the class of it reads."""
+    package.write_text("[tpplan.families]\nour_llama = house:LLAMA\n")
+    path = config(tmp_path)
+    data = json.loads(path.read_text())
+    data["num_kv_heads"] = data.pop("num_key_value_heads")
+    path.write_text(json.dumps(data))
+    assert tpplan.read_model(path).notes == ()
+
+
 def test_tables_come_first(package: Path) -> None:
     """A package that is broken keeps nobody from what tpplan knows itself."""
     package.write_text("[tpplan.families]\nllama = house:NOTHING\n[tpplan.gpus]\ncard = house:NOTHING\n")

@@ -26,7 +26,7 @@ from tests.family_models import (
 from tests.later import transformers
 from tpplan.errors import ModelError
 from tpplan.models import families
-from tpplan.models.config import ALIASES, OWN_NAMES
+from tpplan.models.config import ALIASES, FOREIGN_NAMES, OWN_NAMES, Config
 from tpplan.models.families.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
@@ -215,3 +215,29 @@ def test_names_of_some_families_are_read_by_their_classes_alone(name: str) -> No
         if moved or name in kind.__dataclass_fields__ or name in kind.attribute_map:
             readers.add(model_type)
     assert readers == set(OWN_NAMES[name])
+
+
+def test_no_key_of_a_class_is_taken_for_a_slip_of_another() -> None:
+    """Such as qk_rope_head_dim where qk_nope_head_dim is missing: a hint that is followed would plan another model."""
+    near = 0
+    for model_type in {*families.FAMILIES} - SAME.keys() - NOT_IN_TRANSFORMERS:
+        data = hub_config({"model_type": model_type, **INCOMPLETE_DEFAULTS.get(model_type, {})}).to_dict()
+        for key in data:
+            others = {name: value for name, value in data.items() if name != key}
+            meant = Config(others, "config.json").meant_as(key)
+            if not meant or meant in FOREIGN_NAMES.get(key, ()):
+                continue
+            near += 1
+            try:
+                told = "".join(families.spec_from_config(Config(others, "config.json"), "m").notes)
+            except ModelError as error:
+                told = error.hint
+            assert meant not in told, model_type
+    assert near
+
+
+@pytest.mark.parametrize(("key", "context"), [("seq_length", 4096), ("max_position_embeddings", 4096), ("n_ctx", 2048)])
+def test_bloom_has_its_context_by_the_name_of_the_models_on_the_hub(key: str, context: int) -> None:
+    """Which is seq_length, 2048 in all of them; ALiBi has no limit."""
+    spec = spec_of({"model_type": "bloom", "n_embed": 1024, "n_head": 16, "n_layer": 2, "vocab_size": 1000, key: 4096})
+    assert (spec.max_context, spec.notes) == (context, ())

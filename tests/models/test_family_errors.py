@@ -302,6 +302,7 @@ def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
         ("num_hidden_layers", "num_layers"),
         ("num_attention_heads", "n_heads"),
         ("max_position_embeddings", "max_seq_len"),
+        ("max_position_embeddings", "max_sequence_length"),
     ],
 )
 @pytest.mark.parametrize("architectures", [{}, {"architectures": ["LlamaForCausalLM"]}])
@@ -334,6 +335,6 @@ def test_names_of_other_families_are_told(key: str, name: str) -> None:
     spec = spec_from_config(Config(data, "config.json"), "m")
     assert spec.blocks == spec_from_config(Config(LLAMA, "config.json"), "m").blocks
     (note,) = spec.notes
-    assert note.startswith(f"config.json has {name} and no {key}: it is read as that, as in models of type ")
-    assert note.endswith("; transformers ignores it in those of type llama")
+    assert note.startswith(f"config.json has {name} and no {key}: tpplan reads it as {key}, which it is in models of ")
+    assert note.endswith("; in those of type llama transformers ignores it and takes a default")
     assert spec_from_config(Config({**data, key: LLAMA[key]}, "config.json"), "m").notes == ()

@@ -68,12 +68,20 @@ OWN_NAMES: Final[dict[str, tuple[str, ...]]] = {
 FOREIGN_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "hidden_size": ("d_model",),
     "intermediate_size": ("d_ff",),
-    "max_position_embeddings": ("max_seq_len", "seq_length", "model_max_length"),
+    "max_position_embeddings": ("max_seq_len", "max_sequence_length", "seq_length", "model_max_length"),
     "num_attention_heads": ("n_heads", "num_heads"),
     "num_hidden_layers": ("n_layers", "num_layers"),
     "num_key_value_heads": ("kv_n_heads", "multi_query_group_num", "n_kv_heads", "num_query_groups"),
     "vocab_size": ("padded_vocab_size",),
 }
+
+#: Keys that differ by a letter or two from another one, and are no slips of it.
+DISTINCT: Final = frozenset(
+    (
+        *("index_head_dim", "indexer_head_dim", "indexer_kv_heads", "indexer_n_heads"),
+        *("mlp_layer_types", "mtp_layer_types", "o_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    )
+)
 
 #: Hint where a file is another one than a model's config.json.
 ELSEWHERE: Final = "point to a model's directory, or to the config.json that came with the model"
@@ -142,6 +150,7 @@ class Config:
         if name := next(foreign, ""):
             return name
         others = [name for name in names if len(name) >= _LONG and key not in name and name[0] != "_"]
+        others = [name for name in others if name not in DISTINCT]
         same = (name for name in others if _folded(name) == _folded(key))
         return next(same, "") or next(iter(get_close_matches(key, others if len(key) >= _LONG else (), 1, _NEAR)), "")
 

@@ -74,6 +74,9 @@ ENTRY_POINTS: Final = "tpplan.families"
 #: All language models, those that are no models of their own too.
 LANGUAGE_MODELS: Final = {**FAMILIES, **PARTS, **SEEING, **BLOCKWISE, **STREAMS_SEEING}
 
+#: Those that transformers has classes for: neither code of their own nor another package's.
+IN_TRANSFORMERS: Final = frozenset(LANGUAGE_MODELS) - frozenset(REMOTE)
+
 #: ``torch_dtype`` in a config.json, and the same in safetensors.
 DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -193,11 +196,11 @@ def _of_keys(config: Config, model_type: str, text: Config) -> Iterator[str]:
     for part in dict.fromkeys((config, text)):
         for key, meant in part.mistaken_keys():
             yield f"{part.source} has {visible(key)}, which is not read, and no {meant}: its default is taken"
-    for key, meant in () if model_type in REMOTE else text.borrowed_keys(model_type):
+    for key, meant in text.borrowed_keys(model_type) if model_type in IN_TRANSFORMERS else ():
         others = ", ".join(OWN_NAMES[key])
         yield (
-            f"{text.source} has {key} and no {meant}: it is read as that, as in models of type {others}; "
-            f"transformers ignores it in those of type {model_type}"
+            f"{text.source} has {key} and no {meant}: tpplan reads it as {meant}, which it is in models of type "
+            f"{others}; in those of type {model_type} transformers ignores it and takes a default"
         )
 
 

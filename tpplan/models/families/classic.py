@@ -204,6 +204,7 @@ CLASSIC: Final[dict[str, Family]] = {
         prefix="transformer.",
         ignored=(),
         defaults={"max_position_embeddings": 2048},  # ALiBi has no limit; this is what the models were trained with
+        usual=lambda config: renamed(config, {"seq_length": "max_position_embeddings"}, keep=True),
         mlp_ratio=4,
         tied=True,
         fixed_head=True,
