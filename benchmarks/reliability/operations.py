@@ -2,7 +2,8 @@
 
 On GPUs graphs are replayed in any order, streams change, some devices are late now and then if asked for, and in the
 end a device that never arrives has to end in an error, after which a new context works. Memory must not grow, and the
-plan must have foretold it. Exits with 1 if anything was wrong.
+plan must have foretold it. Exits with 1 if anything was wrong. Ctrl-C and SIGTERM end it after the current round, whose
+results are still checked; a second one ends it at once.
 
 With ``--processes`` each device has a process of its own. All of them do the same operations at the same time, and each
 checks what its own device gets.
@@ -12,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from random import Random
-from typing import TYPE_CHECKING
+from threading import Event
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import Factory, define
@@ -33,7 +37,8 @@ from tpplan.exec.tools.bench.between import children
 from tpplan.hardware.catalogue import overhead
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from subprocess import Popen
 
     from torch.distributed import ProcessGroup
 
@@ -88,8 +93,11 @@ def soak(
     largest: int,
     delays: bool = False,
     graphs: bool = False,
+    is_ended: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Run random operations of a context until there were enough, or for so long, or one ends with an error.
+
+    Of several processes, all run the same number of rounds.
 
     Args:
         context: a context on any devices.
@@ -99,12 +107,15 @@ def soak(
         largest: bytes of the largest tensor.
         delays: whether devices are late now and then.
         graphs: whether most operations run in graphs.
+        is_ended: returns whether no round is to begin any more.
     """
     outcome, random = Outcome(), Random(seed)  # noqa: S311 (to be the same again)
     stress = Stress(context, seed, largest=largest, delays=delays)
     start = time.perf_counter()
     try:
-        while outcome.operations < operations and all(context.tell(time.perf_counter() - start < seconds)):
+        while outcome.operations < operations and all(
+            context.tell(time.perf_counter() - start < seconds and not is_ended())
+        ):
             _call(stress, outcome, min(CALLS, operations - outcome.operations))
             if graphs:
                 _replay(stress, outcome, random)
@@ -174,19 +185,48 @@ def main(arguments: Sequence[str]) -> None:
     """Soak every transport, and say how it went."""
     wanted = _parse(arguments)
     if wanted.processes and "RANK" not in os.environ:
-        words = [sys.executable, "-m", "benchmarks.soak", "operations", *arguments]
-        failure = children.run(words, _count(wanted), wanted.seconds + _MORE_S, partial(print, flush=True), ROOT)
-        sys.exit(failure or None)
-    if not wanted.processes:
-        sys.exit(bool(_soak_all(wanted)))
-    is_cuda, rank = wanted.backend == "cuda", int(os.environ["RANK"])
-    if is_cuda:
-        torch.cuda.set_device(rank)
-    with tpx.process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo") as group:
-        problems = _soak_all(wanted, group)
-    if rank:  # whose output is only read if it fails
-        print("\n".join(problems), file=sys.stderr)
+        sys.exit(_start(wanted, arguments) or None)
+    ended = Event()
+    with _at_first_signal(ended.set):
+        if not wanted.processes:
+            sys.exit(bool(_soak_all(wanted, ended.is_set)))
+        is_cuda, rank = wanted.backend == "cuda", int(os.environ["RANK"])
+        if is_cuda:
+            torch.cuda.set_device(rank)
+        with tpx.process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo") as group:
+            problems = _soak_all(wanted, ended.is_set, group)
     sys.exit(bool(problems))
+
+
+def _start(wanted: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """Start a process for each device, and return why they failed, empty if they did not."""
+    words = [sys.executable, "-m", "benchmarks.soak", "operations", *arguments]
+    processes: list[Popen[str]] = []
+
+    def end() -> None:
+        for process in processes[:1]:  # which tells the others between rounds
+            process.send_signal(signal.SIGTERM)
+
+    told, most = partial(print, flush=True), wanted.seconds + _MORE_S
+    with _at_first_signal(end):
+        return children.run(words, _count(wanted), most, told, ROOT, started=processes.extend)
+
+
+@contextmanager
+def _at_first_signal(act: Callable[[], object]) -> Iterator[None]:
+    """Do something at the first SIGTERM or Ctrl-C; the next one ends the process."""
+
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        children.end_when_asked()
+        act()
+
+    before = {each: signal.signal(each, first) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _count(wanted: argparse.Namespace) -> int:
@@ -203,8 +243,8 @@ def _transports(wanted: argparse.Namespace) -> tuple[str, ...]:
     return TRANSPORTS
 
 
-def _soak_all(wanted: argparse.Namespace, group: ProcessGroup | None = None) -> list[str]:
-    """Soak every transport, print how it went, and return what is wrong, in words."""
+def _soak_all(wanted: argparse.Namespace, is_ended: Callable[[], bool], group: ProcessGroup | None = None) -> list[str]:
+    """Soak every transport, print how it went, and return what is wrong in any process, in words."""
     cuda, count, transports = wanted.backend == "cuda", _count(wanted), _transports(wanted)
     operations = -(-(wanted.operations or (1_000_000 if cuda else 3_000)) // len(transports))
     plan = plan_for(count, 2048 if cuda else 64)
@@ -223,6 +263,7 @@ def _soak_all(wanted: argparse.Namespace, group: ProcessGroup | None = None) -> 
     outcomes: dict[str, Outcome] = {}
     workspaces: dict[str, list[tuple[int, int, int]]] = {}
     problems: list[str] = []
+    is_early = False
     for transport in transports:
         compiled = partial(tpx.compile, plan, backend=wanted.backend, transport=transport, group=group)
         context, workspaces[transport] = compile_measured(plan, compiled)
@@ -235,35 +276,41 @@ def _soak_all(wanted: argparse.Namespace, group: ProcessGroup | None = None) -> 
                 largest=wanted.largest_kib * 1024,
                 delays=delays,
                 graphs=cuda and not wanted.calls_only,
+                is_ended=is_ended,
             )
-            wrong = len(outcome.faults)
-            wrong = sum(context.tell(wrong))  # of all processes, if all are still there
+            mine = [*outcome.faults[:_TOLD], *outcome.growth.problems, *_unplanned(workspaces[transport])]
+            told: list[Any] = [(len(outcome.faults), mine, is_ended())]
+            told = context.tell(told[0])  # what all have found, if all are still there
+        counts, found, ends = zip(*told, strict=True)
         figures = (outcome.operations, outcome.replayed, outcome.replays, round(outcome.seconds))
-        print(f"| {transport} | {' | '.join(f'{n:,}' for n in figures)} | {wrong} |", flush=True)
-        problems += [f"{transport}: {fault}" for fault in outcome.faults[:_TOLD]]
-        problems += [f"{transport}: {problem}" for problem in outcome.growth.problems]
-    _tell_memory(workspaces, outcomes, problems)
+        print(f"| {transport} | {' | '.join(f'{n:,}' for n in figures)} | {sum(counts)} |", flush=True)
+        problems += [f"{transport}: {problem}" for problem in chain(*found)]
+        if group and len(told) < group.size():  # the first process, whose screen is seen, does not know them
+            print("\n".join(problems), file=sys.stderr)
+        if is_early := any(ends):
+            break
+    _tell_memory(workspaces, outcomes)
     if driver:
         _tell_overheads(driver, overheads, problems)
     waiting = [way for way in transports if way != "events"]
-    if cuda and count > 1 and waiting and not group:
+    if cuda and count > 1 and waiting and not group and not is_early:
         _tell_losses(plan, waiting, wanted, problems)
-    print("\n" + ("\n".join(problems) or "nothing wrong"))
+    print("\n" + "ended early\n" * is_early + ("\n".join(problems) or "nothing wrong"), flush=True)
     return problems
 
 
-def _tell_memory(
-    workspaces: dict[str, list[tuple[int, int, int]]],
-    outcomes: dict[str, Outcome],
-    problems: list[str],
-) -> None:
+def _unplanned(workspaces: list[tuple[int, int, int]]) -> list[str]:
+    """Return which devices have allocated what was not planned, in words."""
+    different = [each for each in workspaces if each[1] != each[2]]
+    return [f"device {device} allocated {taken:,} bytes, planned {planned:,}" for device, planned, taken in different]
+
+
+def _tell_memory(workspaces: dict[str, list[tuple[int, int, int]]], outcomes: dict[str, Outcome]) -> None:
     """Print the tables of what contexts took."""
     print("\n| transport | device | workspace planned | allocated |\n|---|---|---|---|")
     for transport, entries in workspaces.items():
         for device, planned, allocated in entries:
             print(f"| {transport} | {device} | {planned:,} | {allocated:,} |")
-            if planned != allocated:
-                problems.append(f"{transport}: device {device} allocated {allocated:,} bytes, planned {planned:,}")
     print("\n| transport | memory | grown, MiB |\n|---|---|---|")
     for transport, outcome in outcomes.items():
         for what, grown in outcome.growth.grown.items():

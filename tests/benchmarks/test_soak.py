@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from itertools import groupby
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from attrs import evolve
 
 from benchmarks import soak as command
+from benchmarks.reliability import operations
 from benchmarks.reliability.contents import Lane
 from benchmarks.reliability.lost_device import MIB, Growth, compile_measured, is_enough
 from benchmarks.reliability.operations import plan_for, soak
@@ -18,6 +21,7 @@ from benchmarks.reliability.stress import Stress
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
 from tests.exec.processes.threads import Together
 from tpplan.errors import ExecutionError
+from tpplan.exec import TPContext
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.backends.cpu import Pending, VirtualDevices
 from tpplan.exec.build import build
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpplan.exec import TPContext
     from tpplan.exec.group.transport import Message
     from tpplan.exec.programs.program import Buffer, Program
 
@@ -313,7 +316,7 @@ def test_the_command_starts_a_process_for_each_device(monkeypatch: pytest.Monkey
     """They are told the same, and what they failed with is told."""
     asked: list[tuple[list[str], int]] = []
 
-    def run(words: list[str], world: int, *_: object) -> str:
+    def run(words: list[str], world: int, *_: object, **__: object) -> str:
         asked.append((words, world))
         return failure
 
@@ -325,6 +328,78 @@ def test_the_command_starts_a_process_for_each_device(monkeypatch: pytest.Monkey
         command.main()
     assert ended.value.code == (failure or None)
     assert asked == [([sys.executable, "-m", "benchmarks.soak", "operations", *arguments], 2)]
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_ends_early_when_asked(
+    ending: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the round's check, with its row and what it has found; the next signal would end it at once."""
+    faults, before = Stress.faults, signal.getsignal(ending)
+
+    def asked(self: Stress) -> list[str]:
+        signal.raise_signal(ending)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        return [*faults(self), "one element wrong"]
+
+    monkeypatch.setattr(operations, "CALLS", 20)
+    monkeypatch.setattr(Stress, "faults", asked)
+    monkeypatch.setattr(sys, "argv", ["soak", "--backend", "cpu", "--operations", "9000", "--largest-kib", "4"])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" | ")[0].rpartition(" | ")[0] for line in lines if "| 20 |" in line] == [
+        "| peer | 20 | 0 | 0"
+    ]
+    assert lines[-2:] == ["ended early", "peer: one element wrong"]
+    assert signal.getsignal(ending) is before
+
+
+def test_the_first_process_tells_what_the_others_have_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only its output is seen."""
+
+    def tell(_: TPContext, mine: object) -> list[object]:
+        return [mine, (12, ["one element wrong on device 1"], False)] if isinstance(mine, tuple) else [mine]
+
+    monkeypatch.setattr(TPContext, "tell", tell)
+    monkeypatch.setattr(sys, "argv", ["soak", "--backend", "cpu", "--operations", "9", "--transport", "events"])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "events: one element wrong on device 1"
+    assert any(line.startswith("| events | 9 |") and line.endswith("| 12 |") for line in lines)
+
+
+def test_processes_end_in_the_same_round() -> None:
+    """Whichever of them is asked to."""
+    with Together(UNEVEN, ((0, 2), (3,)), seed=1) as together:
+        calls = iter([False, True])
+
+        def called(ctx: TPContext) -> int:
+            is_ended = calls.__next__ if 3 in ctx.devices else lambda: False
+            return soak(ctx, operations=2000, seconds=600, seed=3, largest=LARGEST, is_ended=is_ended).called
+
+        assert together.run(called) == [operations.CALLS] * 2
+
+
+def test_the_first_process_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the one that has started them, which is who is asked."""
+    told: list[int] = []
+
+    def run(*_: object, started: Callable[[list[SimpleNamespace]], None]) -> str:
+        started([SimpleNamespace(send_signal=told.append), SimpleNamespace(send_signal=None)])
+        signal.raise_signal(signal.SIGINT)
+        return ""
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(children, "run", run)
+    with pytest.raises(SystemExit):
+        operations.main(["--backend", "cpu", "--processes"])
+    assert told == [signal.SIGTERM]
 
 
 def test_workspaces_are_as_planned() -> None:

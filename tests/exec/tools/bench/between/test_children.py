@@ -15,6 +15,8 @@ import pytest
 from tpplan.exec.tools.bench.between import children
 
 if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -119,3 +121,13 @@ def test_nothing_that_a_run_started_is_left(then: str, end: str, lines: list[str
     select.select([read], [], [], 60)  # until nobody can write
     assert os.read(read, 4) == b""
     os.close(read)
+
+
+def test_who_starts_processes_can_end_them(tmp_path: Path) -> None:
+    """As Ctrl-C does not reach them."""
+
+    def end(processes: Sequence[subprocess.Popen[str]]) -> None:
+        processes[1].terminate()
+
+    failure = children.run([sys.executable, "-c", "import time; time.sleep(900)"], 2, 900, print, tmp_path, started=end)
+    assert failure == "process 1 was ended by SIGTERM"

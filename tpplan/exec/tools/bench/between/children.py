@@ -48,6 +48,7 @@ def run(
     cwd: str | os.PathLike[str],
     *,
     more: Mapping[str, str] = MappingProxyType({}),
+    started: Callable[[Sequence[subprocess.Popen[str]]], object] = lambda _: None,
 ) -> str:
     """Run a command in as many processes, each told by its environment which one it is, as torch.distributed wants it.
 
@@ -60,6 +61,7 @@ def run(
         tell: called with each line that the first process prints.
         cwd: directory of the processes.
         more: further variables of their environment.
+        started: called with the processes, which get no Ctrl-C of a terminal by themselves.
 
     Returns:
         Why they failed, and behind that what they said; empty if they did not.
@@ -83,6 +85,7 @@ def run(
         reader = Thread(target=_pass_on, args=(processes[0].stdout, tell), daemon=True)
         reader.start()
         try:
+            started(processes)
             late = _wait(processes, time.monotonic() + seconds)
             codes = [process.poll() or 0 for process in processes]  # before any is ended from here
             if late:
