@@ -110,6 +110,7 @@ def main() -> None:
     """Measure compiling, and every operation by hand and by each transport."""
     rounds = rounds_wanted(__doc__)
     torch.set_num_threads(1)
+    print("on virtual devices, parts of the host's memory: no GPU is measured")
     model = tpplan.read_model(MODEL)
     plan = tpplan.plan(model, tpplan.parse_devices(GPUS), cache=tpplan.Cache("q8", tokens=TOKENS), layout="reduce")
     opened = row("compile() and close(), 70B", lambda: compile_plan(plan, backend="cpu").close(), 1, 0.050)

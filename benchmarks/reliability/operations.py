@@ -3,11 +3,15 @@
 On GPUs graphs are replayed in any order, streams change, some devices are late now and then if asked for, and in the
 end a device that never arrives has to end in an error, after which a new context works. Memory must not grow, and the
 plan must have foretold it. Exits with 1 if anything was wrong.
+
+With ``--processes`` each device has a process of its own. All of them do the same operations at the same time, and each
+checks what its own device gets.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from contextlib import suppress
@@ -25,10 +29,13 @@ from benchmarks.reliability.stress import Stress
 from tpplan import exec as tpx
 from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec.options import TRANSPORTS
+from tpplan.exec.tools.bench.between import children
 from tpplan.hardware.catalogue import overhead
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch.distributed import ProcessGroup
 
     from tpplan.core.plan import SplitPlan
     from tpplan.exec import TPContext
@@ -42,8 +49,8 @@ CALLS, GRAPHS, IN_A_GRAPH, REPLAYS = 400, 4, 100, 200
 _IN_A_ROW, _BETWEEN = 20, 2
 #: Rows of a sum that goes through host memory in frames, on up to eight GPUs.
 FRAMED_ROWS = 32
-#: Faults that are told.
-_TOLD = 10
+#: Faults that are told, and seconds that processes have for all that is not operations.
+_TOLD, _MORE_S = 10, 300
 
 
 @define
@@ -97,7 +104,7 @@ def soak(
     stress = Stress(context, seed, largest=largest, delays=delays)
     start = time.perf_counter()
     try:
-        while outcome.operations < operations and time.perf_counter() - start < seconds:
+        while outcome.operations < operations and all(context.tell(time.perf_counter() - start < seconds)):
             _call(stress, outcome, min(CALLS, operations - outcome.operations))
             if graphs:
                 _replay(stress, outcome, random)
@@ -150,10 +157,11 @@ def _captured(stress: Stress, outcome: Outcome) -> tuple[Graph, int]:
 
 def _drop_graphs(context: TPContext) -> None:
     """Give back what graphs have left that are gone, as happens when another one is captured."""
-    x = torch.zeros(1, 8, device=next(iter(context.devices.values())).device)
-    context.broadcast(x)
+    source = context.all_devices[0]
+    x = torch.zeros(1, 8, device=context.devices[source].device if source in context.devices else "meta")
+    context.broadcast(x, source=source)
     with context.capture():
-        context.broadcast(x)
+        context.broadcast(x, source=source)
 
 
 def plan_for(devices: int, max_rows: int = 2048) -> SplitPlan:
@@ -165,17 +173,49 @@ def plan_for(devices: int, max_rows: int = 2048) -> SplitPlan:
 def main(arguments: Sequence[str]) -> None:
     """Soak every transport, and say how it went."""
     wanted = _parse(arguments)
-    cuda = wanted.backend == "cuda"
-    count = wanted.devices or (torch.cuda.device_count() if cuda else 3)
-    transports = (wanted.transport,) if wanted.transport else TRANSPORTS
+    if wanted.processes and "RANK" not in os.environ:
+        words = [sys.executable, "-m", "benchmarks.soak", "operations", *arguments]
+        failure = children.run(words, _count(wanted), wanted.seconds + _MORE_S, partial(print, flush=True), ROOT)
+        sys.exit(failure or None)
+    if not wanted.processes:
+        sys.exit(bool(_soak_all(wanted)))
+    is_cuda, rank = wanted.backend == "cuda", int(os.environ["RANK"])
+    if is_cuda:
+        torch.cuda.set_device(rank)
+    with tpx.process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo") as group:
+        problems = _soak_all(wanted, group)
+    if rank:  # whose output is only read if it fails
+        print("\n".join(problems), file=sys.stderr)
+    sys.exit(bool(problems))
+
+
+def _count(wanted: argparse.Namespace) -> int:
+    """Return the number of devices."""
+    return int(wanted.devices) or (torch.cuda.device_count() if wanted.backend == "cuda" else 3)
+
+
+def _transports(wanted: argparse.Namespace) -> tuple[str, ...]:
+    """Return the transports to soak: between processes those that there are."""
+    if wanted.transport:
+        return (wanted.transport,)
+    if wanted.processes:
+        return ("peer", "events") if wanted.backend == "cuda" else ("events",)
+    return TRANSPORTS
+
+
+def _soak_all(wanted: argparse.Namespace, group: ProcessGroup | None = None) -> list[str]:
+    """Soak every transport, print how it went, and return what is wrong, in words."""
+    cuda, count, transports = wanted.backend == "cuda", _count(wanted), _transports(wanted)
     operations = -(-(wanted.operations or (1_000_000 if cuda else 3_000)) // len(transports))
     plan = plan_for(count, 2048 if cuda else 64)
-    driver = _driver() if cuda and not wanted.calls_only else None  # before anything uses a GPU
+    is_measured = cuda and not wanted.calls_only and not group
+    driver = _driver() if is_measured else None  # before anything uses a GPU
     overheads = [_overhead(driver, i) for i in range(count)] if driver else []
     name = torch.cuda.get_device_name(0) if cuda else "virtual device"
     delays = wanted.delays and cuda
+    between = f", in {group.size()} processes" if group else ""
     late = ", devices late at random" if delays else ""
-    print(f"{count} x {name}, torch {torch.__version__}, seed {wanted.seed}{late}\n")
+    print(f"{count} x {name}{between}, torch {torch.__version__}, seed {wanted.seed}{late}\n")
     print(
         "| transport | operations | of them in graphs | replays | seconds | wrong |\n|---|---|---|---|---|---|",
         flush=True,
@@ -184,7 +224,7 @@ def main(arguments: Sequence[str]) -> None:
     workspaces: dict[str, list[tuple[int, int, int]]] = {}
     problems: list[str] = []
     for transport in transports:
-        compiled = partial(tpx.compile, plan, backend=wanted.backend, transport=transport)
+        compiled = partial(tpx.compile, plan, backend=wanted.backend, transport=transport, group=group)
         context, workspaces[transport] = compile_measured(plan, compiled)
         with suppress(ExecutionError), context:  # what has failed says so again when it is closed
             outcomes[transport] = outcome = soak(
@@ -196,18 +236,20 @@ def main(arguments: Sequence[str]) -> None:
                 delays=delays,
                 graphs=cuda and not wanted.calls_only,
             )
+            wrong = len(outcome.faults)
+            wrong = sum(context.tell(wrong))  # of all processes, if all are still there
         figures = (outcome.operations, outcome.replayed, outcome.replays, round(outcome.seconds))
-        print(f"| {transport} | {' | '.join(f'{n:,}' for n in figures)} | {len(outcome.faults)} |", flush=True)
+        print(f"| {transport} | {' | '.join(f'{n:,}' for n in figures)} | {wrong} |", flush=True)
         problems += [f"{transport}: {fault}" for fault in outcome.faults[:_TOLD]]
         problems += [f"{transport}: {problem}" for problem in outcome.growth.problems]
     _tell_memory(workspaces, outcomes, problems)
     if driver:
         _tell_overheads(driver, overheads, problems)
     waiting = [way for way in transports if way != "events"]
-    if cuda and count > 1 and waiting:
+    if cuda and count > 1 and waiting and not group:
         _tell_losses(plan, waiting, wanted, problems)
     print("\n" + ("\n".join(problems) or "nothing wrong"))
-    sys.exit(bool(problems))
+    return problems
 
 
 def _tell_memory(
@@ -274,6 +316,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, epilog="Other words: soak interrupts, soak lost.")
     add = parser.add_argument
     add("--backend", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--processes", action="store_true", help="a process for each device")
     add("--devices", type=int, default=0, help="how many; by default all GPUs, or three virtual ones")
     add("--transport", choices=TRANSPORTS, default="", help="one instead of all three")
     add("--operations", type=int, default=0, help="of all transports together (default 1,000,000, or 3,000 virtual)")

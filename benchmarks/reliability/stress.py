@@ -1,8 +1,12 @@
-"""Random operations of a context, each checked on the devices themselves without waiting for it."""
+"""Random operations of a context, each checked on the devices themselves without waiting for it.
+
+Of several processes, each has the same operations, and checks what its own devices get.
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -216,7 +220,7 @@ class Stress:
     def issue(self, task: Task) -> None:
         """Turn to the next contents, write operands, call the operation, and check its results."""
         self.turns += 1
-        for device in self.context.all_devices:
+        for device in self.context.devices:
             self._lanes[device].advance()
         self._lanes[HOST].version.fill_(self.turns % VERSIONS)
         self._checks.append(task)
@@ -262,7 +266,7 @@ class Stress:
             yield
 
     def _wait(self, task: Task, phase: int) -> None:
-        if task.delays and (delay := task.delays[phase])[1]:
+        if task.delays and (delay := task.delays[phase])[1] and delay[0] in self._lanes:
             self._lanes[delay[0]].delay(delay[1])
 
     @contextmanager
@@ -286,23 +290,32 @@ class Stress:
         return split.axis, min(parse_layers(split.layers)) if split.layers else None
 
     def _slices(self, task: Task) -> list[tuple[int, Window]]:
-        """Return the columns of each device's slice."""
-        axis, layer = self._where(task)
+        """Return the columns of the slice of each device of this process."""
+        (axis, layer), whole = self._where(task), self._whole(task)
         spans = [
             (s.device, s.start * task.columns, s.end * task.columns) for s in self.context.split(axis or "", layer)
         ]
-        return [(device, Window(task.start + a, b - a, spans[-1][2])) for device, a, b in spans]
+        return [(device, Window(task.start + a, b - a, whole.columns)) for device, a, b in spans]
 
     def _whole(self, task: Task) -> Window:
-        """Return all columns of an axis."""
-        size = self._slices(task)[0][1].pitch
+        """Return all columns of an axis that is cut."""
+        split = self._cuts[task.axis]
+        size = split.size * task.columns if split else 0
         return Window(task.start, size, size)
+
+    def _holders(self, task: Task) -> tuple[int, ...]:
+        """Return the devices of all processes that hold a part of an axis."""
+        if (split := self._cuts[task.axis]) is None:
+            return self.context.all_devices
+        return tuple(d for d, (a, b) in enumerate(pairwise(split.bounds)) if a < b)
 
     def _place(self, task: Task, device: int, room: int, columns: int) -> Tensor:
         return self._lanes[device].room(room, task.rows, columns, task.dtype, gap=task.gap, shift=task.shift)
 
     def _put(self, task: Task, device: int, room: int, window: Window) -> Tensor:
-        """Return an operand with the contents of a window."""
+        """Return an operand with the contents of a window; of another process's device, its shape."""
+        if device not in self._lanes:
+            return torch.empty(task.rows, window.columns, dtype=task.dtype, device="meta")
         target = self._place(task, device, room, window.columns)
         self._lanes[device].fill(target, window, numbers=task.kind in ADDING)
         return target
@@ -349,7 +362,7 @@ class Stress:
 
     def _allgather(self, task: Task, check: int) -> None:
         axis, layer = self._where(task)
-        whole, targets = self._whole(task), self.context.all_devices
+        whole, targets = self._whole(task), self.context.devices
         parts = [self._put(task, device, 0, cut) for device, cut in self._slices(task)]
         out = self._out(task, [(device, whole.columns) for device in targets])
         with self._issuing(task):
@@ -359,13 +372,14 @@ class Stress:
 
     def _all_reduce(self, task: Task, check: int) -> None:
         axis, layer = self._where(task)
-        senders, receivers, columns = self.context.devices_of(axis, layer), self.context.all_devices, task.columns
+        senders, receivers, columns = self._holders(task), tuple(self.context.devices), task.columns
         windows = {device: Window(task.start + _APART * i, columns, columns) for i, device in enumerate(senders)}
         residue = Window(task.start + _APART * len(senders), columns, columns)
-        parts = [self._put(task, device, 0, windows[device]) for device in senders]
+        own = self.context.devices_of(axis, layer)
+        parts = [self._put(task, device, 0, windows[device]) for device in own]
         residual = [self._put(task, device, 1, residue) for device in receivers] if task.full else None
         out = self._out(task, [(device, columns) for device in receivers])
-        if task.out == "parts" and senders == receivers:
+        if task.out == "parts" and own == receivers:
             out = parts
         elif task.out == "residual" and residual:
             out = residual

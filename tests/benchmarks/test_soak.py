@@ -16,6 +16,7 @@ from benchmarks.reliability.lost_device import MIB, Growth, compile_measured, is
 from benchmarks.reliability.operations import plan_for, soak
 from benchmarks.reliability.stress import Stress
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
+from tests.exec.processes.threads import Together
 from tpplan.errors import ExecutionError
 from tpplan.exec import compile as compile_plan
 from tpplan.exec.backends.cpu import Pending, VirtualDevices
@@ -23,13 +24,15 @@ from tpplan.exec.build import build
 from tpplan.exec.handles import Aside
 from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.programs.program import OUTPUT
+from tpplan.exec.tools.bench.between import children
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from tpplan.exec import TPContext
+    from tpplan.exec.group.transport import Message
     from tpplan.exec.programs.program import Buffer, Program
 
 LARGEST = 2**12
@@ -271,6 +274,57 @@ def test_the_command_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys
         command.main()
     assert ended.value.code == 1
     assert "host: 1 elements wrong" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_processes_do_the_same_and_check_their_own() -> None:
+    """What one of them receives wrong it finds; without that, both find nothing."""
+    with Together(UNEVEN, ((0, 2), (3,)), seed=1) as together:  # both have parts of all axes
+
+        def faults(ctx: TPContext) -> list[str]:
+            outcome = soak(ctx, operations=300, seconds=600, seed=3, largest=LARGEST)
+            assert outcome.called == 300
+            return outcome.faults
+
+        assert together.run(faults) == [[], []]
+        carrier = together.carriers[1]
+        carry = carrier.carry
+
+        def carry_wrong(messages: Sequence[Message], mark: str) -> Callable[[], None]:
+            wait = carry(messages, mark)
+
+            def spoil() -> None:
+                wait()
+                for message in messages:
+                    if not message.is_sent:
+                        message.data[-1] ^= 1
+
+            return spoil
+
+        carrier.carry = carry_wrong  # type: ignore[method-assign]
+        others, wrong = together.run(faults)
+    assert all(": all_reduce " in fault for fault in others)  # of which the process adds up a share for both
+    assert len(wrong) > 2 * len(others)
+    assert {fault.partition(": ")[2].split()[0] for fault in wrong} >= {"broadcast", "scatter", "gather", "all_reduce"}
+    assert all(" on device 3: " in fault or " in host memory: gather " in fault for fault in wrong)
+
+
+@pytest.mark.parametrize("failure", ["", "process 1 ended with 1"])
+def test_the_command_starts_a_process_for_each_device(monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+    """They are told the same, and what they failed with is told."""
+    asked: list[tuple[list[str], int]] = []
+
+    def run(words: list[str], world: int, *_: object) -> str:
+        asked.append((words, world))
+        return failure
+
+    arguments = ["--backend", "cpu", "--devices", "2", "--processes", "--seed", "5"]
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(children, "run", run)
+    monkeypatch.setattr(sys, "argv", ["soak", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == (failure or None)
+    assert asked == [([sys.executable, "-m", "benchmarks.soak", "operations", *arguments], 2)]
 
 
 def test_workspaces_are_as_planned() -> None:

@@ -94,6 +94,21 @@ def test_a_document(checkpoint: Path) -> None:
     assert Tokenizer(checkpoint).decode(document["new_tokens"]) == document["text"]
 
 
+def test_a_document_of_tokens(checkpoint: Path, tmp_path: Path) -> None:
+    """Tokens that are given need no tokenizer, and their document has no text: an empty one would be another answer."""
+    rules = json.loads((ROOT / "schemas/generate-report.schema.json").read_text(encoding="utf-8"))
+    directory = shutil.copytree(checkpoint, tmp_path / "tiny")
+    (directory / "tokenizer.json").unlink()
+    asked = ("--token-ids", "5,17,9", "--max-new-tokens", 4)
+    document = json.loads(generate(directory, *asked, "--json").out)
+    Draft202012Validator(rules).validate(document)
+    assert "text" not in document
+    prompted = ("--prompt", PROMPT, "--max-new-tokens", 1, "--json")
+    stop = json.loads(generate(checkpoint, *prompted).out)["text"]
+    assert json.loads(generate(checkpoint, *prompted, "--stop", stop).out)["text"] == ""
+    assert ",".join(map(str, document["new_tokens"])) + "\n" == generate(directory, *asked).out
+
+
 def test_a_plan_of_another_model(checkpoint: Path) -> None:
     """Two fingerprints are told by their first digits on the screen, and whole in the document."""
     plan = checkpoint / "other.json"

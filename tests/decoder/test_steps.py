@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tpplan.decoder.decoding.steps import StepGraphs
 from tpplan.errors import ExecutionError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.decoder_cases import Model
 
@@ -281,6 +282,7 @@ def test_prompts_that_go_on_behind_what_is_not_there(model: Model) -> None:
 #: Functions that take anything, as Python does.
 generating: Any = generate
 preparing: Any = prepare
+making: Any = Decoder
 choosing: Any = Sampling
 
 #: What cannot be done, and what the error says of it.
@@ -312,6 +314,14 @@ MISUSES: dict[str, tuple[Callable[[Any], object], str]] = {
     "over, alone": (lambda d: _started(d).step(True), "over is True, the steps are of 1 sequence"),
     "over, a number": (lambda d: _started(d).step([1]), "over has 1, which is neither True nor False"),
     "over, a token": (lambda d: _started(d).step(7), "over is 7, the steps are of 1 sequence"),
+    "more, a number": (lambda d: _started(d).step(more=1), "more is 1, which is neither True nor False"),
+    "more, none": (lambda d: _started(d).step(more=None), "more is None, which is neither True nor False"),
+    "more, a list": (lambda d: _started(d).step([], more=[True]), "more is [True], which is neither True nor False"),
+    "resume, a text": (lambda d: d.steps(1).start([[1]], resume="no"), "resume is 'no', which is neither True nor"),
+    "generating, resume": (lambda d: generating(d, [[1]], 2, resume=0), "resume is 0, which is neither True nor False"),
+    "graphs": (lambda d: d.new_steps(1, graphs=0), "graphs is 0, which is neither True nor False"),
+    "kernels": (lambda d: making(d.context, "m", {}, kernels=None), "kernels is None, which is neither True nor Fal"),
+    "turns": (lambda d: making(d.context, "m", {}, turns="yes"), "turns is 'yes', which is neither True nor False"),
     "half a new token": (
         lambda d: generating(d, [[1]], 2.5),
         "the number of new tokens is 2.5, expected a whole number",
@@ -366,10 +376,28 @@ def test_misuse() -> None:
         steps = _started(decoder)
         expected = [steps.step() for _ in range(3)]
         steps = _started(decoder)
-        for over in ([True, True], True, 7):
+        for over, more in (([True, True], True), (True, True), (7, True), ([True], 1)):
             with pytest.raises(RequestError):
-                steps.step(over)
+                steps.step(over, more=more)
         assert [steps.step(over) for over in ([], (), [True])] == expected
+
+
+def test_the_last_step_of_texts_is_told_as_such(decoder: Decoder, model: Model) -> None:
+    """Of those that have not ended: one that ended before its last token needs no step that is launched ahead."""
+    _, second = model.tokens
+    end = second[1]
+    assert end not in model.tokens[0][:3]
+    followed = []
+
+    def step(self: Steps, over: Sequence[bool], *, more: bool) -> list[int]:
+        followed.append(more)
+        return taken(self, over, more=more)
+
+    taken = Steps.step
+    with patch.object(Steps, "step", step):
+        found = [*generate(decoder, model.prompts, [3, 9], end={end})]
+    assert found[2] == (model.tokens[0][2], None)
+    assert followed == [True, False]
 
 
 def test_a_full_cache_where_all_texts_have_ended(decoder: Decoder) -> None:

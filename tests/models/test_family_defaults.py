@@ -23,8 +23,10 @@ from tests.family_models import (
     saved_tensors,
     spec_of,
 )
+from tests.later import transformers
 from tpplan.errors import ModelError
 from tpplan.models import families
+from tpplan.models.config import ALIASES, OWN_NAMES
 from tpplan.models.families.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
@@ -199,3 +201,17 @@ def test_heliums_default_head_size_is_that_of_its_class() -> None:
     sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 512}
     sizes |= {"num_hidden_layers": 2, "vocab_size": 1000, "max_position_embeddings": 512}
     assert spec_of({"model_type": "helium", **sizes}).parameter_count == 4_013_952
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_names_of_some_families_are_read_by_their_classes_alone(name: str) -> None:
+    """A class has the name, or one that means the same becomes what it is set to; others do nothing with it."""
+    (names,) = ({key, *others} for key, others in ALIASES.items() if name in others)
+    readers = set()
+    for model_type in {*families.FAMILIES} - SAME.keys() - NOT_IN_TRANSFORMERS:
+        kind = transformers.AutoConfig.for_model(model_type).__class__
+        with_name = kind(**{name: 6})
+        moved = [other for other in names - {name} if getattr(with_name, other, None) == 6 != getattr(kind(), other, 6)]
+        if moved or name in kind.__dataclass_fields__ or name in kind.attribute_map:
+            readers.add(model_type)
+    assert readers == set(OWN_NAMES[name])

@@ -49,7 +49,7 @@ from tpplan.models.families import spec_from_config
         ({"model_type": "florence2", "text_config": {"model_type": "bart"}}, ("'florence2'", "supported name")),
         ({"model_type": "other", "text_config": {"model_type": ["mistral"]}}, ("'other'", "supported name")),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, ("'mamba'", "MambaForCausalLM", "llama")),
-        ({"model_type": None, "architectures": ["A"]}, ("model_type is missing\n", "compare it with the config.json")),
+        ({"model_type": None, "architectures": ["A"]}, ("model_type is null\n", "compare it with the config.json")),
         ({"model_type": "gemma3"}, ("text_config is missing",)),
         ({"model_type": "gemma3", "text_config": 3}, ("text_config is 3", "object")),
         ({"model_type": "cohere2", "head_dim": 4}, ("head_dim is 4", "128")),
@@ -267,7 +267,14 @@ def test_mlps_of_mpt_have_one_width() -> None:
 
 @pytest.mark.parametrize(
     ("key", "slip"),
-    [("num_key_value_heads", "num_key_value_head"), ("tie_word_embeddings", "tie_word_embedding")],
+    [
+        ("num_key_value_heads", "num_key_value_head"),
+        ("num_key_value_heads", "numKeyValueHeads"),
+        ("num_key_value_heads", "multi_query_group_num"),
+        ("num_key_value_heads", "n_kv_heads"),
+        ("tie_word_embeddings", "tie_word_embedding"),
+        ("torch_dtype", "torch_dtpye"),
+    ],
 )
 def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
     """A default would be taken silently else: a model would have as many KV heads as query heads."""
@@ -275,12 +282,58 @@ def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
     told = f"config.json has {slip}, which is not read, and no {key}: its default is taken"
     assert told in spec_from_config(Config(data, "config.json"), "m").notes
     assert spec_from_config(Config({**data, key: LLAMA[key]}, "config.json"), "m").notes == ()
-    assert spec_from_config(Config(LLAMA | {"num_key_value_pairs": 1}, "config.json"), "m").notes == ()
+    del data[slip]
+    for other in ("num_key_value_pairs", f"swa_{key}", f"{key}_of_layers"):
+        assert spec_from_config(Config(data | {other: 1}, "config.json"), "m").notes == ()
 
 
-def test_a_missing_key_that_is_nearly_there_is_named() -> None:
-    """In the hint; else the hint is where to look."""
-    data = {("hiden_size" if name == "hidden_size" else name): value for name, value in LLAMA.items()}
-    with pytest.raises(ModelError, match="hidden_size or n_embd or n_embed is missing") as caught:
+@pytest.mark.parametrize(
+    ("key", "slip"),
+    [
+        ("hidden_size", "hiden_size"),
+        ("hidden_size", "hidden_sise"),
+        ("hidden_size", "hiddenSize"),
+        ("hidden_size", "d_model"),
+        ("vocab_size", "vocab_sise"),
+        ("vocab_size", "padded_vocab_size"),
+        ("model_type", "model_tpye"),
+        ("model_type", "modelType"),
+        ("intermediate_size", "intermediate-size"),
+        ("num_hidden_layers", "num_layers"),
+        ("num_attention_heads", "n_heads"),
+        ("max_position_embeddings", "max_seq_len"),
+    ],
+)
+@pytest.mark.parametrize("architectures", [{}, {"architectures": ["LlamaForCausalLM"]}])
+def test_a_missing_key_that_is_nearly_there_is_named(key: str, slip: str, architectures: dict[str, object]) -> None:
+    """In the hint, which works when followed."""
+    data = LLAMA | {"model_type": "llama"}
+    data.pop("architectures", None)
+    data |= architectures
+    value = data.pop(key)
+    with pytest.raises(ModelError, match=f"{key} (or .*)?is missing") as caught:
+        spec_from_config(Config({**data, slip: value}, "config.json"), "m")
+    assert caught.value.hint == f"is {slip} meant as {key}?"
+    assert spec_from_config(Config({**data, key: value}, "config.json"), "m").notes == ()
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"])
+def test_no_key_of_another_meaning_is_named(key: str) -> None:
+    """Keys of parts, of experts and of other sizes contain the name of the one that is missing."""
+    others = ("moe_intermediate_size", "text_vocab_size", "hidden_size_per_layer_input", "linear_num_key_heads")
+    data = {name: value for name, value in LLAMA.items() if name != key} | dict.fromkeys(others, 8)
+    with pytest.raises(ModelError, match="is missing") as caught:
         spec_from_config(Config(data, "config.json"), "m")
-    assert caught.value.hint == "is hiden_size meant as hidden_size?"
+    assert caught.value.hint == "compare it with the config.json that the model came with"
+
+
+@pytest.mark.parametrize(("key", "name"), [("num_key_value_heads", "num_kv_heads"), ("hidden_size", "n_embd")])
+def test_names_of_other_families_are_told(key: str, name: str) -> None:
+    """They are read, but transformers takes the default of its class, such as as many KV heads as query heads."""
+    data = {(name if each == key else each): value for each, value in LLAMA.items()}
+    spec = spec_from_config(Config(data, "config.json"), "m")
+    assert spec.blocks == spec_from_config(Config(LLAMA, "config.json"), "m").blocks
+    (note,) = spec.notes
+    assert note.startswith(f"config.json has {name} and no {key}: it is read as that, as in models of type ")
+    assert note.endswith("; transformers ignores it in those of type llama")
+    assert spec_from_config(Config({**data, key: LLAMA[key]}, "config.json"), "m").notes == ()

@@ -13,8 +13,10 @@ import pytest
 
 import tpplan
 from tests.command import command
+from tpplan.core.device import DEFAULT_OVERHEAD_BYTES, UNMEASURED_OVERHEAD_BYTES
 from tpplan.exec import TPContext
 from tpplan.exec import compile as compile_plan
+from tpplan.hardware import catalogue
 from tpplan.hardware import file as devices_file
 from tpplan.models.families import supported
 from tpplan.models.families.drafts import DRAFTS, KINDS
@@ -182,3 +184,20 @@ def test_the_devices_file(tmp_path: Path) -> None:
     for key in set(re.findall('"([a-z]+_bytes)"', text)) - {"overhead_bytes"}:
         with pytest.raises(tpplan.DeviceError, match="is missing"):
             devices_file.loads(re.sub(f', "{key}": [0-9]+', "", text))
+
+
+def test_texts_agree_on_the_overhead() -> None:
+    """Of a GPU that --gpus names, and of one that a devices file names without it."""
+    named, left_out = (f"{size // 2**20} MiB" for size in (UNMEASURED_OVERHEAD_BYTES, DEFAULT_OVERHEAD_BYTES))
+    gpus = tpplan.parse_devices("RTX4090,H100,20GiB")
+    assert {f"{gpu.overhead_bytes // 2**20} MiB" for gpu in gpus} == {named}
+    assert catalogue.overhead("9.0").bytes == UNMEASURED_OVERHEAD_BYTES
+    file = '{"format_version": "1.0", "devices": [{"name": "a", "memory_bytes": 9, "budget_bytes": 9}]}'
+    assert devices_file.loads(file).devices[0].overhead_bytes == DEFAULT_OVERHEAD_BYTES
+    planning = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| overhead \|.*", README, re.MULTILINE)
+    (key,) = re.findall(r"^- `overhead_bytes` is .*(?:\n  .*)*", planning, re.MULTILINE)
+    (described,) = re.findall(r"driver context.*", (ROOT / "schemas/devices-file.schema.json").read_text("utf-8"))
+    for text in (row, key, described):
+        assert set(re.findall(r"\d+ MiB", text)) == {named, left_out}
+    assert re.findall(r"costs its overhead, (\d+ MiB)\s+with `--gpus`", planning) == [named]

@@ -304,3 +304,26 @@ def test_what_auto_chose_was_not_asked_for() -> None:
     named = plan(model, [slow, fast], cache=Cache(tokens=4096))
     assert diff(named, before).fields[0].path == "request.strategy"
     assert Reason.REQUEST in diff(named, before).reasons
+
+
+def test_why_one_of_two_plans_predicts_nothing() -> None:
+    """A rate that is unknown has its reason below the table: a bandwidth, or that the strategy was named."""
+    model = spec(num_hidden_layers=4, hidden_size=2048, intermediate_size=8192)
+    fast = Device(name="fast", budget_bytes=24 * GIB, bandwidth_bytes_per_second=900 * 10**9)
+    dark = Device(name="dark", budget_bytes=24 * GIB)
+    predicted, unknown, also_unknown, named = (
+        plan(model, devices, cache=Cache(tokens=4096), strategy=strategy)
+        for devices, strategy in (
+            ([fast, fast], "auto"),
+            ([fast, dark], "auto"),
+            ([dark, dark], "auto"),
+            ([fast, fast], "latency"),
+        )
+    )
+    why = "the second plan has no tokens/s, because the bandwidth of device 1 (dark) is unknown"
+    assert diff(predicted, unknown).unpredicted == why
+    assert why in plain(diff_view(unstructure(diff(predicted, unknown))))
+    assert diff(unknown, predicted).unpredicted == why.replace("second", "first")
+    found = diff(predicted, named).unpredicted
+    assert found == "the second plan has no tokens/s, because it was not made with --strategy auto"
+    assert diff(predicted, predicted).unpredicted == diff(unknown, also_unknown).unpredicted == ""

@@ -10,10 +10,11 @@ from hypothesis import given
 import tpplan
 from tests.codec_cases import PLAN
 from tests.family_models import EXAMPLES
+from tests.render_cases import plain
 from tests.strategies import plans
 from tpplan.core.plan import DeviceMemory, SplitPlan
 from tpplan.files.codec import unstructure
-from tpplan.render.show import summary
+from tpplan.render.show import show, summary
 from tpplan.reports.show import PPM, ShareBasis, show_report
 
 if TYPE_CHECKING:
@@ -98,3 +99,17 @@ def test_shares_add_up(plan: SplitPlan) -> None:
         assert abs(sum(d.achieved_share_ppm for d in report.devices) - PPM) <= slack
     assert all(d.used_bytes + d.free_bytes == d.budget_bytes for d in report.devices)
     assert 0 <= report.together_ppm <= report.fullest_ppm <= PPM
+
+
+def test_why_nothing_is_predicted() -> None:
+    """The screen names the devices whose bandwidth is unknown, and the document has their indices."""
+    model = tpplan.read_model(EXAMPLES / "Llama-3.1-8B")
+    known, unknown = (
+        show_report(tpplan.plan(model, tpplan.parse_devices(gpus), strategy="auto"))
+        for gpus in ("2xRTX4090", "RTX4090,24GiB,2x16GiB")
+    )
+    assert (known.without_bandwidth, unknown.without_bandwidth) == ((), (1, 2, 3))
+    assert (known.speed is None, unknown.speed is None) == (False, True)
+    why = "no tokens/s, because the bandwidth of device 1 (24GiB GPU), 2 (16GiB GPU), 3 (16GiB GPU) is unknown"
+    assert why in plain(show(unstructure(unknown)))
+    assert "no tokens/s" not in plain(show(unstructure(known)))

@@ -458,11 +458,10 @@ def bench(
     with needing("running a plan"):
         from tpplan.exec.compiler import compiler, usable  # noqa: PLC0415
         from tpplan.exec.tools.bench import run as times  # noqa: PLC0415
+        from tpplan.exec.tools.bench.between import run as between  # noqa: PLC0415
     console.show_log()
     told = (lambda _: None) if json else console.growing(view)
     if processes:
-        from tpplan.exec.tools.bench.between import run as between  # noqa: PLC0415
-
         where = usable(found, backend, on_plans.note)
         report = between.bench(
             found,
@@ -479,6 +478,9 @@ def bench(
         report = times.bench(make, transport, sizes=asked, rounds=turns, busy=console.busy, told=told)
     if json:
         console.answer(report, view, json=True)
+    if report.failed:
+        console.fail(between.failed(report.failed), gpus="", form="text")  # a document is there already
+        return FAILED
     return OK if any(timed.time for one in report.measured for timed in one.timed) else FAILED
 
 

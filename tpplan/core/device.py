@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 #: Memory of the CUDA context and libraries in plans and devices files that do not tell it. That is their format, and no
 #: estimate: what tpplan plans with is always told.
@@ -45,3 +50,12 @@ UNMEASURED_OVERHEAD_BYTES = 890 * 2**20
 
 #: More devices than this in a list is a mistake or an attack.
 MAX_DEVICES = 4096
+
+#: Devices that a sentence names.
+_NAMED = 3
+
+
+def bandwidths_unknown(names: Mapping[int, str]) -> str:
+    """Say why no speed is told of devices whose bandwidth nobody knows, by their indices and names."""
+    told = ", ".join(f"{i} ({name})" for i, name in [*names.items()][:_NAMED]) + ", …" * (len(names) > _NAMED)
+    return f"no tokens/s, because the bandwidth of device {told} is unknown"

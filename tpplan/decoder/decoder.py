@@ -27,7 +27,17 @@ from tpplan.decoder.layer.stack import Stack
 from tpplan.decoder.layer.steps import Plain
 from tpplan.decoder.model.settings import facts_of as settings_facts
 from tpplan.decoder.model.settings import settings_of
-from tpplan.decoder.prompts import Prompt, check, check_sequences, check_step, cut, facts_of, length_of, numbers_of
+from tpplan.decoder.prompts import (
+    Prompt,
+    check,
+    check_flags,
+    check_sequences,
+    check_step,
+    cut,
+    facts_of,
+    length_of,
+    numbers_of,
+)
 from tpplan.decoder.weights.convert import matrices_of
 from tpplan.decoder.weights.fuse import check_weights, fuse_weights
 from tpplan.decoder.weights.gguf import dequantised, room_note
@@ -102,7 +112,7 @@ class Decoder:
         Raises:
             ModelError: the decoder does not support the model, see :func:`tpplan.decoder.model.settings.settings_of`,
                 or the plan is for another one.
-            RequestError: the weights do not match the plan.
+            RequestError: the weights do not match the plan, or an argument is of another type.
             ExecutionError: the decoder has no cache of this kind, or the plan counts other bytes for its cache; a
                 device has too little room for the numbers that blocks of GGUF become; or of several processes, one
                 failed, or their arguments or config.json differ: the same error in all.
@@ -116,6 +126,7 @@ class Decoder:
         }
 
         def read() -> tuple[ModelSpec, Settings]:
+            check_flags(kernels=kernels, **_given(graphs=graphs, turns=turns))
             where = checkpoint if isinstance(checkpoint, Source) else local(checkpoint)
             model = where.model if isinstance(where, Source) else read_model(where)
             self._gguf = gguf_of(where)
@@ -275,9 +286,10 @@ class Decoder:
             graphs: whether to capture steps as graphs; by default on CUDA devices.
 
         Raises:
-            RequestError: see :meth:`steps`.
+            RequestError: see :meth:`steps`; or ``graphs`` is no bool.
         """
         check_sequences(sequences, self.context.plan)
+        check_flags(**_given(graphs=graphs))
         return Steps(self.new_step_graphs(sequences, graphs=graphs), self._begin_texts)
 
     def new_step_graphs(self, sequences: int, *, graphs: bool | None = None) -> StepGraphs:
@@ -522,3 +534,8 @@ def _is_captured(tensor: Tensor) -> bool:
         return False
     with torch.cuda.device(tensor.device):
         return torch.cuda.is_current_stream_capturing()
+
+
+def _given(**flags: bool | None) -> dict[str, bool]:
+    """Return the arguments that are not left out."""
+    return {name: value for name, value in flags.items() if value is not None}

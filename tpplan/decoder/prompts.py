@@ -218,6 +218,17 @@ def whole(what: str, value: object) -> int:
     raise RequestError(f"{what} is {shown(value)}, expected a whole number", "give an int")
 
 
+def check_flags(**flags: object) -> None:
+    """Check that arguments are bools.
+
+    Raises:
+        RequestError: one is none, such as 1 or None.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} is {shown(value)}, which is neither True nor False", "give one of these")
+
+
 def shown(value: object) -> str:
     """Return the representation of an object, shortened."""
     return " ".join(repr(value).split())[:_SHOWN]

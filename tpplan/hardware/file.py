@@ -73,7 +73,7 @@ class FileDevice:
         memory_bytes: memory of the GPU, as its driver reports it.
         budget_bytes: bytes that tpplan may use: those that were free when the file was made, or an edited value.
         overhead_bytes: part of the budget that the driver context and libraries take if the device is used; 512 MiB if
-            left out, while decoders took up to 886 MiB on H200s.
+            left out, while decoders took up to 890 MiB on H100s and H200s.
         overhead_source: how the overhead was determined.
         bandwidth_bytes_per_second: memory bandwidth, 0 if unknown.
         capability: CUDA compute capability such as ``8.9``, empty if unknown.

@@ -15,7 +15,7 @@ from tpplan.files.kinds import CONFIG, mistaken
 from tpplan.files.text import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 #: Size limit of a config.json; real ones have a few KiB, a larger one is a mistake or an attack.
 MAX_CONFIG_BYTES: Final = 16 * 2**20
@@ -47,6 +47,34 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "torch_dtype": ("dtype",),
 }
 
+_GPT: Final = ("gpt2", "gpt_bigcode", "gptj")
+#: Of these names, those of sizes that only some families have. In a config of another one transformers ignores them and
+#: takes a default.
+OWN_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "block_ff_dim": ("lfm2",),
+    "ffn_dim": ("opt",),
+    "ffn_hidden_size": ("falcon", "longcat_flash"),
+    "n_embd": _GPT,
+    "n_embed": ("bloom", "falcon"),
+    "n_head": (*_GPT, "bloom"),
+    "n_inner": _GPT,
+    "n_layer": (*_GPT, "bloom"),
+    "n_positions": _GPT,
+    "num_attention_groups": ("step3p5",),
+    "num_kv_heads": ("falcon",),
+}
+
+#: What some families call a key; nothing reads these names in the configs of others.
+FOREIGN_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "hidden_size": ("d_model",),
+    "intermediate_size": ("d_ff",),
+    "max_position_embeddings": ("max_seq_len", "seq_length", "model_max_length"),
+    "num_attention_heads": ("n_heads", "num_heads"),
+    "num_hidden_layers": ("n_layers", "num_layers"),
+    "num_key_value_heads": ("kv_n_heads", "multi_query_group_num", "n_kv_heads", "num_query_groups"),
+    "vocab_size": ("padded_vocab_size",),
+}
+
 #: Hint where a file is another one than a model's config.json.
 ELSEWHERE: Final = "point to a model's directory, or to the config.json that came with the model"
 #: Where a directory of models has them, and one of Hugging Face's cache.
@@ -54,7 +82,7 @@ _DEEPER: Final = ("*/config.json", "snapshots/*/config.json")
 _COMPARE = "compare it with the config.json that the model came with"
 _MISSING: Final = object()
 #: How much alike a key and what it may have been meant as are, and how long: short ones are alike by chance.
-_NEAR: Final = 0.94
+_NEAR: Final = 0.9
 _LONG: Final = 8
 
 
@@ -63,6 +91,11 @@ def _repr(value: object) -> str:
     short = Repr()
     short.maxstring = short.maxother = 60
     return short.repr(value)
+
+
+def _folded(name: str) -> str:
+    """Return a key without what differs between hiddenSize, hidden-size and hidden_size."""
+    return name.casefold().replace("_", "").replace("-", "")
 
 
 class Config:
@@ -93,25 +126,43 @@ class Config:
         self._asked.add(key)
         return any(name in self._data for name in (key, *ALIASES.get(key, ())))
 
-    def _missing(self, key: str) -> ModelError:
+    def missing(self, key: str) -> ModelError:
+        """Return the error for a key without a value; the hint names the key that was probably meant as it."""
         names = " or ".join((key, *ALIASES.get(key, ())))
-        near = () if key in self else get_close_matches(key, self._data, 1, _NEAR)
-        hint = f"is {near[0]} meant as {key}?" if near else ""
-        return self.error(f"{names} is {'null' if key in self else 'missing'}", hint)
+        near = self.meant_as(key)
+        return self.error(f"{names} is {'null' if key in self else 'missing'}", near and f"is {near} meant as {key}?")
+
+    def meant_as(self, key: str) -> str:
+        """Return the key that was probably meant as one that is missing, empty if none is or that is there."""
+        return "" if key in self else self._meant_as(key, self._data)
+
+    def _meant_as(self, key: str, names: Collection[str]) -> str:
+        """Return which of several names was probably meant as a key: another family's, or a misspelt one; or none."""
+        foreign = (name for name in FOREIGN_NAMES.get(key, ()) if name in names and self._data[name] is not None)
+        if name := next(foreign, ""):
+            return name
+        others = [name for name in names if len(name) >= _LONG and key not in name and name[0] != "_"]
+        same = (name for name in others if _folded(name) == _folded(key))
+        return next(same, "") or next(iter(get_close_matches(key, others if len(key) >= _LONG else (), 1, _NEAR)), "")
 
     def mistaken_keys(self) -> Iterator[tuple[str, str]]:
-        """Yield keys that nobody has looked up, and that look like one that was looked up in vain, each with that.
+        """Yield keys that nobody has looked up, each with one that was looked up in vain and probably meant.
 
-        A key that only goes on behind the other is another one, such as ``compress_ratios`` beside ``compress_ratio``.
+        They are what other families call it, or misspelt. A key that contains the other is neither, such as
+        ``compress_ratios`` beside ``compress_ratio``.
         """
         known = {name for key in self._asked for name in (key, *ALIASES.get(key, ()))}
-        unread = [key for key in self._data if key not in known and len(key) >= _LONG and key[0] != "_"]
+        unread = [key for key in self._data if key not in known]
         for key in sorted(self._asked):
-            if len(key) < _LONG or key in self:
-                continue
-            others = [each for each in unread if not each.startswith(key)]
-            if near := get_close_matches(key, others, 1, _NEAR):
-                yield near[0], key
+            if key not in self and (meant := self._meant_as(key, unread)):
+                yield meant, key
+
+    def borrowed_keys(self, model_type: str) -> Iterator[tuple[str, str]]:
+        """Yield keys that were read by a name that only other families have than ``model_type``, each with its own."""
+        for key in sorted(self._asked):
+            names = [name for name in (key, *ALIASES.get(key, ())) if self._data.get(name) is not None]
+            if names and all(model_type not in OWN_NAMES.get(name, (model_type,)) for name in names):
+                yield names[0], key
 
     def _find(self, key: str) -> tuple[str, object]:
         """Return the key's name in the file and its value; values take precedence over null and must agree."""
@@ -156,7 +207,7 @@ class Config:
         value = self.optional_count(key, default=default, minimum=minimum, maximum=maximum)
         value = default if value is None else value
         if value is None:
-            raise self._missing(key)
+            raise self.missing(key)
         return value
 
     def number(self, key: str, least: float, most: float) -> float | None:
@@ -267,7 +318,7 @@ class Config:
         """
         name, value = self._find(key)
         if value is _MISSING or value is None:
-            raise self._missing(key)
+            raise self.missing(key)
         if not isinstance(value, dict):
             raise self.error(f"{name} is {_repr(value)}, expected an object")
         return Config(value, f"{self.source}: {name}")

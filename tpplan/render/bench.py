@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tpplan.core.sizes import counted
 from tpplan.render.text import BLANK, PLAIN_COLUMNS, line, table, wrapped
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def bench(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     names = report["devices"]
     where = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
     if report["backend"] == "cpu":
-        where = f"{len(names)} virtual device{'s' if len(names) > 1 else ''}"
+        where = f"{counted(len(names), 'virtual device')} of this machine's CPU"
     lines = [line(f"{report['model']} on {where}", "title")]
     lines += [line(part, "dim") for text in _conventions(report) for part in wrapped(text, columns)]
     lines += [line(part, "warn") for note in report["notes"] for part in wrapped(f"note: {note}", columns)]
@@ -40,13 +41,16 @@ def _conventions(report: dict[str, Any]) -> Iterator[str]:
         f"{', '.join(report['software'])}; transport {report['transport']}; rows of {report['columns']} "
         f"in {report['dtype']}, slices {slices}"
     )
-    calls = "one after the other"
-    if report["backend"] == "cuda":
-        calls = f"called {calls}, or {report['in_a_graph']} in a CUDA graph, as a decoding step has"
     yield (
-        f"µs of one operation of many, {calls}: the median of {report['rounds']} rounds, in which all take turns, and "
-        f"10 %–90 % of them. In brackets how many times as long as {_OURS} the others take."
+        f"{_OURS}: µs for one operation, the median of {report['rounds']} rounds, in each of which all implementations "
+        "take turns; 10 %–90 %: a tenth of the rounds was faster than the first number, a tenth slower than the second"
     )
+    if report["backend"] == "cuda":
+        yield (
+            "calls: operations are called one after the other; "
+            f"graph: {report['in_a_graph']} are in one CUDA graph, as many as in a decoding step"
+        )
+    yield f"in brackets: an implementation's time divided by {_OURS}'s; above 1, {_OURS} is faster"
     yield (
         "payload: what every device holds in the end, of scatter and gather all slices together; "
         f"moved: what {_OURS} moves from one memory to another, all devices together"

@@ -166,7 +166,8 @@ def _speed(changes: dict[str, Any]) -> list[Block]:
         rows.append([(what, ""), (cells[0], "dim"), ("→", "dim"), (cells[1], style), (part, style)])
     heads = [("pass", ""), *_VALUES[1:], ("change", "")]
     title = Heading("Speed", ", tokens/s with a full cache, estimated for tpplan's decoder")
-    return [title, _named(heads, "<><>>", rows)] if rows else []
+    why = [Text(changes["unpredicted"], "dim")] if "unpredicted" in changes else []
+    return [title, _named(heads, "<><>>", rows), *why] if rows else []
 
 
 def _deltas(buckets: Sequence[str], sizes: Sequence[int], scale: int) -> list[Span]:

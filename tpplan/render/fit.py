@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from tpplan.core.device import bandwidths_unknown
 from tpplan.core.plan import rooms_told
 from tpplan.core.sizes import format_bytes
 from tpplan.render.blocks import INDENT, Heading, Table, Text
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 _LONGEST_TITLE = 60
 _LONGEST_DEVICES = 60
-_NAMED = 3
 
 
 def fit(report: dict[str, Any]) -> list[Block]:
@@ -76,10 +76,9 @@ def _unknown(report: dict[str, Any]) -> list[Block]:
     places = report.get("without_bandwidth", ())
     if not places:
         return []
-    named = ", ".join(f"{i} ({report['devices'][i]})" for i in places[:_NAMED]) + ", …" * (len(places) > _NAMED)
-    text = f"no tokens/s, because the bandwidth of device {named} is unknown: name GPUs of the catalogue, such as "
-    text += "RTX4090:20GiB, or give bandwidth_bytes_per_second in a devices file"
-    return [Text(text, "warn")]
+    why = bandwidths_unknown({i: report["devices"][i] for i in places})
+    hint = "name GPUs of the catalogue, such as RTX4090:20GiB, or give bandwidth_bytes_per_second in a devices file"
+    return [Text(f"{why}: {hint}", "warn")]
 
 
 def _cell(cell: dict[str, Any]) -> Span:

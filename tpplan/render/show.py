@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from tpplan.core.device import bandwidths_unknown
 from tpplan.core.model import PREDICTION, NotPlanned
 from tpplan.core.sizes import counted, listed
 from tpplan.render.blocks import INDENT, Bar, Heading, Table, Text
@@ -53,7 +54,7 @@ def show(report: dict[str, Any]) -> list[Block]:
         BLANK,
         *_cuts(report),
         BLANK,
-        *_speed(report),
+        *(_speed(report) if "speed" in report else _unpredicted(report)),
         Text(summary(report), "good"),
         Text(exactness(report), "dim"),
     ]
@@ -153,8 +154,6 @@ def basis_of(speed: dict[str, Any], devices: int) -> str:
 
 def _speed(report: dict[str, Any]) -> list[Block]:
     """Return a row per device: the milliseconds of a decode step by cause, and what that comes to."""
-    if "speed" not in report:
-        return []
     step = report["plan"]["speed"]["decode"][-1]
     rows: list[list[Span]] = []
     first, last = elided(len(step["devices"]), MOST_DEVICES)
@@ -176,6 +175,13 @@ def _speed(report: dict[str, Any]) -> list[Block]:
         Text(basis_of(report["speed"], len(step["devices"])), "dim", INDENT),
         BLANK,
     ]
+
+
+def _unpredicted(report: dict[str, Any]) -> list[Block]:
+    """Say why there are no times, where a bandwidth is unknown."""
+    places, devices = report.get("without_bandwidth", ()), report["plan"]["devices"]
+    why = bandwidths_unknown({i: shorten_name(devices[i]["name"], _LONGEST_NAME) for i in places})
+    return [Text(why, "dim")] if places else []
 
 
 def shares_of(report: dict[str, Any]) -> str:

@@ -109,6 +109,7 @@ class BenchReport:
         limits: measured between the devices and to the host; none between virtual devices.
         measured: by operation, then size.
         notes: what else to know.
+        failed: why processes ended with an error, though they had measured this; left out if none did.
     """
 
     model: str
@@ -125,3 +126,4 @@ class BenchReport:
     measured: tuple[Measured, ...]
     notes: tuple[str, ...]
     even_columns: tuple[int, ...] = ()
+    failed: str = ""

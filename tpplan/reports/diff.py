@@ -10,10 +10,12 @@ import attrs
 from attrs import frozen
 
 from tpplan.core.axes import Axis, format_layers, parse_layers
+from tpplan.core.device import bandwidths_unknown
 from tpplan.core.plan import Draft, SplitPlan, reserves_told, rooms_told
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import RequestError
 from tpplan.files.codec import document
+from tpplan.planner.speed import bandwidth_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -220,6 +222,7 @@ class PlanDiff:
         memory: memory of the devices where it differs.
         total: change of every bucket, summed over all devices.
         speed: passes of which the plans predict different times.
+        unpredicted: why one of the plans predicts no times; left out if both do, or neither.
     """
 
     summary: str
@@ -232,6 +235,7 @@ class PlanDiff:
     total: tuple[BucketChange, ...]
     speed: tuple[SpeedChange, ...] = ()
     chosen: tuple[FieldChange, ...] = ()
+    unpredicted: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.reasons)
@@ -275,7 +279,11 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
         total=tuple(_bucket_changes(a.memory, b.memory, _buckets(a, b))),
         speed=speed,
         chosen=chosen,
+        unpredicted=_unpredicted(a, b),
     )
+
+
+_NOT_BY_AUTO = "no tokens/s, because it was not made with --strategy auto"
 
 
 def _speed_changes(a: SplitPlan, b: SplitPlan) -> Iterator[SpeedChange]:
@@ -287,6 +295,15 @@ def _speed_changes(a: SplitPlan, b: SplitPlan) -> Iterator[SpeedChange]:
             yield SpeedChange(
                 prefill=key[0], rows=key[1], before_tokens_per_second=rates[0], after_tokens_per_second=rates[1]
             )
+
+
+def _unpredicted(a: SplitPlan, b: SplitPlan) -> str:
+    """Return why one of two plans predicts no times, empty if both do or neither."""
+    if bool(a.speed) == bool(b.speed):
+        return ""
+    which, plan = ("second", b) if a.speed else ("first", a)
+    unknown = {i: device.name for i, device in enumerate(plan.devices) if not bandwidth_of(device)}
+    return f"the {which} plan has {bandwidths_unknown(unknown) if unknown else _NOT_BY_AUTO}"
 
 
 def _passes(speed: Speed | None) -> Iterator[tuple[bool, Pass]]:

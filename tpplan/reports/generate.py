@@ -52,7 +52,8 @@ class GenerateReport:
         backend: ``cuda``, or ``cpu`` for virtual devices.
         prompt_tokens: that were given.
         new_tokens: that follow them; the last one may be the one that ends a text.
-        text: that the new tokens stand for, up to a stop string; empty where tokens were given.
+        text: that the new tokens stand for, up to a stop string; left out where tokens were given, which need no
+            tokenizer.
         ended: whether the model or a stop string ended the text; else there were as many new tokens as asked for.
         stop: the stop string that ended it; empty if none did.
         start: what the first token waited for since the process started, part by part; none for a later text.
@@ -65,8 +66,8 @@ class GenerateReport:
     backend: str
     prompt_tokens: tuple[int, ...]
     new_tokens: tuple[int, ...]
-    text: str
     ended: bool
+    text: str | None = None
     stop: str = ""
     start: tuple[StartPart, ...] = ()
     start_ns: int = 0

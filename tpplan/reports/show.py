@@ -110,6 +110,8 @@ class ShowReport:
         exact: buckets that are exact to the byte, for all that the plan counts.
         estimated: buckets that rest on a calibrated constant, or on what is assumed of the weights.
         speed: how fast the plan is predicted to be; left out if it predicts nothing.
+        without_bandwidth: indices of the devices whose bandwidth is unknown, for which nothing is predicted; left out
+            if all are known.
     """
 
     plan: SplitPlan
@@ -121,6 +123,7 @@ class ShowReport:
     exact: tuple[str, ...]
     estimated: tuple[str, ...]
     speed: SpeedReport | None = None
+    without_bandwidth: tuple[int, ...] = ()
 
 
 def show_report(plan: SplitPlan) -> ShowReport:
@@ -155,6 +158,7 @@ def show_report(plan: SplitPlan) -> ShowReport:
         exact=tuple(bucket for bucket in EXACT if bucket not in assumed),
         estimated=(*assumed, *ESTIMATED),
         speed=speed_report(plan),
+        without_bandwidth=tuple(i for i, device in enumerate(plan.devices) if not bandwidth_of(device)),
     )
 
 

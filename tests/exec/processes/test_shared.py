@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Barrier
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -146,6 +147,56 @@ def test_a_failure_behind_ends_it_for_all(opened: list[Opened]) -> None:
 
     assert both(call) == [False, False]
     assert not any(each.is_open for each in opened)
+
+
+def test_a_failure_amid_opening_leaves_nothing_open(opened: list[Opened], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process that fails had opened until then is closed, too."""
+    ipc = sys.modules["tpplan.exec.processes.ipc"]
+    on: Callable[..., Opened] = ipc.Opened.on
+
+    def failing(gpu: torch.device, handle: Handle) -> Opened:
+        if handle == Handle.of(areas(0)[0][1]):
+            raise ExecutionError("cannot be opened")
+        return on(gpu, handle)
+
+    monkeypatch.setattr(ipc.Opened, "on", failing)
+
+    def call(one: Sharing, process: int) -> bool:
+        with pytest.raises(ExecutionError, match="cannot be opened") if process else nullcontext():
+            one.share(areas(process))
+        one.end()
+        return one in shared._HELD
+
+    assert both(call) == [False, False]
+    assert len(opened) == 3
+    assert not any(each.is_open for each in opened)
+
+
+def test_a_page_that_gpus_cannot_use_is_not_kept_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was pinned before its address turned out to be another one on a GPU."""
+    pinned: set[int] = set()
+    runtime = SimpleNamespace(
+        cudaError_t=SimpleNamespace(cudaSuccess=SimpleNamespace(name="cudaSuccess")),
+        cudaHostRegisterPortable=1,
+        cudaHostUnregister=pinned.remove,
+    )
+    success = runtime.cudaError_t.cudaSuccess
+
+    def register(address: int, *_: int) -> tuple[object]:
+        pinned.add(address)
+        return (success,)
+
+    runtime.cudaHostRegister = register
+    runtime.cudaHostGetDevicePointer = lambda address, _: (success, address + 8)
+    monkeypatch.setitem(sys.modules, "tpplan.exec.toolchain.bindings", SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    path = shared.SharedHostPage.create()
+    try:
+        with pytest.raises(ExecutionError, match="GPUs cannot use memory that processes share"):
+            shared.SharedHostPage.open(path, GPU, 0, 1)
+    finally:
+        path.unlink()
+    assert not pinned
 
 
 def test_nothing_is_shared_without_kernels(opened: list[Opened]) -> None:

@@ -19,7 +19,7 @@ from tpplan.decoder.decoding.finite import not_finite
 from tpplan.decoder.decoding.sampling import GREEDY, Sampling, samplings_of
 from tpplan.decoder.decoding.texts import Texts
 from tpplan.decoder.layer.agree import room_for
-from tpplan.decoder.prompts import NO_TOKEN, prompts_of, shown
+from tpplan.decoder.prompts import NO_TOKEN, check_flags, prompts_of, shown
 from tpplan.decoder.read_back import ReadBack
 from tpplan.errors import RequestError
 from tpplan.exec.programs.program import HOST
@@ -249,12 +249,14 @@ class Steps:
 
         Raises:
             RequestError: the number of prompts or samplings is not that of the sequences, or a prompt is empty, too
-                long for the plan's cache, or has tokens outside the vocabulary; earlier texts can go on then.
+                long for the plan's cache, or has tokens outside the vocabulary, or ``resume`` is no bool; earlier texts
+                can go on then.
             ExecutionError: the model's logits are not finite, the processes' prompts differ, or the context is closed.
         """
         count = self._graphs.sequences
 
         def check() -> list[list[int]]:
+            check_flags(resume=resume)
             checked = prompts_of(prompts, self._context.plan)
             if len(checked) != count:
                 what = f"{counted(len(checked), 'prompt')} for the steps of {counted(count, 'sequence')}"
@@ -284,12 +286,14 @@ class Steps:
 
         Raises:
             RequestError: no text was started, something else has overwritten the texts in the cache since, a step did
-                not end, ``over`` is not a bool for each sequence, or the cache has no room for another token.
+                not end, ``over`` is not a bool for each sequence, ``more`` is no bool, or the cache has no room for
+                another token.
             ExecutionError: the model's logits are not finite, or the context is closed.
         """
         texts = self._texts
         if texts.obstacle:
             raise texts.refusal()
+        check_flags(more=more)
         is_full = max(self._at) == self._forward.length
         if self._have_ended(over) and is_full and not all(over):
             texts.obstacle = _UNENDED

@@ -192,7 +192,7 @@ class _Text:
             backend=next(iter(devices.values())).device.type,
             prompt_tokens=tuple(self._prompt),
             new_tokens=tuple(self._new),
-            text=self._text if self._continuation else "",
+            text=self._text if self._continuation else None,
             ended=self.ended or bool(self._continuation and self._continuation.stop),
             stop=self._continuation.stop if self._continuation else "",
         )

@@ -8,7 +8,7 @@ from attrs import fields
 
 from tpplan.core.sizes import counted
 from tpplan.decoder.decoding.sampling import GREEDY, Sampling, samplings_of
-from tpplan.decoder.prompts import Prompt, facts_of, length_of, prompts_of, shown, whole
+from tpplan.decoder.prompts import Prompt, check_flags, facts_of, length_of, prompts_of, shown, whole
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def generate(
     def check() -> tuple[list[list[int]], list[int], frozenset[int]]:
         tokens, counts = check_prompts(prompts, max_new_tokens, decoder.context.plan)
         samplings_of(sampling, len(tokens))
+        check_flags(resume=resume)
         return tokens, counts, _ends_of(end)
 
     def facts(checked: tuple[list[list[int]], list[int], frozenset[int]]) -> dict[str, str]:
@@ -132,7 +133,11 @@ def _tokens(
     steps, most = decoder.steps(len(prompts)), max(counts)
     ended = [False] * len(prompts)
     for made in range(1, most + 1):
-        tokens = steps.step(ended, more=made < most) if made > 1 else steps.start(prompts, sampling, resume=resume)
+        if made > 1:
+            more = any(made < count for over, count in zip(ended, counts, strict=True) if not over)
+            tokens = steps.step(ended, more=more)
+        else:
+            tokens = steps.start(prompts, sampling, resume=resume)
         yield tuple(None if over else token for token, over in zip(tokens, ended, strict=True))
         ended = [
             over or token in end or made == count for token, over, count in zip(tokens, ended, counts, strict=True)

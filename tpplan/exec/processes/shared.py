@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any, Self
@@ -88,6 +89,7 @@ class SharedHostPage:
                 error, address = runtime.cudaHostGetDevicePointer(words.data_ptr(), 0)
                 if error == runtime.cudaError_t.cudaSuccess and int(address) == words.data_ptr():
                     return cls(words, presence)
+                runtime.cudaHostUnregister(words.data_ptr())
         presence.close()
         raise ExecutionError(f"GPUs cannot use memory that processes share: {error.name}", _HINT)
 
@@ -137,7 +139,7 @@ class Sharing:
         """
         self.page: SharedHostPage | None = None
         self.reach: Reach | None = None
-        self._opened: dict[int, tuple[Opened, Opened]] = {}
+        self._opened: dict[int, list[Opened]] = {}
         self._own: Areas = {}
         self._meeting = meeting
         self._gpu = gpu
@@ -209,9 +211,8 @@ class Sharing:
             self._forget()
 
     def _close(self) -> None:
-        for control, exchange in self._opened.values():
-            control.close()
-            exchange.close()
+        for each in chain.from_iterable(self._opened.values()):
+            each.close()
         self._opened.clear()
 
     def _forget(self) -> None:
@@ -233,7 +234,8 @@ class Sharing:
 
         self.page = SharedHostPage.open(path, gpu, self._meeting.process, self._meeting.count)
         for device, (control, exchange) in handles.items():
-            self._opened[device] = Opened.on(gpu, control), Opened.on(gpu, exchange)
+            opened = self._opened[device] = [Opened.on(gpu, control)]  # which is closed if the other cannot be opened
+            opened.append(Opened.on(gpu, exchange))
 
     def _tell(self, failure: str, handles: dict[int, Handles]) -> list[tuple[str, dict[int, Handles], Path]]:
         """Tell all processes why this one shares nothing, or its handles and the page's path."""

@@ -11,7 +11,7 @@ from tpplan.core.entry_points import added
 from tpplan.core.model import ModelSpec
 from tpplan.errors import ModelError
 from tpplan.files.jsontext import visible
-from tpplan.models.config import ELSEWHERE, Config
+from tpplan.models.config import ELSEWHERE, OWN_NAMES, Config
 from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.blockwise import BLOCKWISE
 from tpplan.models.families.classic import CLASSIC
@@ -184,15 +184,21 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
         parameters=outside,
         not_planned=parts_aside(config, text),
         assumed="" if named else f"dtype {torch_dtype}: {config.source.rpartition('/')[2]} names none",
-        notes=tuple(filter(None, (context.note, family.note, *_mistaken(config, text)))),
+        notes=tuple(filter(None, (context.note, family.note, *_of_keys(config, inner, text)))),
     )
 
 
-def _mistaken(*configs: Config) -> Iterator[str]:
-    """Yield a note on each key that nothing reads and that looks like one that is missing."""
-    for config in dict.fromkeys(configs):
-        for key, meant in config.mistaken_keys():
-            yield f"{config.source} has {visible(key)}, which is not read, and no {meant}: its default is taken"
+def _of_keys(config: Config, model_type: str, text: Config) -> Iterator[str]:
+    """Yield a note on each key that seems to be another's: one that is missing, or one of other families."""
+    for part in dict.fromkeys((config, text)):
+        for key, meant in part.mistaken_keys():
+            yield f"{part.source} has {visible(key)}, which is not read, and no {meant}: its default is taken"
+    for key, meant in () if model_type in REMOTE else text.borrowed_keys(model_type):
+        others = ", ".join(OWN_NAMES[key])
+        yield (
+            f"{text.source} has {key} and no {meant}: it is read as that, as in models of type {others}; "
+            f"transformers ignores it in those of type {model_type}"
+        )
 
 
 def _family(config: Config) -> tuple[str, Family]:
@@ -207,10 +213,10 @@ def _family(config: Config) -> tuple[str, Family]:
     if family := families.get(inner):
         return model_type, wrapper.around(family) if wrapper else family
     if not model_type:
-        problem = "model_type is missing"
-        if "architectures" in config:
-            raise config.error(problem)
-        raise config.error(f"{problem}, so this is probably no config.json of a language model", ELSEWHERE)
+        if config.meant_as("model_type") or "architectures" in config:
+            raise config.missing("model_type")
+        problem = "model_type is missing, so this is probably no config.json of a language model"
+        raise config.error(problem, ELSEWHERE)
     known = _known(inner, sorted(families) if wrapper else supported())
     if wrapper:
         raise text_part(config)[1].error(f"the architecture {inner[:60]!r} is not supported", known)

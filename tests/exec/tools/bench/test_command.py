@@ -80,7 +80,8 @@ def test_usual_sizes_are_taken_as_far_as_there_is_room(path: Path, monkeypatch: 
         document = json.loads(done.out)
         assert [one["rows"] for one in document["measured"]] == rows * len(OPERATIONS)
         assert not any("failed" in one for one in document["measured"])
-        (note,) = document["notes"]
+        where, note = document["notes"]
+        assert where == "virtual devices are parts of this machine's host memory: their times say nothing about GPUs"
         assert note.startswith("1.00 MiB")
         assert note.endswith(f" left out: the plan has room for {MAX_ROWS} rows, 960 B")
 
@@ -153,7 +154,7 @@ def test_the_screen_of_gpus() -> None:
         "graph of 16 12345 12222–13580 25 % 37035 (3.00)",
     ]
     text = " ".join(squeezed)
-    assert "or 65 in a CUDA graph, as a decoding step has" in text
+    assert "graph: 65 are in one CUDA graph, as many as in a decoding step" in text
     assert text.count("'_nccl_all_reduce'") == 1
     assert "torch, calls, 8 KiB; NCCL, calls, 8 KiB; staged, calls, 8 KiB: AttributeError" in text
     assert "tpplan, graph, 8 KiB: it cannot be captured" in text
@@ -186,7 +187,11 @@ def test_the_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.code == 0
     assert torch.get_num_threads() == before
     lines = done.out.splitlines()
-    assert lines[0] == "Tiny on 3 virtual devices"
+    assert lines[0] == "Tiny on 3 virtual devices of this machine's CPU"
+    said = " ".join(lines[: lines.index("broadcast")])
+    assert "note: virtual devices are parts of this machine's host memory: their times say nothing about GPUs" in said
+    assert "in brackets: an implementation's time divided by tpplan's; above 1, tpplan is faster" in said
+    assert "graph:" not in said
     assert max(map(len, lines)) <= 100
     assert [one for one in lines if one in OPERATIONS] == list(OPERATIONS)
     assert "slices 11+18+11" in done.out

@@ -214,7 +214,7 @@ def test_even_slices_without_room_are_a_note(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(bench, "even_context", full)
     report = bench.bench(_compiler(), "events", sizes=(ROW_BYTES,), rounds=2)
-    assert report.notes == ("even slices were not timed: RuntimeError: CUDA out of memory",)
+    assert report.notes[1:] == ("even slices were not timed: RuntimeError: CUDA out of memory",)
     assert list(_times(report, "allgather")) == ["tpplan", "torch"]
 
 
@@ -243,7 +243,7 @@ def test_links_that_cannot_be_measured_are_a_note(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(bench_limits, "measure", broken)
     report = bench.bench(_compiler(), "events", sizes=(ROW_BYTES,), rounds=2)
-    assert report.notes == ("no limits were measured: RuntimeError: CUDA error: out of memory",)
+    assert report.notes[1:] == ("no limits were measured: RuntimeError: CUDA error: out of memory",)
     assert all(_times(report, name)["tpplan"].time for name in OPERATIONS)
 
 

@@ -25,6 +25,7 @@ from tpplan.decoder.fast.kernels.dot_products import (
     zeros,
 )
 from tpplan.decoder.fast.kernels.finishing import ADD, add_up_of, finish_of
+from tpplan.decoder.fast.kernels.norm_limits import MOST_BYTES
 from tpplan.exec.kernels import ptx
 from tpplan.exec.kernels.channel import end_sum, send_part, wait_of
 from tpplan.exec.kernels.kernel import Kernel, device_function
@@ -186,9 +187,6 @@ def norm_of(count: int, eight: Any, both: Any) -> tuple[Any, Any]:
 
     return ask, norm
 
-
-#: Bytes of rows that a kernel with a norm keeps in shared memory, at most.
-MOST_BYTES = 2**15
 
 #: Sums that a warp keeps until they are stored.
 _KEPT = 128

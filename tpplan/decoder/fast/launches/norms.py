@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 from torch import Tensor
 
+from tpplan.decoder.fast.kernels import norm_limits
 from tpplan.decoder.fast.launches.launcher import bits_of
 from tpplan.decoder.weights.row_kernels import GATES, AllReduceKernels, M, bias_of
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.weights.quantised import Matrix
 
 #: Maximum rows of these kernels, as for more a kernel of its own is faster; and maximum bytes of them in shared memory.
-MOST_ROWS, MOST_BYTES = 2, 2**15
+MOST_ROWS, MOST_BYTES = 2, norm_limits.MOST_BYTES
 
 #: Bytes of an access, and of an element.
 _VECTOR, _ITEM = 16, 2

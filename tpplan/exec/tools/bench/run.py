@@ -158,6 +158,7 @@ def even_plan(plan: SplitPlan) -> SplitPlan | None:
 
 #: Default payloads in bytes.
 USUAL = (8 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
+_VIRTUAL = "virtual devices are parts of this machine's host memory: their times say nothing about GPUs"
 #: Disables peer copies in NCCL, and enables sums in NVLink's switches; NCCL reads both at its first operation.
 _NO_LINKS, _NVLS = "NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE"
 
@@ -276,7 +277,7 @@ def head(cases: Cases, even: Cases | None, rounds: int, limits: tuple[Limit, ...
         software=versions,
         limits=limits,
         measured=(),
-        notes=tuple(notes),
+        notes=tuple(notes) if is_cuda else (_VIRTUAL, *notes),
     )
 
 

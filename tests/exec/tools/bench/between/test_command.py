@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ import tpplan
 from tests.command import command
 from tests.contexts import UNEVEN
 from tests.exec.tools.bench.cases import SCHEMA
-from tpplan.exec.tools.bench.between import run
+from tpplan.exec.tools.bench.between import children, run
 from tpplan.exec.tools.bench.between.case import OPERATIONS
 
 MODEL = Path(__file__).parents[5] / "examples/models/Llama-3.1-8B"
@@ -69,3 +70,28 @@ def test_processes_that_fail_say_why(path: Path, monkeypatch: pytest.MonkeyPatch
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: process ")
     assert "No module named tpplan.nowhere" in done.err
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_what_was_measured_outlives_processes_that_fail_at_their_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]
+) -> None:
+    """The report comes first, whole; then why it ended with an error, and that exit code."""
+    measured = children.run
+
+    def crashing(*arguments: Any, **options: Any) -> str:
+        assert not measured(*arguments, **options)
+        return "process 1 was ended by SIGABRT\nFatal Python error: Aborted"
+
+    monkeypatch.setattr(children, "run", crashing)
+    done = command("bench", path, "--processes", "--backend", "cpu", "--rounds", 2, "--sizes", "8KiB", *form)
+    assert done.code == 2
+    why = "process 1 was ended by SIGABRT: Fatal Python error: Aborted"
+    assert f"error: {why}\nhint: tpplan selftest says more of what fails\n" in done.err
+    if form:
+        document = json.loads(done.out)
+        SCHEMA.validate(document)
+        assert [one["operation"] for one in document["measured"]] == [*OPERATIONS]
+        assert document["failed"] == why
+    else:
+        assert [one for one in done.out.splitlines() if one in OPERATIONS] == [*OPERATIONS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -150,6 +150,36 @@ def test_windows_are_taken_back_once_all_is_measured(monkeypatch: pytest.MonkeyP
     with tpx.compile(ALONE, backend="cpu", group=distributed.group.WORLD, scratch=False) as ctx:
         measure(ctx, CPU, [2], 2)
     assert done == [*OPERATIONS, "closed"]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("fails", [False, True])
+def test_windows_that_not_all_have_are_taken_back(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Where another process cannot register its own, a communicator would end with this one's; once, where it has."""
+    done: list[str] = []
+
+    class Windows(Nccl):
+        who = "NCCL window"
+        WAYS = dict.fromkeys(OPERATIONS, (who,))
+
+        def __init__(self, *arguments: Any) -> None:
+            if fails:
+                raise OSError("no window here")
+            super().__init__(*arguments)
+
+        def close(self) -> None:
+            done.append("closed")
+
+    monkeypatch.setattr(turns, "Window", Windows)
+    monkeypatch.setitem(turns._PEERS, "cpu", (Windows,))
+    with tpx.compile(ALONE, backend="cpu", group=distributed.group.WORLD, scratch=False) as ctx:
+        with monkeypatch.context() as patch:
+            patch.setattr(turns, "all_of", lambda own: [own, "no window there"])
+            found = Turns(ctx, CPU, 2, rounds=2)
+        reasons = {each.by: each.failed for each in found.measured("all_reduce", 2).timed if each.failed}
+        found.close()
+    assert reasons == {"NCCL window": "OSError: no window here" if fails else "no window there"}
+    assert done == ([] if fails else ["closed"])
 
 
 @pytest.mark.parametrize("count", [2, 3])

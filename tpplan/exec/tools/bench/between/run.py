@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import evolve
 
 from tpplan.core.axes import Axis, minimum_units
 from tpplan.core.sizes import counted
@@ -61,8 +62,11 @@ def bench(
         told: called with the report whenever an operation is timed.
         note: called with sizes that the plan has no room for.
 
+    Returns:
+        What was timed; if the processes failed then, at their end or before, also why.
+
     Raises:
-        ExecutionError: there are too few GPUs, or the processes failed.
+        ExecutionError: there are too few GPUs, or the processes failed before anything was timed.
         RequestError: a device holds no part, or the plan has room for none of the sizes.
     """
     held = {part.device for part in plan.slices(Axis.RESIDUAL)}
@@ -105,5 +109,12 @@ def bench(
         _LOG.debug("what the processes said: %s", failure)
         why = children.cause(said)[:_MOST_SAID]
         message = f"{how or 'the processes said nothing'}{f': {why}' if why else ''}"
-        raise ExecutionError(message, "tpplan selftest says more of what fails")
+        if not reports:
+            raise failed(message)
+        return evolve(reports[-1], failed=message)
     return reports[-1]
+
+
+def failed(message: str) -> ExecutionError:
+    """Return the error for processes that failed; ``message`` says how, and why."""
+    return ExecutionError(message, "tpplan selftest says more of what fails")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,7 +74,7 @@ class Turns:
     def _open(self, kind: type[Nccl | Symmetric], elements: int) -> None:
         """Let a peer allocate what it needs for so many elements, or note why it cannot."""
         try:
-            opened: Nccl | Symmetric = agreed(lambda: kind(self._place, elements, self._ctx.dtype))
+            opened: Nccl | Symmetric = agreed(lambda: kind(self._place, elements, self._ctx.dtype), _give_back)
         except RuntimeError as error:
             self._closed |= dict.fromkeys((who for ways in kind.WAYS.values() for who in ways), str(error))
         else:
@@ -83,8 +84,7 @@ class Turns:
         """Give back what others must not hold when processes leave their group, once all are here."""
         self._wait()
         for kind in self._kinds:
-            if isinstance(kind, Window):
-                kind.close()
+            _give_back(kind)
         self._wait()
 
     def measured(self, operation: str, rows: int) -> Measured:
@@ -157,8 +157,18 @@ class Turns:
         distributed.barrier()
 
 
-def agreed(action: Callable[[], T]) -> T:
+def _give_back(kind: Ours | Nccl | Symmetric) -> None:
+    """Give back what a peer must not hold when processes leave their group."""
+    if isinstance(kind, Window):
+        kind.close()
+
+
+def agreed(action: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:
     """Return what an action returns, once it has succeeded in all processes.
+
+    Args:
+        action: what all do.
+        undo: takes back what the action returned here, if it has failed in another.
 
     Raises:
         RuntimeError: it has failed in one; the message is its reason.
@@ -169,6 +179,9 @@ def agreed(action: Callable[[], T]) -> T:
     except Exception as error:  # noqa: BLE001 (of any library)
         why = reason(error)
     if first := next(filter(None, all_of(why)), ""):
+        if not why:
+            with suppress(Exception):  # why it failed elsewhere is what is told
+                undo(found)  # type: ignore[arg-type]
         raise RuntimeError(first)
     return found  # type: ignore[return-value]
 
