@@ -144,10 +144,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs {count} GPUs, found {have}"))
 
 
+def pytest_sessionstart() -> None:
+    """Have the garbage collector wait until all is imported, of which nothing is garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Have the garbage collector leave alone what was imported, and come less often: compilers make many objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(10_000, 10, 10)
 
 
