@@ -81,7 +81,7 @@ lint: sync
 
 # Check types
 type: sync
-    @mypy
+    @mypy --num-workers auto
 
 # Check that packages import downwards only, see docs/architecture.md
 arch: sync

@@ -20,7 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads on top of pytes
 settings.register_profile("dev", deadline=None, suppress_health_check=_SLOW_IS_FINE)
 settings.register_profile("ci", deadline=None, suppress_health_check=_SLOW_IS_FINE, derandomize=True, max_examples=50)
 settings.register_profile("quick", deadline=None, suppress_health_check=_SLOW_IS_FINE, max_examples=10)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+_USUAL_PROFILE = "ci" if os.environ.get("CI") else "dev"
+settings.load_profile(_USUAL_PROFILE)
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -57,13 +58,14 @@ SLOW = {
 
 
 #: Of the cases of a test, ``--sample`` takes one in so many, and not fewer than so many; the same of one that is slow.
-_USUAL, _OF_SLOW = (4, 6), (8, 3)
+_USUAL, _OF_SLOW = (4, 6), (16, 2)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option by which tests of many cases are run in part."""
     what = (
-        "run a quarter of the cases of every test, of slow ones an eighth: others for each seed, by default the commit"
+        "run a quarter of the cases of every test, of slow ones a sixteenth: others for each seed, by default the "
+        "commit; and half of the random examples"
     )
     parser.addoption("--sample", metavar="SEED", help=what)
 
@@ -76,6 +78,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.sample == "":
         config.option.sample = _commit()
+    if config.option.sample and not config.getoption("hypothesis_profile", None):
+        usual = settings.get_profile(_USUAL_PROFILE)
+        settings.register_profile("sample", usual, max_examples=usual.max_examples // 2)
+        settings.load_profile("sample")
 
 
 def _commit() -> str:
@@ -138,10 +144,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs {count} GPUs, found {have}"))
 
 
+def pytest_sessionstart() -> None:
+    """Have the garbage collector wait until all is imported, of which nothing is garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Have the garbage collector leave alone what was imported, and come less often: compilers make many objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(10_000, 10, 10)
 
 

@@ -63,6 +63,8 @@ _SIZES: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 _LENGTH, _BATCH, _ROWS = 128, 8, 64
+#: Where the last three passes of a long text begin, which take the most: those before them have less to attend to.
+_LAST = 8 * _LENGTH - 3 * _ROWS
 #: Of models that read long texts: one layer takes as much as several, one after the other.
 _FEW: dict[str, int] = {"num_hidden_layers": 1}
 _SMALLER = {"hidden_size": 256, "head_dim": 32, "moe_intermediate_size": 160, "sliding_window": 24}
@@ -195,7 +197,7 @@ def test_smaller_caches_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
     """Of which one KV head of a sequence is in 16 bits at a time."""
     directory = made("qwen3", tmp_path, **_FEW)
     plan = planned(directory, "reduce", (1,), Cache(kind, _BATCH * 8 * _LENGTH))
-    assert taken(directory, plan)[0] <= 1
+    assert taken(directory, plan, start=_LAST)[0] <= 1
 
 
 @pytest.mark.parametrize("kind", ["fp16", "fp8"])
@@ -203,7 +205,7 @@ def test_latents_of_long_texts_do_too(kind: str, tmp_path: Path) -> None:
     """Of which few tokens are in 16 bits at a time, and few sequences have scores."""
     directory = made("deepseek_v3", tmp_path, **_FEW)
     plan = planned(directory, "reduce", (1,), Cache(kind, _BATCH * 8 * _LENGTH))
-    assert taken(directory, plan)[0] <= 1
+    assert taken(directory, plan, start=_LAST)[0] <= 1
 
 
 def test_long_windows_do_too(tmp_path: Path) -> None:

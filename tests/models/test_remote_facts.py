@@ -238,6 +238,18 @@ def test_what_is_fused_is_cut_as_engines_cut_it() -> None:
     }
 
 
+def test_groups_of_chatglm_are_one_by_default() -> None:
+    """As in its configuration_chatglm.py; without multi_query_attention every head has its own."""
+    raw = {"model_type": "chatglm", "hidden_size": 48, "num_attention_heads": 6, "num_layers": 1, "kv_channels": 8}
+    raw |= {"padded_vocab_size": 40, "ffn_hidden_size": 24, "seq_length": 64}
+    found = []
+    for grouped in (True, False):
+        spec = spec_of({**raw, "multi_query_attention": grouped})
+        (fused,) = [p for p in spec.blocks[0].parameters if p.name.endswith("query_key_value.weight")]
+        found.append([segment.length for segment in fused.dims[0]])
+    assert found == [[48, 8, 8], [48, 48, 48]]
+
+
 def _sized(model_type: str, *sizes: int, **others: Any) -> dict[str, Any]:
     """Return a config of these sizes, in the order of the usual keys; 0 leaves a key out."""
     keys = (

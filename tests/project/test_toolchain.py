@@ -15,6 +15,8 @@ _BEHIND = {"cuda", "llvmlite", "numba", "numba_cuda"}
 def _imported(text: str) -> set[str]:
     """Return the top packages that a module imports, wherever in it, by statements or by name."""
     found = set[str]()
+    if not any(name in text for name in _BEHIND):  # most modules, which need not be parsed
+        return found
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {each.name for each in node.names}

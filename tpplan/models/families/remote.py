@@ -70,7 +70,9 @@ def _chatglm(config: Config) -> Config:
         raise config.error(f"{first} is a key of the first ChatGLM, which tpplan does not support")
     if not config.flag("rmsnorm", default=True):
         raise config.error("rmsnorm is false, which tpplan does not support")
-    grouped = "multi_query_group_num" in config and config.flag("multi_query_attention")
+    grouped = config.flag("multi_query_attention")
+    if grouped and "multi_query_group_num" not in config:
+        config = config.having("multi_query_group_num", 1)  # ChatGLMConfig's default
     config = config.having("add_qkv_bias", config.flag("add_qkv_bias") or config.flag("add_bias_linear"))
     return renamed(
         config,

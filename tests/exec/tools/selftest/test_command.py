@@ -238,14 +238,6 @@ def test_no_answer(
     assert re.search(f"hint: .*{hint}$", done.err.rstrip())
 
 
-def test_without_numpy(path: Path) -> None:
-    """Running a plan takes no numpy, and says nothing of it: what torch warns of when it is imported is left out."""
-    code = "import sys; sys.modules['numpy'] = None; from tpplan.cli.main import main; sys.exit(main())"
-    words = [sys.executable, "-W", "default", "-c", code, "selftest", str(path), "--backend", "cpu"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_without_torch(path: Path) -> None:
     """Where torch is missing, the error says what to install; the plan half goes on to work."""
     code = "import sys; sys.modules['torch'] = None; from tpplan.cli.main import main; sys.exit(main())"
