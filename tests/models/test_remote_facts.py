@@ -247,6 +247,7 @@ def test_groups_of_chatglm_are_one_by_default() -> None:
         spec = spec_of({**raw, "multi_query_attention": grouped})
         (fused,) = [p for p in spec.blocks[0].parameters if p.name.endswith("query_key_value.weight")]
         found.append([segment.length for segment in fused.dims[0]])
+        assert spec_of({**raw, "multi_query_attention": grouped, "multi_query_group_num": 2}).notes == ()
     assert found == [[48, 8, 8], [48, 48, 48]]
 
 

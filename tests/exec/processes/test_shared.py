@@ -192,7 +192,7 @@ def test_a_page_that_gpus_cannot_use_is_not_kept_for_them(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     path = shared.SharedHostPage.create()
     try:
-        with pytest.raises(ExecutionError, match="GPUs cannot use memory that processes share"):
+        with pytest.raises(ExecutionError, match="GPUs cannot use memory that processes share: its address is an"):
             shared.SharedHostPage.open(path, GPU, 0, 1)
     finally:
         path.unlink()

@@ -85,13 +85,15 @@ class SharedHostPage:
         presence = Presence(path, memoryview(words.numpy()), process, count)  # type: ignore[arg-type]
         with torch.cuda.device(gpu):
             (error,) = runtime.cudaHostRegister(words.data_ptr(), words.nbytes, runtime.cudaHostRegisterPortable)
+            why = error.name
             if error == runtime.cudaError_t.cudaSuccess:
                 error, address = runtime.cudaHostGetDevicePointer(words.data_ptr(), 0)
                 if error == runtime.cudaError_t.cudaSuccess and int(address) == words.data_ptr():
                     return cls(words, presence)
+                why = "its address is another one on a GPU" if error == runtime.cudaError_t.cudaSuccess else error.name
                 runtime.cudaHostUnregister(words.data_ptr())
         presence.close()
-        raise ExecutionError(f"GPUs cannot use memory that processes share: {error.name}", _HINT)
+        raise ExecutionError(f"GPUs cannot use memory that processes share: {why}", _HINT)
 
     def leave(self, seconds: float) -> bool:
         """Tell the other processes that this one uses no memory of theirs; return whether all tell the same in time.

@@ -70,9 +70,9 @@ def _chatglm(config: Config) -> Config:
         raise config.error(f"{first} is a key of the first ChatGLM, which tpplan does not support")
     if not config.flag("rmsnorm", default=True):
         raise config.error("rmsnorm is false, which tpplan does not support")
-    grouped = config.flag("multi_query_attention")
-    if grouped and "multi_query_group_num" not in config:
-        config = config.having("multi_query_group_num", 1)  # ChatGLMConfig's default
+    groups = config.count("multi_query_group_num", default=1)  # as in ChatGLMConfig
+    if config.flag("multi_query_attention"):
+        config = config.having("num_key_value_heads", groups)
     config = config.having("add_qkv_bias", config.flag("add_qkv_bias") or config.flag("add_bias_linear"))
     return renamed(
         config,
@@ -81,7 +81,6 @@ def _chatglm(config: Config) -> Config:
             "num_layers": "num_hidden_layers",
             "kv_channels": "head_dim",
             "seq_length": _CONTEXT,
-            **({"multi_query_group_num": "num_key_value_heads"} if grouped else {}),
         },
     )
 
