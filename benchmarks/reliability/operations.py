@@ -280,14 +280,16 @@ def _soak_all(wanted: argparse.Namespace, is_ended: Callable[[], bool], group: P
             )
             mine = [*outcome.faults[:_TOLD], *outcome.growth.problems, *_unplanned(workspaces[transport])]
             told: list[Any] = [(len(outcome.faults), mine, is_ended())]
-            told = context.tell(told[0])  # what all have found, if all are still there
+            # What all have found, if all are still there; who goes on with operations tells something else.
+            told = [each for each in context.tell(told[0]) if not isinstance(each, bool)]
         counts, found, ends = zip(*told, strict=True)
         figures = (outcome.operations, outcome.replayed, outcome.replays, round(outcome.seconds))
         print(f"| {transport} | {' | '.join(f'{n:,}' for n in figures)} | {sum(counts)} |", flush=True)
         problems += [f"{transport}: {problem}" for problem in chain(*found)]
-        if group and len(told) < group.size():  # the first process, whose screen is seen, does not know them
+        are_all_here = not group or len(told) == group.size()
+        if not are_all_here:  # the first process, whose screen is seen, does not know them
             print("\n".join(problems), file=sys.stderr)
-        if is_early := any(ends):
+        if is_early := any(ends) or not are_all_here:
             break
     _tell_memory(workspaces, outcomes)
     if driver:
