@@ -274,12 +274,15 @@ def test_mlps_of_mpt_have_one_width() -> None:
         ("num_key_value_heads", "n_kv_heads"),
         ("tie_word_embeddings", "tie_word_embedding"),
         ("torch_dtype", "torch_dtpye"),
+        ("torch_dtype", "dtypes"),
+        ("num_key_value_heads", "num_key_value_heads_"),
+        ("tie_word_embeddings", "tie_word_embeddingss"),
     ],
 )
 def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
     """A default would be taken silently else: a model would have as many KV heads as query heads."""
     data = {(slip if name == key else name): value for name, value in LLAMA.items()}
-    told = f"config.json has {slip}, which is not read, and no {key}: its default is taken"
+    told = f"config.json has {slip}, which is not read, and no {key}, whose default is taken: is {slip} meant as {key}?"
     assert told in spec_from_config(Config(data, "config.json"), "m").notes
     assert spec_from_config(Config({**data, key: LLAMA[key]}, "config.json"), "m").notes == ()
     del data[slip]
@@ -287,10 +290,36 @@ def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
         assert spec_from_config(Config(data | {other: 1}, "config.json"), "m").notes == ()
 
 
+@pytest.mark.parametrize("slip", ["head_dims", "headdim", "head_dmi", "had_dim", "heads_dim"])
+def test_slips_of_short_keys_are_told(slip: str) -> None:
+    """In a note where the default fits, or in the hint of the error where it does not."""
+    data = {name: value for name, value in LLAMA.items() if name != "head_dim"} | {slip: 64}
+    told = f"config.json has {slip}, which is not read, and no head_dim, whose default is taken"
+    (note,) = spec_from_config(Config(data | {"hidden_size": 240}, "config.json"), "m").notes
+    assert note == f"{told}: is {slip} meant as head_dim?"
+    with pytest.raises(ModelError, match="256 is not a multiple of 6") as caught:
+        spec_from_config(Config(data, "config.json"), "m")
+    assert caught.value.hint == f"is {slip} meant as head_dim?"
+    del data[slip]
+    for other in ("v_head_dim", "head_dim_of_it", "k_head_dim", "hidden"):
+        assert spec_from_config(Config(data | {other: 1, "hidden_size": 240}, "config.json"), "m").notes == ()
+
+
+@pytest.mark.parametrize(("key", "slip"), [("hidden_size", "hidden_sizes"), ("num_key_value_heads", "n_kv_heads")])
+def test_slips_in_the_config_of_a_language_model_within_another_are_told(key: str, slip: str) -> None:
+    """Sizes have defaults there that the config of a whole model must have."""
+    text = {"model_type": "llama", **{name: value for name, value in LLAMA.items() if name not in {key, "head_dim"}}}
+    text["num_attention_heads"] = 8
+    notes = spec_of({"model_type": "llava", "text_config": {**text, slip: LLAMA[key]}}).notes
+    told = f"config.json: text_config has {slip}, which is not read, and no {key}, whose default is taken"
+    assert told in " ".join(notes)
+
+
 @pytest.mark.parametrize(
     ("key", "slip"),
     [
         ("hidden_size", "hiden_size"),
+        ("hidden_size", "hidden_sizes"),
         ("hidden_size", "hidden_sise"),
         ("hidden_size", "hiddenSize"),
         ("hidden_size", "d_model"),

@@ -75,10 +75,11 @@ FOREIGN_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "vocab_size": ("padded_vocab_size",),
 }
 
-#: Keys that differ by a letter or two from another one, and are no slips of it.
+#: Keys of some families that differ by a letter or two from another one, and are no slips of it.
 DISTINCT: Final = frozenset(
     (
-        *("index_head_dim", "indexer_head_dim", "indexer_kv_heads", "indexer_n_heads"),
+        *("compress_ratios", "index_head_dim", "indexer_head_dim", "indexer_kv_heads", "indexer_n_heads"),
+        *("mamba_headdim", "n_group", "n_groups", "projector_bias"),
         *("mlp_layer_types", "mtp_layer_types", "o_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
     )
 )
@@ -87,11 +88,14 @@ DISTINCT: Final = frozenset(
 ELSEWHERE: Final = "point to a model's directory, or to the config.json that came with the model"
 #: Where a directory of models has them, and one of Hugging Face's cache.
 _DEEPER: Final = ("*/config.json", "snapshots/*/config.json")
-_COMPARE = "compare it with the config.json that the model came with"
+#: Hint where nothing better is known.
+COMPARE: Final = "compare it with the config.json that the model came with"
 _MISSING: Final = object()
-#: How much alike a key and what it may have been meant as are, and how long: short ones are alike by chance.
+#: How much alike a long key and a slip of it are.
 _NEAR: Final = 0.9
+#: Letters of a long key, and of the shortest that slips are told of: short ones are alike by chance.
 _LONG: Final = 8
+_SHORT: Final = 4
 
 
 def _repr(value: object) -> str:
@@ -106,6 +110,37 @@ def _folded(name: str) -> str:
     return name.casefold().replace("_", "").replace("-", "")
 
 
+def _slip(key: str, names: Collection[str]) -> str:
+    """Return which of several names is a key misspelt, empty if none is.
+
+    A slip has a letter more, less or changed, or two swapped; that of a long key may have several. A name with a word
+    more or less is another key, such as ``q_group_size`` beside ``group_size``.
+    """
+    if same := next((name for name in names if _folded(name) == _folded(key)), ""):
+        return same
+    near = [name for name in names if _differs_by_a_letter(name, key)]
+    if not near and len(key) >= _LONG:
+        near = get_close_matches(key, [name for name in names if len(name) >= _LONG], 3, _NEAR)
+    words = _words(key)
+    return next((name for name in near if not words <= _words(name) and not words >= _words(name)), "")
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split("[_-]", name)) - {""}
+
+
+def _differs_by_a_letter(name: str, key: str) -> bool:
+    """Return whether a name has a letter more or less than a key, two swapped, or one of a long key changed."""
+    start = next((i for i, (letter, other) in enumerate(zip(name, key, strict=False)) if letter != other), None)
+    start = min(len(name), len(key)) if start is None else start
+    ours, theirs = name[start:], key[start:]
+    swapped = ours[:2] == theirs[:2][::-1] and ours[2:] == theirs[2:]
+    shifted = swapped or ours[1:] == theirs or ours == theirs[1:]
+    if len(key) >= _LONG:
+        return shifted or ours[1:] == theirs[1:]
+    return len(key) >= _SHORT and start > 0 and shifted
+
+
 class Config:
     """An object in a config.json, whose values are checked as they are read.
 
@@ -113,21 +148,29 @@ class Config:
     mean the default.
     """
 
-    def __init__(self, data: Mapping[str, object], source: str, asked: set[str] | None = None) -> None:
+    def __init__(
+        self,
+        data: Mapping[str, object],
+        source: str,
+        asked: set[str] | None = None,
+        filled: frozenset[str] = frozenset(),
+    ) -> None:
         """Wrap ``data``, a JSON object.
 
         Args:
             data: the object.
             source: name of the file in messages.
             asked: keys that were looked up in a config of which this is a copy.
+            filled: keys that the file lacks, whose values are defaults.
         """
         self._data = data
         self.source = source
         self._asked = set() if asked is None else asked
+        self._filled = filled
 
     def error(self, problem: str, hint: str = "") -> ModelError:
         """Return an error that names this file and the ``problem``."""
-        return ModelError(f"{self.source}: {problem}", hint or _COMPARE)
+        return ModelError(f"{self.source}: {problem}", hint or COMPARE)
 
     def __contains__(self, key: str) -> bool:
         """Return whether the key is present under any of its names, null or not."""
@@ -149,21 +192,20 @@ class Config:
         foreign = (name for name in FOREIGN_NAMES.get(key, ()) if name in names and self._data[name] is not None)
         if name := next(foreign, ""):
             return name
-        others = [name for name in names if len(name) >= _LONG and key not in name and name[0] != "_"]
-        others = [name for name in others if name not in DISTINCT]
-        same = (name for name in others if _folded(name) == _folded(key))
-        return next(same, "") or next(iter(get_close_matches(key, others if len(key) >= _LONG else (), 1, _NEAR)), "")
+        others = [name for name in names if name[0] != "_" and name not in DISTINCT]
+        slips = (slip for own in (key, *ALIASES.get(key, ())) if (slip := _slip(own, others)))
+        return next(slips, "")
 
     def mistaken_keys(self) -> Iterator[tuple[str, str]]:
         """Yield keys that nobody has looked up, each with one that was looked up in vain and probably meant.
 
-        They are what other families call it, or misspelt. A key that contains the other is neither, such as
-        ``compress_ratios`` beside ``compress_ratio``.
+        They are what other families call it, or misspelt.
         """
         known = {name for key in self._asked for name in (key, *ALIASES.get(key, ()))}
-        unread = [key for key in self._data if key not in known]
+        unread = [key for key in self._data if key not in known | self._filled]
         for key in sorted(self._asked):
-            if key not in self and (meant := self._meant_as(key, unread)):
+            lacking = self._filled.issuperset(name for name in (key, *ALIASES.get(key, ())) if name in self._data)
+            if lacking and (meant := self._meant_as(key, unread)):
                 yield meant, key
 
     def borrowed_keys(self, model_type: str) -> Iterator[tuple[str, str]]:
@@ -297,13 +339,18 @@ class Config:
 
     def having(self, key: str, value: object) -> Config:
         """Return a copy of the config with ``key`` set to ``value``."""
-        return Config({**self._data, key: value}, self.source, self._asked)
+        return Config({**self._data, key: value}, self.source, self._asked, self._filled)
+
+    def filled(self, defaults: Mapping[str, object]) -> Config:
+        """Return a copy of the config with these values for those keys that it lacks."""
+        lacking = {key: value for key, value in defaults.items() if key not in self}
+        return Config({**lacking, **self._data}, self.source, self._asked, self._filled | lacking.keys())
 
     def overlaid(self, values: Mapping[str, object]) -> Config:
         """Return a copy of the config with these values in place of those under any name of their keys."""
         others = {name for key in values for name in ALIASES.get(key, ())}
         kept = {key: value for key, value in self._data.items() if key not in others}
-        return Config({**kept, **values}, self.source, self._asked)
+        return Config({**kept, **values}, self.source, self._asked, self._filled)
 
     def level(self, key: str) -> Config:
         """Return a copy of the config with one number under ``key`` if it lists the same number several times.

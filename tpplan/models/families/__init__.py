@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
@@ -11,7 +12,7 @@ from tpplan.core.entry_points import added
 from tpplan.core.model import ModelSpec
 from tpplan.errors import ModelError
 from tpplan.files.jsontext import visible
-from tpplan.models.config import ELSEWHERE, OWN_NAMES, Config
+from tpplan.models.config import COMPARE, ELSEWHERE, OWN_NAMES, Config
 from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.blockwise import BLOCKWISE
 from tpplan.models.families.classic import CLASSIC
@@ -163,7 +164,13 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
     # A wrapper's own default changed between versions of transformers; that of the language model never did.
     own = around_text(config).flag(TIED, default=text.flag(TIED, default=family.tied))
     tied = family.ties and config.flag(TIED, default=own)
-    shape = read_shape(text, family, tied=tied, stacked=stacked)
+    try:
+        shape = read_shape(text, family, tied=tied, stacked=stacked)
+    except ModelError as error:
+        slip = next(chain.from_iterable(part.mistaken_keys() for part in (text, config)), None)
+        if slip is None or error.hint != COMPARE:
+            raise
+        raise ModelError(error.message, f"is {visible(slip[0])} meant as {slip[1]}?") from error
     context = longest_context(text, inner, shape.context)
     named = _torch_dtype(text) or _torch_dtype(config)
     torch_dtype = named or "bfloat16"
@@ -194,8 +201,9 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
 def _of_keys(config: Config, model_type: str, text: Config) -> Iterator[str]:
     """Yield a note on each key that seems to be another's: one that is missing, or one of other families."""
     for part in dict.fromkeys((config, text)):
-        for key, meant in part.mistaken_keys():
-            yield f"{part.source} has {visible(key)}, which is not read, and no {meant}: its default is taken"
+        for key, meant in ((visible(key), meant) for key, meant in part.mistaken_keys()):
+            told = f"{part.source} has {key}, which is not read, and no {meant}, whose default is taken"
+            yield f"{told}: is {key} meant as {meant}?"
     for key, meant in text.borrowed_keys(model_type) if model_type in IN_TRANSFORMERS else ():
         others = ", ".join(OWN_NAMES[key])
         yield (

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
 from tpplan.core.axes import Axis
-from tpplan.models.config import Config
 from tpplan.models.families.rows import ALWAYS, BIASED_ATTENTION, NORMS, gated, linear, norm, outside
 from tpplan.models.families.shape import every_layer, every_other, except_first_of, renamed, windows, with_rope
 from tpplan.models.families.sparse import SHARED, moe_layers
 from tpplan.models.families.table import Family, Row, Shape
+
+if TYPE_CHECKING:
+    from tpplan.models.config import Config
 
 
 def _llama4(config: Config, shape: Shape) -> Shape:
@@ -48,7 +50,9 @@ def _dbrx(config: Config) -> Config:
     config = renamed(config, _DBRX)
     for section, names in _DBRX_SECTIONS.items():
         own = config.section(section).data if config.raw(section) is not None else {}
-        config = renamed(Config({**config.data, **{key: own.get(key) for key in names}}, config.source), names)
+        for key in names:
+            config = config.having(key, own.get(key))
+        config = renamed(config, names)
     return config
 
 

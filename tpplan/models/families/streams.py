@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.core.axes import Axis
-from tpplan.models.config import Config
 from tpplan.models.families.hybrid import DELTA_NET, GATED_ATTENTION, KDA, QWEN_LINEAR, SEPARATE, kda, kda_section
 from tpplan.models.families.latent import INDEXED, INDEXER, MLA, indexers, with_indexer
 from tpplan.models.families.parts import sizes
@@ -28,6 +27,8 @@ from tpplan.models.families.table import Family, Row, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from tpplan.models.config import Config
 
 _HEADS: Final = Axis.KV_HEADS
 #: What transformers calls layers with an indexer, and what configs of the hub call them.
@@ -74,8 +75,7 @@ def _glm_usual(config: Config) -> Config:
 
     ``head_dim`` is of the rotary part of heads, which there is none of.
     """
-    given = {key: value for key, value in _usual_kinds(config).data.items() if key != "head_dim"}
-    return kda_section(Config({**_GLM_GIVEN, **given}, config.source))
+    return kda_section(_usual_kinds(config).having("head_dim", None).filled(_GLM_GIVEN))
 
 
 def _glm(config: Config, shape: Shape) -> Shape:

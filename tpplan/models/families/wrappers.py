@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve, field, frozen
 
-from tpplan.models.config import Config
-
 if TYPE_CHECKING:
+    from tpplan.models.config import Config
     from tpplan.models.families.table import Family
 
 #: The key that holds the language model's own config.
@@ -385,8 +384,7 @@ def text_part(config: Config) -> tuple[str, Config]:
     defaults = dict(zip(_KEYS, _DEFAULTS[inner], strict=True)) if inner in _DEFAULTS else {}
     defaults.update(_EXPERTS.get(inner, {}))
     defaults.update(wrapper.usual)
-    missing = {key: value for key, value in defaults.items() if key not in text}
-    return inner, Config({**missing, **text.data}, text.source)
+    return inner, text.filled(defaults)
 
 
 def _version(config: Config, wrapper: Wrapper) -> str:
