@@ -41,7 +41,7 @@ from tpplan.models.families import spec_from_config
         ({"is_encoder_decoder": True}, ("is_encoder_decoder is true",)),
         ({"model_type": "idefics9", "text_config": {"model_type": "mistral"}}, ("'idefics9'", "type mistral, which")),
         ({"model_type": "emu3", "text_config": {"model_type": "emu3_text_model"}}, ("'emu3'", "supported name")),
-        ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, ("text_config: the arch", "'mamba'")),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, ("text_config: model_type", "'mamba'")),
         (
             {"model_type": "llava", "text_config": {"model_type": "llava"}},
             ("'llava' is not", "like it are llama; "),
@@ -201,13 +201,24 @@ def test_an_indexer_of_qwen4_has_one_key() -> None:
 def test_no_other_architecture_is_proposed(model_type: str, near: tuple[str, ...]) -> None:
     """Near names are listed, few of them, and none is proposed: a plan of another architecture would be wrong."""
     with pytest.raises(ModelError) as caught:
-        spec_of(MISTRAL | {"model_type": model_type})
+        spec_of(MISTRAL | {"model_type": model_type, "architectures": None})
     like, where = caught.value.hint.split("; ")
     assert where.startswith("the README lists all, ")
     names = like.removeprefix("supported names like it are ")
     assert tuple(names.split(", "))[: len(near)] == near if near else like == "no supported name is like it"
     assert set(names.split(", ")) <= set(families.supported()) or not near
     assert len(caught.value.hint) < 200
+
+
+@pytest.mark.parametrize("model_type", ["Llama", "llama-2", "transformer"])
+def test_the_type_of_the_class_that_a_config_names_is_proposed(model_type: str) -> None:
+    """Which works when followed."""
+    with pytest.raises(
+        ModelError, match=f"config.json: model_type '{model_type}' .'LlamaForCausalLM'. is not"
+    ) as caught:
+        spec_of({**LLAMA, "model_type": model_type})
+    assert caught.value.hint == "the model_type of a LlamaForCausalLM is llama"
+    assert spec_of({**LLAMA, "model_type": "llama"}).notes == ()
 
 
 @pytest.mark.parametrize(

@@ -230,10 +230,19 @@ def _family(config: Config) -> tuple[str, Family]:
         raise config.error(problem, ELSEWHERE)
     known = _known(inner, sorted(families) if wrapper else supported())
     if wrapper:
-        raise text_part(config)[1].error(f"the architecture {inner[:60]!r} is not supported", known)
+        raise text_part(config)[1].error(f"model_type {inner[:60]!r} is not supported", known)
     architecture = next(iter(config.texts("architectures")), "")
     of = f" ({architecture[:60]!r})" if architecture else ""
-    raise config.error(f"the architecture {model_type[:60]!r}{of} is not supported", _text_part(config) or known)
+    hint = _types_of(architecture) or _text_part(config) or known
+    raise config.error(f"model_type {model_type[:60]!r}{of} is not supported", hint)
+
+
+def _types_of(architecture: str) -> str:
+    """Return which types a model of a class may be of, empty if none is supported."""
+    named = {name: kind.architectures for name, kind in {**FAMILIES, **WRAPPERS}.items()}
+    types = [name for name, classes in named.items() if architecture == classes[0]]
+    types = types or [name for name, classes in named.items() if architecture in classes]
+    return f"the model_type of a {architecture} is {' or '.join(sorted(types))}" if types else ""
 
 
 def _known(model_type: str, names: Sequence[str]) -> str:
