@@ -301,6 +301,16 @@ def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
         assert spec_from_config(Config(data | {other: 1}, "config.json"), "m").notes == ()
 
 
+@pytest.mark.parametrize(("key", "slip"), [("factor", "factors"), ("rope_type", "ropetype"), ("factor", "facotr")])
+def test_slips_in_the_parameters_of_rope_are_told(key: str, slip: str) -> None:
+    """The context would be as long as without scaling."""
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    told = {name: value for name, value in scaling.items() if name != key} | {slip: scaling[key]}
+    (note,) = spec_from_config(Config(LLAMA | {"rope_scaling": told}, "config.json"), "m").notes
+    assert note.startswith(f"config.json: rope_scaling has {slip}, which is not read, and no {key}, ")
+    assert spec_from_config(Config(LLAMA | {"rope_scaling": scaling}, "config.json"), "m").notes == ()
+
+
 @pytest.mark.parametrize("slip", ["head_dims", "headdim", "head_dmi", "had_dim", "heads_dim"])
 def test_slips_of_short_keys_are_told(slip: str) -> None:
     """In a note where the default fits, or in the hint of the error where it does not."""

@@ -9,7 +9,10 @@ import pytest
 
 from tests.checkpoints import LLAMA, Tensors, llama_layers, llama_outside, write_checkpoint
 from tests.format_cases import CHANNEL, awq, gptq, gptq_config, stored
+from tests.later import transformers
 from tpplan.errors import ModelError
+from tpplan.models.config import Config
+from tpplan.models.formats.tools import read_scheme
 from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
@@ -129,6 +132,55 @@ def test_bad_quantization_config_is_refused(tmp_path: Path, quantization: Any, m
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": quantization}))
     with pytest.raises(ModelError, match=message):
         read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "slip"), [("quant_method", "quant_methd"), ("bits", "bit"), ("bits", "bist"), ("bits", "bitss")]
+)
+def test_a_missing_key_of_a_quantization_config_that_is_nearly_there_is_named(
+    tmp_path: Path, key: str, slip: str
+) -> None:
+    """In the hint, which works when followed."""
+    usual = gptq_config()
+    told = {name: value for name, value in usual.items() if name != key} | {slip: usual[key]}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": told}))
+    with pytest.raises(ModelError, match=f"quantization_config: {key} is missing") as caught:
+        read_model(tmp_path)
+    assert caught.value.hint == f"is {slip} meant as {key}?"
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("slip", ["groupsize", "group_sizes"])
+def test_keys_of_a_quantization_config_that_are_nearly_known_are_told(tmp_path: Path, method: str, slip: str) -> None:
+    """A default would be taken silently else: another number of scales."""
+    told = {"quant_method": method, "bits": 4, slip: 64}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": told}))
+    (note,) = read_model(tmp_path).notes
+    assert f"config.json: quantization_config has {slip}, which is not read, and no group_size, whose" in note
+    assert note.endswith(f"is {slip} meant as group_size?")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": told | {"group_size": 64}}))
+    assert read_model(tmp_path).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("GPTQConfig", {"bits": 4}),
+        ("AwqConfig", {"bits": 4}),
+        ("FineGrainedFP8Config", {}),
+        ("FbgemmFp8Config", {}),
+        ("Mxfp4Config", {}),
+        ("AutoRoundConfig", {"bits": 4}),
+    ],
+)
+def test_no_key_that_transformers_saves_of_a_quantisation_is_taken_for_a_slip(kind: str, given: dict[str, int]) -> None:
+    """Whether all keys are in it or those that differ from the class."""
+    config = getattr(transformers, kind)(**given)
+    for told in (config.to_dict(), config.to_diff_dict()):
+        data = json.loads(json.dumps(told, default=str))
+        scheme = read_scheme(Config(LLAMA | {"quantization_config": data}, "config.json"))
+        assert scheme.notes == ()
+        assert scheme.problem is None or "meant as" not in scheme.problem.hint
 
 
 def test_sizes_that_do_not_pack_are_refused(tmp_path: Path) -> None:

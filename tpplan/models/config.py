@@ -208,6 +208,12 @@ class Config:
             if lacking and (meant := self._meant_as(key, unread)):
                 yield meant, key
 
+    def slips(self) -> Iterator[str]:
+        """Yield a note on each of them, as text for people."""
+        for key, meant in ((visible(key), meant) for key, meant in self.mistaken_keys()):
+            told = f"{self.source} has {key}, which is not read, and no {meant}, whose default is taken"
+            yield f"{told}: is {key} meant as {meant}?"
+
     def borrowed_keys(self, model_type: str) -> Iterator[tuple[str, str]]:
         """Yield keys that were read by a name that only other families have than ``model_type``, each with its own."""
         for key in sorted(self._asked):

@@ -201,9 +201,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
 def _of_keys(config: Config, model_type: str, text: Config) -> Iterator[str]:
     """Yield a note on each key that seems to be another's: one that is missing, or one of other families."""
     for part in dict.fromkeys((config, text)):
-        for key, meant in ((visible(key), meant) for key, meant in part.mistaken_keys()):
-            told = f"{part.source} has {key}, which is not read, and no {meant}, whose default is taken"
-            yield f"{told}: is {key} meant as {meant}?"
+        yield from part.slips()
     for key, meant in text.borrowed_keys(model_type) if model_type in IN_TRANSFORMERS else ():
         others = ", ".join(OWN_NAMES[key])
         yield (

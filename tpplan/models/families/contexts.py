@@ -12,7 +12,7 @@ from __future__ import annotations
 import reprlib
 from typing import TYPE_CHECKING, Final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from tpplan.models.config import MAX_COUNT, Config
 
@@ -47,7 +47,8 @@ class Context:
     Attributes:
         tokens: per sequence.
         basis: the RoPE scaling that decides it, such as ``32768 × 4 by yarn``; empty if none does.
-        note: what is assumed of the scaling because the config does not say, a sentence; empty if nothing is.
+        note: what is assumed of the scaling because the config does not say, or misspells it, a sentence; empty if
+            nothing is.
     """
 
     tokens: int
@@ -70,8 +71,11 @@ def longest_context(config: Config, model_type: str, maximum: int) -> Context:
         return Context(maximum)
     if model_type in SCALED and not (config.raw("rope_scaling") or config.raw("rope_parameters")):
         config = config.having("rope_parameters", SCALED[model_type])
-    contexts = [_extended(section, original, maximum) for section, original in _sections(config)]
-    return max(filter(None, contexts), key=lambda context: context.tokens, default=Context(maximum))
+    sections = list(_sections(config))
+    contexts = [_extended(section, original, maximum) for section, original in sections]
+    longest = max(filter(None, contexts), key=lambda context: context.tokens, default=Context(maximum))
+    slips = [slip for section, _ in sections for slip in section.slips()]
+    return evolve(longest, note=longest.note or next(iter(slips), ""))
 
 
 def _sections(config: Config) -> Iterator[tuple[Config, int | None]]:

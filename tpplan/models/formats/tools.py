@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.errors import ModelError
-from tpplan.models.config import Config, read_config
+from tpplan.models.config import COMPARE, Config, read_config
 from tpplan.models.families.wrappers import text_part
 from tpplan.models.formats.names import EXPRESSION
 from tpplan.models.formats.scheme import (
@@ -59,9 +59,11 @@ def read_scheme(config: Config, directory: Path | None = None) -> Scheme:
             return Scheme(source=source)
         source = section.source
         if read := _METHODS.get(method):
-            return read(section)
+            scheme = read(section)
+            return evolve(scheme, notes=tuple(section.slips()))
     except ModelError as error:
-        problem = ModelError(f"{error.message} (the method is {method!r:.60})" if method else error.message, HINT)
+        hint = HINT if error.hint == COMPARE else error.hint
+        problem = ModelError(f"{error.message} (the method is {method!r:.60})" if method else error.message, hint)
         return Scheme(method=method or "unknown", is_known=bool(method), source=source, problem=problem)
     return Scheme(method=method or "unknown", is_known=method in _HEADERS_ONLY, source=source)
 
@@ -92,6 +94,8 @@ def _described(config: Config, directory: Path | None) -> tuple[str, Config | No
         if path and path.exists() and (section is None or method == usual == "modelopt"):
             beside = read_config(path)
             return beside.text("quant_method").lower() or usual or ("awq" if "w_bit" in beside else ""), beside
+    if section is not None and not method and section.meant_as("quant_method"):
+        raise section.missing("quant_method")
     return method, section
 
 
