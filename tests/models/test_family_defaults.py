@@ -252,7 +252,10 @@ def test_a_slip_of_any_key_is_told(model: tuple[str, str], data: st.DataObject) 
     text_of(raw)[slip] = text_of(whole)[key]
     assume(len(key) >= len("bits") and slip not in text_of(whole) and slip != key)
     assume(f"{key} is [[" in told_of(wrong) or f"{key}[0] is" in told_of(wrong))
-    assert f"is {slip} meant as " in told_of(raw)
+    told = told_of(raw)
+    assert f"is {slip} meant as " in told
+    if named := re.search(rf"no {key}, whose default \((\d+)\) is taken", told):
+        assert int(named[1]) == getattr(hub_config(without(whole, (key,))).get_text_config(), key)
 
 
 def test_no_key_of_a_class_is_taken_for_a_slip_of_another() -> None:

@@ -211,7 +211,8 @@ class Config:
     def slips(self) -> Iterator[str]:
         """Yield a note on each of them, as text for people."""
         for key, meant in ((visible(key), meant) for key, meant in self.mistaken_keys()):
-            told = f"{self.source} has {key}, which is not read, and no {meant}, whose default is taken"
+            default = f" ({_repr(self._data[meant])})" if meant in self._filled else ""
+            told = f"{self.source} has {key}, which is not read, and no {meant}, whose default{default} is taken"
             yield f"{told}: is {key} meant as {meant}?"
 
     def borrowed_keys(self, model_type: str) -> Iterator[tuple[str, str]]:

@@ -237,7 +237,8 @@ def _family(config: Config) -> tuple[str, Family]:
 
 def _types_of(architecture: str) -> str:
     """Return which types a model of a class may be of, empty if none is supported."""
-    named = {name: kind.architectures for name, kind in {**FAMILIES, **WRAPPERS}.items()}
+    named = {name: family.architectures for name, family in FAMILIES.items()}
+    named |= {name: wrapper.architectures for name, wrapper in WRAPPERS.items()}
     types = [name for name, classes in named.items() if architecture == classes[0]]
     types = types or [name for name, classes in named.items() if architecture in classes]
     return f"the model_type of a {architecture} is {' or '.join(sorted(types))}" if types else ""
