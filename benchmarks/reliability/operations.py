@@ -28,9 +28,10 @@ from attrs import Factory, define
 
 import tpplan
 from benchmarks.common.rows import ROOT
-from benchmarks.reliability.lost_device import MIB, Driver, Growth, compile_measured, is_enough, multiply
+from benchmarks.reliability.memory import ENOUGH, MIB, Driver, Growth, compile_measured, is_enough, multiply
 from benchmarks.reliability.stress import Stress
 from tpplan import exec as tpx
+from tpplan.core.sizes import counted
 from tpplan.errors import ExecutionError, TpplanError
 from tpplan.exec.options import TRANSPORTS
 from tpplan.exec.tools.bench.between import children
@@ -238,9 +239,12 @@ def _transports(wanted: argparse.Namespace) -> tuple[str, ...]:
     """Return the transports to soak: between processes those that there are."""
     if wanted.transport:
         return (wanted.transport,)
-    if wanted.processes:
-        return ("peer", "events") if wanted.backend == "cuda" else ("events",)
-    return TRANSPORTS
+    return _between_processes(wanted.backend) if wanted.processes else TRANSPORTS
+
+
+def _between_processes(backend: str) -> tuple[str, ...]:
+    """Return the transports that there are between processes."""
+    return ("peer", "events") if backend == "cuda" else ("events",)
 
 
 def _soak_all(wanted: argparse.Namespace, is_ended: Callable[[], bool], group: ProcessGroup | None = None) -> list[str]:
@@ -317,6 +321,9 @@ def _tell_memory(workspaces: dict[str, list[tuple[int, int, int]]], outcomes: di
     for transport, outcome in outcomes.items():
         for what, grown in outcome.growth.grown.items():
             print(f"| {transport} | {what} | {grown / MIB:.1f} |")
+        if not outcome.growth.grown:
+            few = f"{counted(len(outcome.growth.looks), 'round')} of at least {ENOUGH}"
+            print(f"| {transport} | all | not measured: too few rounds, {few} |")
 
 
 def _driver() -> Driver | None:
@@ -368,10 +375,26 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--processes", action="store_true", help="a process for each device")
     add("--devices", type=int, default=0, help="how many; by default all GPUs, or three virtual ones")
     add("--transport", choices=TRANSPORTS, default="", help="one instead of all three")
-    add("--operations", type=int, default=0, help="of all transports together (default 1,000,000, or 3,000 virtual)")
+    add("--operations", type=_positive, help="of all transports together (default 1,000,000, or 3,000 virtual)")
     add("--seconds", type=float, default=3600, help="after which no round begins (default 3600)")
     add("--seed", type=int, default=1, help="of everything random (default 1)")
     add("--largest-kib", type=int, default=4096, help="of the largest tensor (default 4096)")
     add("--delays", action="store_true", help="let random GPUs be late")
     add("--calls-only", action="store_true", help="no graphs, and no look at what the driver takes")
-    return parser.parse_args(arguments)
+    wanted = parser.parse_args(arguments)
+    between = _between_processes(wanted.backend)
+    if wanted.processes and wanted.transport and wanted.transport not in between:
+        are = f"between processes with --backend {wanted.backend} there are: {', '.join(between)}"
+        parser.error(f"argument --transport: invalid choice: {wanted.transport!r} ({are})")
+    return wanted
+
+
+def _positive(text: str) -> int:
+    """Return a number of operations.
+
+    Raises:
+        argparse.ArgumentTypeError: there are none.
+    """
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number above 0")
+    return int(text)

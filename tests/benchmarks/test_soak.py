@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from itertools import groupby
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ import torch
 from attrs import evolve
 
 from benchmarks import soak as command
+from benchmarks.common.rows import ROOT
 from benchmarks.reliability import operations
 from benchmarks.reliability.contents import Lane
-from benchmarks.reliability.lost_device import MIB, Growth, compile_measured, is_enough
+from benchmarks.reliability.memory import MIB, Growth, compile_measured, is_enough
 from benchmarks.reliability.operations import plan_for, soak
 from benchmarks.reliability.stress import Stress
 from tests.contexts import CPU, UNEVEN, context, little_room  # noqa: F401 (for every test here)
@@ -260,6 +262,39 @@ def test_the_command_says_that_nothing_is_wrong(
     assert lines[-1] == "nothing wrong"
     for transport in TRANSPORTS:
         assert any(line.startswith(f"| {transport} | 30 |") for line in lines)
+        assert f"| {transport} | all | not measured: too few rounds, 1 round of at least 8 |" in lines
+
+
+def test_virtual_devices_need_none_of_the_packages_of_cuda() -> None:
+    """An installation without them runs the command."""
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('cuda', 'numba', 'pynvml')))\n"
+        "from benchmarks import soak\n"
+        "soak.main()"
+    )
+    asked = ["--backend", "cpu", "--operations", "3", "--transport", "events", "--largest-kib", "4"]
+    done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("\nnothing wrong\n")
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        (["--processes", "--transport", "peer"], "'peer' (between processes with --backend cpu there are: events)"),
+        (["--processes", "--transport", "host"], "'host' (between processes with --backend cpu there are: events)"),
+        (["--operations", "0"], "argument --operations: '0', expected a whole number above 0"),
+        (["--operations", "-3"], "argument --operations: '-3', expected a whole number above 0"),
+    ],
+)
+def test_what_the_command_refuses(asked: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Transports that there are not between processes, and no operations at all, before anything starts."""
+    with pytest.raises(SystemExit, match="2"):
+        operations.main(["--backend", "cpu", *asked])
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.splitlines()[-1].endswith(problem)
 
 
 def test_the_command_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_diff_as_markdown() -> None:
     done = command("diff", a, b, "--format=markdown")
     assert done.code == 1
     headings, tables, _ = parsed(done.out)
-    assert [one.partition(",")[0] for one in headings] == ["Devices", "Splits", "Memory"]
+    assert [one.partition(",")[0] for one in headings] == ["Devices", "Splits", "Memory", "Speed"]
     change = json.loads(command("diff", a, b, "--json").out)
     weights = [one["buckets"][0]["delta_bytes"] for one in change["memory"]]
     assert [row[2] for row in tables[2][1:-1]] == [f"{delta / 2**30:+.2f}" for delta in weights]
@@ -209,7 +209,16 @@ def test_annotations_of_plans() -> None:
     assert message.startswith("the plan is for other devices than those that were named\n3 of 5 splits change; ")
     ((kind, properties, message),) = commands_in(command("diff", a, b, "--format", "github").out)
     assert (kind, properties["file"]) == ("notice", b)
-    assert message == json.loads(command("diff", a, b, "--json").out)["summary"]
+    document = json.loads(command("diff", a, b, "--json").out)
+    assert message == f"{document['summary']}\n{document['unpredicted']}"
+    for name, gpus in (("fast.json", "RTX3090"), ("dark.json", "24GiB")):
+        command("plan", LLAMA_8B, "--gpus", gpus, "--context", 4096, "-o", name)
+    ((_, _, message),) = commands_in(command("diff", "fast.json", "dark.json", "--format", "github").out)
+    document = json.loads(command("diff", "fast.json", "dark.json", "--json").out)
+    (change,) = document["speed"]
+    (rate,) = re.findall("(\\d+) +→ +unknown", command("diff", "fast.json", "dark.json").out)
+    assert message.splitlines()[1:] == [f"batch 1: {rate} → unknown tokens/s", document["unpredicted"]]
+    assert change["before_tokens_per_second"] == int(rate)
     piped = command("diff", a, "-", "--format", "github", stdin=Path(b).read_bytes())
     assert "file" not in commands_in(piped.out)[0][1]
     assert command("diff", a, a, "--format", "github").out == ""

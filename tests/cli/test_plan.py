@@ -41,6 +41,9 @@ def test_plan_says_little_where_it_saves() -> None:
     assert (done.code, done.out) == (0, "")
     assert done.err.startswith("wrote: a.json\nLlama-3.1-8B on 2 devices: ")
     assert " % of all budgets used, at most " in done.err
+    why = "; no tokens/s, because the bandwidth of device 0 (24GiB GPU), 1 (12GiB GPU) is unknown\n"
+    assert done.err.count(why) == 1
+    assert "no tokens/s" not in command("plan", LLAMA_8B, "--gpus", "RTX4090", "--context", 4096, "-o", "b.json").err
     again = command("plan", LLAMA_8B, "--gpus", "24GiB,12GiB", "--context", 4096, "-o", "a.json")
     assert again.err == done.err.replace("wrote: ", "unchanged: ")
 

@@ -200,13 +200,17 @@ def test_virtual_devices_are_told_of(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ((), "generate takes either a prompt or tokens"),
-        (("--prompt", "a", "--token-ids", "1"), "generate takes either a prompt or tokens hint: leave out one of them"),
+        ((), "generate has neither a prompt nor tokens to continue hint: add --prompt"),
+        (("--prompt", "a", "--token-ids", "1"), "generate continues one thing, --prompt and --token-ids are given"),
         (
             ("--prompts", "x", "--token-ids", "1"),
-            "generate takes either a prompt or tokens hint: leave out all but one",
+            "one thing, --prompts and --token-ids are given hint: leave out all but one of them",
         ),
-        (("--chat",), "generate takes either a prompt or tokens hint: add --prompt"),
+        (
+            ("--prompt", "a", "--prompts", "x", "--token-ids", "1"),
+            "one thing, --prompt, --prompts and --token-ids are given hint: leave out all but one of them",
+        ),
+        (("--chat",), "generate has neither a prompt nor tokens to continue hint: add --prompt"),
         (("--token-ids", "1", "--stop", "a"), "--stop takes a prompt, not tokens"),
         (("--prompt", "a", "--stop", "\udcff"), r"a stop string has '\udcff' at character 0"),
         (("--token-ids", "1", "--top-k", 5), "--top-k takes effect with --temperature above 0"),

@@ -176,10 +176,12 @@ def test_the_devices_file(tmp_path: Path) -> None:
     (text,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     (tmp_path / "devices.json").write_text(text, encoding="utf-8")
     devices = tpplan.parse_devices(str(tmp_path / "devices.json"))
-    assert [(device.name, device.budget_bytes) for device in devices] == [
-        ("RTX 4090", 24 * 10**9),
-        ("RTX 3060", 12 * 10**9),
+    assert [(device.name, device.budget_bytes, device.bandwidth_bytes_per_second) for device in devices] == [
+        ("RTX 4090", 24 * 10**9, catalogue.find("RTX 4090").bandwidth_bytes_per_second),
+        ("RTX 3060", 12 * 10**9, catalogue.find("RTX 3060").bandwidth_bytes_per_second),
     ]
+    nameless = devices_file.loads(re.sub(r',\s+"bandwidth_bytes_per_second": [0-9]+', "", text)).to_devices()
+    assert {device.bandwidth_bytes_per_second for device in nameless} == {0}  # names are not looked up
     assert {device.overhead_bytes for device in devices} == {890 * 2**20}
     for key in set(re.findall('"([a-z]+_bytes)"', text)) - {"overhead_bytes"}:
         with pytest.raises(tpplan.DeviceError, match="is missing"):
@@ -200,4 +202,4 @@ def test_texts_agree_on_the_overhead() -> None:
     (described,) = re.findall(r"driver context.*", (ROOT / "schemas/devices-file.schema.json").read_text("utf-8"))
     for text in (row, key, described):
         assert set(re.findall(r"\d+ MiB", text)) == {named, left_out}
-    assert re.findall(r"costs its overhead, (\d+ MiB)\s+with `--gpus`", planning) == [named]
+    assert re.findall(r"costs its overhead, (\d+ MiB)\s+for GPUs named in `--gpus`", planning) == [named]

@@ -306,8 +306,8 @@ def test_what_auto_chose_was_not_asked_for() -> None:
     assert Reason.REQUEST in diff(named, before).reasons
 
 
-def test_why_one_of_two_plans_predicts_nothing() -> None:
-    """A rate that is unknown has its reason below the table: a bandwidth, or that the strategy was named."""
+def test_why_two_plans_or_one_of_them_predict_nothing() -> None:
+    """A rate that is unknown has its reason: a bandwidth, or that the strategy was named; equal plans need none."""
     model = spec(num_hidden_layers=4, hidden_size=2048, intermediate_size=8192)
     fast = Device(name="fast", budget_bytes=24 * GIB, bandwidth_bytes_per_second=900 * 10**9)
     dark = Device(name="dark", budget_bytes=24 * GIB)
@@ -326,4 +326,16 @@ def test_why_one_of_two_plans_predicts_nothing() -> None:
     assert diff(unknown, predicted).unpredicted == why.replace("second", "first")
     found = diff(predicted, named).unpredicted
     assert found == "the second plan has no tokens/s, because it was not made with --strategy auto"
-    assert diff(predicted, predicted).unpredicted == diff(unknown, also_unknown).unpredicted == ""
+    found = diff(unknown, also_unknown).unpredicted
+    assert found == (
+        "the first plan has no tokens/s, because the bandwidth of device 1 (dark) is unknown; "
+        "the second plan has no tokens/s, because the bandwidth of device 0 (dark), 1 (dark) is unknown"
+    )
+    shorter = plan(model, [fast, dark], cache=Cache(tokens=2048), strategy="auto")
+    changes = diff(unknown, shorter)
+    assert changes.unpredicted == "both plans have no tokens/s, because the bandwidth of device 1 (dark) is unknown"
+    lines = plain(diff_view(unstructure(changes))).splitlines()
+    assert lines[lines.index(changes.unpredicted) - 1] == "Speed"
+    named_shorter = plan(model, [fast, fast], cache=Cache(tokens=2048), strategy="latency")
+    for a, b in ((predicted, predicted), (unknown, unknown), (named, named_shorter)):
+        assert diff(a, b).unpredicted == ""

@@ -148,7 +148,9 @@ def test_another_quantisation_is_advised_before_other_cards() -> None:
     unknown = fit(model, [*devices, Device(name="mine", budget_bytes=GIB)], context=8192)
     assert unknown.without_bandwidth == (2,)
     text = " ".join(plain(view(unstructure(unknown))).split())
-    assert "no tokens/s, because the bandwidth of device 2 (mine) is unknown: name GPUs of the catalogue" in text
+    assert (
+        "no tokens/s, because the bandwidth of device 2 (mine) is unknown: name GPUs of the catalogue in --gpus" in text
+    )
 
 
 def test_bits_of_common_quantisations() -> None:

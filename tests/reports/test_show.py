@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import attrs
@@ -14,7 +15,9 @@ from tests.render_cases import plain
 from tests.strategies import plans
 from tpplan.core.plan import DeviceMemory, SplitPlan
 from tpplan.files.codec import unstructure
+from tpplan.render.html import page
 from tpplan.render.show import show, summary
+from tpplan.render.svg import picture
 from tpplan.reports.show import PPM, ShareBasis, show_report
 
 if TYPE_CHECKING:
@@ -113,3 +116,10 @@ def test_why_nothing_is_predicted() -> None:
     why = "no tokens/s, because the bandwidth of device 1 (24GiB GPU), 2 (16GiB GPU), 3 (16GiB GPU) is unknown"
     assert why in plain(show(unstructure(unknown)))
     assert "no tokens/s" not in plain(show(unstructure(known)))
+    told = why.replace("no", "No", 1) + "."
+    assert f"<p>{told}</p>" in page(unstructure(unknown))
+    for narrow in (False, True):
+        pieces = re.findall("<text[^>]*>([^<]*)</text>", picture(unstructure(unknown), narrow=narrow))
+        assert told in " ".join(pieces)
+    for text in (page(unstructure(known)), picture(unstructure(known))):
+        assert "o tokens/s, because" not in text

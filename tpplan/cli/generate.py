@@ -13,6 +13,7 @@ from tpplan.cli import console, plans
 from tpplan.cli.arguments import Backend, File, Runner  # noqa: TC001 (cyclopts reads it)
 from tpplan.cli.commands import OK, Whole
 from tpplan.core.missing import needing
+from tpplan.core.sizes import listed
 from tpplan.errors import PlanError, RequestError, TpplanError, UsageError
 
 if TYPE_CHECKING:
@@ -189,11 +190,13 @@ def _check_source(prompt: str, prompts: str, token_ids: str, *, talks: bool, jso
     Raises:
         UsageError: there is none, or there are several.
     """
-    given = [text for text in (prompt, prompts, token_ids) if text]
-    if len(given) != 1 and not talks:
-        hint = "leave out all but one" if prompts else "leave out one of them"
-        hint = hint if given else 'add --prompt "…", --prompts FILE or --token-ids 5,17,99'
-        raise UsageError("generate takes either a prompt or tokens", hint)
+    sources = {"--prompt": prompt, "--prompts": prompts, "--token-ids": token_ids}
+    given = [option for option, text in sources.items() if text]
+    if not given and not talks:
+        hint = 'add --prompt "…", --prompts FILE or --token-ids 5,17,99'
+        raise UsageError("generate has neither a prompt nor tokens to continue", hint)
+    if len(given) > 1:
+        raise UsageError(f"generate continues one thing, {listed(given)} are given", "leave out all but one of them")
     if talks and json:
         raise UsageError("a conversation is no JSON document", 'add --prompt "…", or leave out --json')
 

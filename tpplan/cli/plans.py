@@ -156,11 +156,12 @@ def show(plan: SplitPlan, form: str = "text", *, plain: bool = False) -> None:
 def tell(plan: SplitPlan) -> None:
     """Say on standard error in one line what a plan that is not on the screen comes to."""
     from tpplan.files.codec import unstructure  # noqa: PLC0415
-    from tpplan.render.show import count, speed_lines, summary  # noqa: PLC0415
+    from tpplan.render.show import count, speed_lines, summary, unpredicted_lines  # noqa: PLC0415
     from tpplan.reports.show import show_report  # noqa: PLC0415
 
     report = unstructure(show_report(plan))
-    console.say(f"{plan.model.name} on {count(report['plan'])}", "; ".join([summary(report), *speed_lines(report)[:1]]))
+    speed = [*speed_lines(report)[:1], *unpredicted_lines(report)]
+    console.say(f"{plan.model.name} on {count(report['plan'])}", "; ".join([summary(report), *speed]))
 
 
 def draw(plan: SplitPlan, svg: str, html: str) -> None:
@@ -327,6 +328,7 @@ def note_idle(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ...], o
 
 def note_exclusive(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
     """Say where one device computes a part of every layer alone, which no prediction weighed, and what changes that."""
+    from tpplan.core.device import BANDWIDTHS_HINT  # noqa: PLC0415
     from tpplan.reports.exclusive import exclusive_parts, instead  # noqa: PLC0415
 
     if plan.speed or _idle(plan) or not (found := exclusive_parts(plan)):  # what is told of idle devices comes first
@@ -341,8 +343,7 @@ def note_exclusive(plan: SplitPlan, model: ModelSpec, of: str = "") -> None:
     if advice.replicates:
         hint("with --kv replicate more devices share it", of)
     elif advice.may_divide:
-        where = "name GPUs of the catalogue in --gpus, or a devices file that has them"
-        hint(f"with bandwidths more devices may share it: {where}", of)
+        hint(f"with bandwidths more devices may share it: {BANDWIDTHS_HINT}", of)
 
 
 def note_idle_draft(plan: SplitPlan, of: str = "") -> None:

@@ -54,6 +54,12 @@ MAX_DEVICES = 4096
 #: Devices that a sentence names.
 _NAMED = 3
 
+#: What makes bandwidths known.
+BANDWIDTHS_HINT = (
+    "name GPUs of the catalogue in --gpus, such as RTX4090:20GiB, "
+    "or give bandwidth_bytes_per_second in a devices file, whose names are not looked up"
+)
+
 
 def bandwidths_unknown(names: Mapping[int, str]) -> str:
     """Say why no speed is told of devices whose bandwidth nobody knows, by their indices and names."""

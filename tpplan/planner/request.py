@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from tpplan.core.axes import Axis
-from tpplan.core.device import Device
+from tpplan.core.device import BANDWIDTHS_HINT, Device
 from tpplan.core.limits import LEAST, MOST
 from tpplan.core.model import ModelSpec
 from tpplan.core.plan import CACHE_KINDS, HEADS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request, Reserve
@@ -136,10 +136,7 @@ def check_devices(devices: Sequence[Device], request: Request) -> None:
         message = (
             f"the strategy latency needs every device's bandwidth, unknown for device {', '.join(unknown[:_NAMED])}"
         )
-        hint = (
-            "name GPUs of the catalogue, such as RTX4090:20GiB, or give bandwidth_bytes_per_second in a devices file,"
-        )
-        hint += " or measure it: tpplan devices --measure -o devices.json"
+        hint = f"{BANDWIDTHS_HINT}, or measure it: tpplan devices --measure -o devices.json"
         raise RequestError(message + more, hint)
 
 

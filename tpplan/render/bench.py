@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
     from tpplan.render.text import Line, Span
 
-_OURS = "tpplan"
+#: Rounds from which a tenth of them is at least one; of fewer, spreads are the least and the most.
+ROUNDS_OF_TENTHS = 10
+
+_OURS, _TORCH = "tpplan", "torch"
 _HOST = -1
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -29,7 +32,7 @@ def bench(report: dict[str, Any], columns: int = PLAIN_COLUMNS) -> list[Line]:
     told: set[str] = set()
     for operation in dict.fromkeys(one["operation"] for one in report["measured"]):
         mine = [one for one in report["measured"] if one["operation"] == operation]
-        lines += [BLANK, line(operation, "head"), *_sizes(mine, limited=bool(report["limits"]))]
+        lines += [BLANK, line(operation, "head"), *_sizes(mine, _spread(report)[0], limited=bool(report["limits"]))]
         lines += [line(part, "warn") for text in _failures(mine, told) for part in wrapped(text, columns)]
     return lines
 
@@ -43,8 +46,15 @@ def _conventions(report: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"{_OURS}: µs for one operation, the median of {report['rounds']} rounds, in each of which all implementations "
-        "take turns; 10 %–90 %: a tenth of the rounds was faster than the first number, a tenth slower than the second"
+        f"take turns; {': '.join(_spread(report))}"
     )
+    yield f"way: how {_OURS} moves the bytes, by the names of docs/executor.md, “From an operation to a program”"
+    first = [one for one in report["measured"] if one["operation"] == report["measured"][0]["operation"]]
+    if any(timed["by"] == _TORCH for one in first for timed in one.get("timed", ())):  # not between processes
+        yield (
+            f"{_TORCH}: the same operation by Tensor.copy_ from memory to memory; sums are added up in float32 on "
+            f"every device, then rounded to {report['dtype']}"
+        )
     if report["backend"] == "cuda":
         yield (
             "calls: operations are called one after the other; "
@@ -62,6 +72,13 @@ def _conventions(report: dict[str, Any]) -> Iterator[str]:
         yield f"limit: the least time that the measured rates allow, as a share of {_OURS}'s; {rates}"
 
 
+def _spread(report: dict[str, Any]) -> tuple[str, str]:
+    """Return the heading of what times spread over, and what its numbers are."""
+    if report["rounds"] < ROUNDS_OF_TENTHS:
+        return "least–most", "the fastest and the slowest round"
+    return "10 %–90 %", "a tenth of the rounds was faster than the first number, a tenth slower than the second"
+
+
 def _rates(limits: list[dict[str, Any]]) -> str:
     """Return the rates of copies between devices and to and from the host, the slowest and the fastest."""
     kinds = {
@@ -77,12 +94,18 @@ def _rates(limits: list[dict[str, Any]]) -> str:
     return ", ".join(told) + " in each direction"
 
 
-def _sizes(measured: list[dict[str, Any]], *, limited: bool) -> list[Line]:
-    """Return a row for each size, and another for graphs; who has no time at all has no column."""
+def _sizes(measured: list[dict[str, Any]], spread: str, *, limited: bool) -> list[Line]:
+    """Return a row for each size, and another for graphs; who has no time at all has no column.
+
+    Args:
+        measured: an operation of all sizes.
+        spread: heading of what times spread over.
+        limited: whether limits were measured.
+    """
     timed_once = (t["by"] for one in measured for t in one.get("timed", ()) if t["by"] != _OURS and t.get("time"))
     named = [t["by"] for one in measured for t in one.get("timed", ())]
     peers = sorted({*timed_once}, key=named.index)
-    titles = ["payload", "moved", "way", "", _OURS, "10 %–90 %", *(["limit"] if limited else []), *peers]
+    titles = ["payload", "moved", "way", "", _OURS, spread, *(["limit"] if limited else []), *peers]
     rows: list[list[Span]] = [[(title, "dim") for title in titles]]
     for one in measured:
         timed = one.get("timed", ())

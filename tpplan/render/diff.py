@@ -158,16 +158,28 @@ def _speed(changes: dict[str, Any]) -> list[Block]:
     """Return a row per pass: the tokens a second that each plan predicts."""
     rows: list[list[Span]] = []
     for one in changes.get("speed", ()):
-        what = f"a prompt of {counted(one['rows'], 'token')}" if one["prefill"] else f"batch {one['rows']}"
         before, after = one["before_tokens_per_second"], one["after_tokens_per_second"]
         style = _judged(after - before) if before and after else "dim"
         part = f"{100 * (after - before) / before:+.0f} %" if before and after else ""
-        cells = [f"{rate:,}" if rate else "unknown" for rate in (before, after)]
+        what, *cells = _rates(one)
         rows.append([(what, ""), (cells[0], "dim"), ("→", "dim"), (cells[1], style), (part, style)])
     heads = [("pass", ""), *_VALUES[1:], ("change", "")]
     title = Heading("Speed", ", tokens/s with a full cache, estimated for tpplan's decoder")
     why = [Text(changes["unpredicted"], "dim")] if "unpredicted" in changes else []
-    return [title, _named(heads, "<><>>", rows), *why] if rows else []
+    return [title, _named(heads, "<><>>", rows), *why] if rows else [Heading("Speed"), *why] if why else []
+
+
+def speed_lines(changes: dict[str, Any]) -> list[str]:
+    """Say in a line per pass how many tokens a second each plan predicts, and then why one predicts none."""
+    lines = [f"{what}: {before} → {after} tokens/s" for what, before, after in map(_rates, changes.get("speed", ()))]
+    return [*lines, *([changes["unpredicted"]] if "unpredicted" in changes else [])]
+
+
+def _rates(change: dict[str, Any]) -> tuple[str, str, str]:
+    """Return in words what a pass is, and the tokens a second that each plan predicts of it."""
+    what = f"a prompt of {counted(change['rows'], 'token')}" if change["prefill"] else f"batch {change['rows']}"
+    before, after = (change[f"{which}_tokens_per_second"] for which in ("before", "after"))
+    return what, f"{before:,}" if before else "unknown", f"{after:,}" if after else "unknown"
 
 
 def _deltas(buckets: Sequence[str], sizes: Sequence[int], scale: int) -> list[Span]:

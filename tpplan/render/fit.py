@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from tpplan.core.device import bandwidths_unknown
+from tpplan.core.device import BANDWIDTHS_HINT, bandwidths_unknown
 from tpplan.core.plan import rooms_told
 from tpplan.core.sizes import format_bytes
 from tpplan.render.blocks import INDENT, Heading, Table, Text
@@ -77,8 +77,7 @@ def _unknown(report: dict[str, Any]) -> list[Block]:
     if not places:
         return []
     why = bandwidths_unknown({i: report["devices"][i] for i in places})
-    hint = "name GPUs of the catalogue, such as RTX4090:20GiB, or give bandwidth_bytes_per_second in a devices file"
-    return [Text(f"{why}: {hint}", "warn")]
+    return [Text(f"{why}: {BANDWIDTHS_HINT}", "warn")]
 
 
 def _cell(cell: dict[str, Any]) -> Span:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tpplan.files.jsontext import visible
+from tpplan.render.diff import speed_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,7 +30,8 @@ def diff(changes: dict[str, Any], path: str) -> str:
     """Annotate a :class:`~tpplan.reports.diff.PlanDiff`: what changes, on the file of the second plan."""
     if not changes["reasons"]:
         return ""
-    return _command("notice", f"the plan changes ({', '.join(changes['reasons'])})", changes["summary"], path)
+    message = _said(changes["summary"], *speed_lines(changes))
+    return _command("notice", f"the plan changes ({', '.join(changes['reasons'])})", message, path)
 
 
 def since(report: dict[str, Any]) -> str:

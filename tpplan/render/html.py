@@ -19,6 +19,7 @@ from tpplan.render.show import (
     summary,
     times_of,
     uncounted_lines,
+    unpredicted_lines,
 )
 from tpplan.render.svg import picture
 from tpplan.render.text import buckets_of, percent
@@ -90,9 +91,10 @@ def _told(report: dict[str, Any]) -> str:
 
 
 def _speed(report: dict[str, Any]) -> str:
-    """Return as HTML how fast the plan is predicted to be, if it predicts anything."""
+    """Return as HTML how fast the plan is predicted to be, or which bandwidths it would need."""
     if "speed" not in report:
-        return ""
+        told = (f"{escape(text[0].upper() + text[1:])}." for text in unpredicted_lines(report))
+        return "".join(f"<h2>Speed</h2>\n<p>{text}</p>\n" for text in told)
     devices = report["devices"]
     steps = report["plan"]["speed"]["decode"]
     rows = [

@@ -54,7 +54,8 @@ def show(report: dict[str, Any]) -> list[Block]:
         BLANK,
         *_cuts(report),
         BLANK,
-        *(_speed(report) if "speed" in report else _unpredicted(report)),
+        *(_speed(report) if "speed" in report else []),
+        *(Text(text, "dim") for text in unpredicted_lines(report)),
         Text(summary(report), "good"),
         Text(exactness(report), "dim"),
     ]
@@ -137,6 +138,14 @@ def speed_lines(report: dict[str, Any]) -> list[str]:
     return [*texts, *prompts]
 
 
+def unpredicted_lines(report: dict[str, Any]) -> list[str]:
+    """Say why a plan predicts nothing, where a bandwidth is unknown."""
+    places, devices = report.get("without_bandwidth", ()), report["plan"]["devices"]
+    if "speed" in report or not places:
+        return []
+    return [bandwidths_unknown({i: shorten_name(devices[i]["name"], _LONGEST_NAME) for i in places})]
+
+
 def times_of(step: dict[str, Any], device: dict[str, Any]) -> list[int]:
     """Return the nanoseconds that a device spends on each of :data:`CAUSES` of a step, and those of the step."""
     own = {each["device"]: [each[f"{name}_ns"] for name in CAUSES[:-1]] for each in step["devices"]}
@@ -175,13 +184,6 @@ def _speed(report: dict[str, Any]) -> list[Block]:
         Text(basis_of(report["speed"], len(step["devices"])), "dim", INDENT),
         BLANK,
     ]
-
-
-def _unpredicted(report: dict[str, Any]) -> list[Block]:
-    """Say why there are no times, where a bandwidth is unknown."""
-    places, devices = report.get("without_bandwidth", ()), report["plan"]["devices"]
-    why = bandwidths_unknown({i: shorten_name(devices[i]["name"], _LONGEST_NAME) for i in places})
-    return [Text(why, "dim")] if places else []
 
 
 def shares_of(report: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from tpplan.render.show import count, exactness, request_lines, summary, uncounted_lines
+from tpplan.render.show import count, exactness, request_lines, summary, uncounted_lines, unpredicted_lines
 from tpplan.render.text import (
     amount,
     buckets_of,
@@ -132,8 +132,12 @@ def picture(report: dict[str, Any], *, narrow: bool = False) -> str:
     rows_top = top + 24 + (22 * -(-len(buckets) // _BESIDE) if narrow else 0)
     splits_top = rows_top + 30 + at.row * (len(first) + len(last) + bool(last))
     bottom = splits_top + 24 + at.split_row * len(plan["splits"])
-    told = [(summary(report), "strong"), (f"Sizes in {_unit(report)[0]}; {exactness(report)}.", "dim")]
-    below = [(part, style) for text, style in told for part in (wrapped(text, at.text) if narrow else [text])]
+    told = [
+        *((text[0].upper() + text[1:] + ".", "dim") for text in unpredicted_lines(report)),
+        (summary(report), "strong"),
+        (f"Sizes in {_unit(report)[0]}; {exactness(report)}.", "dim"),
+    ]
+    below = [(part, style) for text, style in told for part in wrapped(text, at.text)]
     height = bottom + 16 + 18 * len(below)
     name = plan["model"]["name"]
     title = f"How {name} is split over {count(plan)}"

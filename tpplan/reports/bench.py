@@ -31,8 +31,8 @@ class Spread:
 
     Attributes:
         median_ns: half of the rounds were faster.
-        low_ns: a tenth of the rounds was faster.
-        high_ns: a tenth of the rounds was slower.
+        low_ns: a tenth of the rounds was faster; of fewer than ten rounds, the fastest.
+        high_ns: a tenth of the rounds was slower; of fewer than ten rounds, the slowest.
     """
 
     median_ns: int

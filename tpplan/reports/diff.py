@@ -222,7 +222,8 @@ class PlanDiff:
         memory: memory of the devices where it differs.
         total: change of every bucket, summed over all devices.
         speed: passes of which the plans predict different times.
-        unpredicted: why one of the plans predicts no times; left out if both do, or neither.
+        unpredicted: why the plans predict no times, or one of them; left out if both do, if the plans are equal, or if
+            neither was made by ``auto`` and all bandwidths are known.
     """
 
     summary: str
@@ -279,7 +280,7 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
         total=tuple(_bucket_changes(a.memory, b.memory, _buckets(a, b))),
         speed=speed,
         chosen=chosen,
-        unpredicted=_unpredicted(a, b),
+        unpredicted=_unpredicted(a, b) if reasons else "",
     )
 
 
@@ -298,12 +299,18 @@ def _speed_changes(a: SplitPlan, b: SplitPlan) -> Iterator[SpeedChange]:
 
 
 def _unpredicted(a: SplitPlan, b: SplitPlan) -> str:
-    """Return why one of two plans predicts no times, empty if both do or neither."""
-    if bool(a.speed) == bool(b.speed):
-        return ""
-    which, plan = ("second", b) if a.speed else ("first", a)
+    """Return why two plans predict no times, or one of them; empty if both do, or neither was to do so."""
+    found = {which: _why_unpredicted(plan) for which, plan in (("first", a), ("second", b)) if not plan.speed}
+    if len(found) > 1 and len({*found.values()}) == 1:
+        (why,) = {*found.values()}
+        return f"both plans have {why}" if why != _NOT_BY_AUTO else ""
+    return "; ".join(f"the {which} plan has {why}" for which, why in found.items())
+
+
+def _why_unpredicted(plan: SplitPlan) -> str:
+    """Return why a plan predicts no times."""
     unknown = {i: device.name for i, device in enumerate(plan.devices) if not bandwidth_of(device)}
-    return f"the {which} plan has {bandwidths_unknown(unknown) if unknown else _NOT_BY_AUTO}"
+    return bandwidths_unknown(unknown) if unknown else _NOT_BY_AUTO
 
 
 def _passes(speed: Speed | None) -> Iterator[tuple[bool, Pass]]:

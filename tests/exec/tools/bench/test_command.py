@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +20,7 @@ from tpplan.files.codec import unstructure
 from tpplan.render.bench import bench as view
 from tpplan.reports.bench import BenchReport, Measured, Spread, Timed
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture
@@ -145,7 +144,7 @@ def test_the_screen_of_gpus() -> None:
     assert squeezed[0] == "Llama-3.1-8B on 7 × NVIDIA H200, 1 × NVIDIA H100 80GB HBM3"
     at = squeezed.index("all_reduce")
     assert squeezed[at + 1 : at + 8] == [
-        "payload moved way tpplan 10 %–90 % limit torch NCCL staged",
+        "payload moved way tpplan least–most limit torch NCCL staged",
         "16 MiB 336 MiB events 16 parts calls 12345 12222–13580 25 % 24690 (2.00) 37035 (3.00) 49380 (4.00)",
         "graph 12345 12222–13580 25 % 37035 (3.00)",
         "8 KiB 336 MiB peer slots calls 3.2 3.2–3.6 25 % failed failed failed",
@@ -160,6 +159,26 @@ def test_the_screen_of_gpus() -> None:
     assert "tpplan, graph, 8 KiB: it cannot be captured" in text
     assert "200–400 GB/s between devices, 80 GB/s to the host, 40 GB/s from the host" in text
     assert "note: nothing else to say" in squeezed[: squeezed.index("all_reduce")]
+    assert "torch: the same operation by Tensor.copy_" in text
+    assert "added up in float32 on every device, then rounded to bfloat16" in text
+    assert "least–most: the fastest and the slowest round" in text
+    many = view(unstructure(evolve(_report_of_gpus(), rounds=10)), 120)
+    lines = [re.sub(" +", " ", "".join(part for part, _ in one)).strip() for one in many]
+    assert "10 %–90 %: a tenth of the rounds was faster" in " ".join(lines)
+    assert "payload moved way tpplan 10 %–90 % limit torch NCCL staged" in lines
+
+
+def test_what_a_way_is_has_a_page() -> None:
+    """The section of the page that the screen names is there, and torch is explained only where it takes turns."""
+    (page, section) = re.search("names of ([^ ]+), “(.*?)”", _said(_report_of_gpus())).groups()  # type: ignore[union-attr]
+    assert f"\n## {section}\n" in (ROOT / page).read_text(encoding="utf-8")
+    alone = evolve(_report_of_gpus(), measured=())
+    assert "torch: " not in _said(alone)
+
+
+def _said(report: BenchReport) -> str:
+    lines = ("".join(text for text, _ in one).strip() for one in view(unstructure(report), 120))
+    return re.sub(" +", " ", " ".join(lines))
 
 
 def test_who_fails_at_everything_is_told_once() -> None:

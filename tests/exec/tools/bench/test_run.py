@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from tpplan.exec.tools.bench import case as bench_case
 from tpplan.exec.tools.bench import peers as bench_peers
 from tpplan.exec.tools.bench import run as bench
 from tpplan.exec.tools.bench import run as bench_limits
-from tpplan.exec.tools.bench.clock import Clock, Run
+from tpplan.exec.tools.bench.clock import Clock, Run, spread
 from tpplan.exec.tools.bench.peers import Contender
 from tpplan.exec.tools.bench.run import even_plan
 from tpplan.exec.tuning import Tuning
@@ -266,3 +267,16 @@ def test_a_run_that_fails_late() -> None:
     assert told == {"late": "enough", "early": "at once"}
     assert list(times) == ["good"]
     assert calls == ["late", "good", "late", "good", "late", "good", "good", "good", "good"]
+
+
+@pytest.mark.parametrize("rounds", [2, 7, 9, 10, 11, 40])
+def test_what_times_spread_over(rounds: int) -> None:
+    """From ten rounds on, a tenth of them at least is beyond each end; of fewer these are the extremes."""
+    seconds = [1.0 + i for i in range(rounds)]
+    found = spread(seconds[::-1])
+    faster, slower = (
+        sum(each * 10**9 < found.low_ns for each in seconds),
+        sum(each * 10**9 > found.high_ns for each in seconds),
+    )
+    assert faster == slower == rounds // 10
+    assert found.median_ns == round(statistics.median(seconds) * 10**9)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from attrs import frozen
 
+from tpplan.render.bench import ROUNDS_OF_TENTHS
 from tpplan.reports.bench import Spread
 
 if TYPE_CHECKING:
@@ -105,7 +106,10 @@ class Clock:
 
 
 def spread(seconds: list[float]) -> Spread:
-    """Return the median of several times, and the times that a tenth of them is below and above."""
-    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-    low, median, high = (round(x * 10**9) for x in (tenths[0], statistics.median(seconds), tenths[-1]))
+    """Return the median of several times, and those that a tenth of them is below and above; of few, the extremes."""
+    ends = (min(seconds), max(seconds))
+    if len(seconds) >= ROUNDS_OF_TENTHS:
+        low_end, *_, high_end = statistics.quantiles(seconds, n=10, method="inclusive")
+        ends = (low_end, high_end)
+    low, median, high = (round(x * 10**9) for x in (ends[0], statistics.median(seconds), ends[1]))
     return Spread(median_ns=median, low_ns=low, high_ns=high)
