@@ -118,9 +118,11 @@ def _slip(key: str, names: Collection[str]) -> str:
     """
     if same := next((name for name in names if _folded(name) == _folded(key)), ""):
         return same
-    near = [name for name in names if _differs_by_a_letter(name, key)]
+    near = [name for name in names if abs(len(name) - len(key)) <= 1 and _differs_by_a_letter(name, key)]
     if not near and len(key) >= _LONG:
-        near = get_close_matches(key, [name for name in names if len(name) >= _LONG], 3, _NEAR)
+        both = [(name, len(name) + len(key)) for name in names if len(name) >= _LONG]
+        alike = [name for name, total in both if 2 * min(len(name), len(key)) >= _NEAR * total]  # or no match is near
+        near = get_close_matches(key, alike, 3, _NEAR) if alike else []
     words = _words(key)
     return next((name for name in near if not words <= _words(name) and not words >= _words(name)), "")
 
