@@ -247,3 +247,12 @@ def test_lone_surrogates_can_be_printed() -> None:
     with pytest.raises(ModelError) as caught:
         families.spec_from_config(parse_config(rb'{"model_type": "\ud800"}', "config.json"), "model")
     assert "\\ud800" in str(caught.value).encode().decode()
+
+
+def test_keys_that_the_file_lacks_are_no_slips() -> None:
+    """Defaults that are filled in are not told as keys of the file; what is there is."""
+    filled, there = Config({}, "it").filled({"hidden_sizes": 1}), Config({"hidden_sizes": 1}, "it")
+    assert "hidden_size" not in filled
+    assert "hidden_size" not in there
+    assert list(filled.mistaken_keys()) == []
+    assert list(there.mistaken_keys()) == [("hidden_sizes", "hidden_size")]

@@ -105,6 +105,11 @@ def _repr(value: object) -> str:
     return short.repr(value)
 
 
+def is_meant(key: str, other: str) -> str:
+    """Ask whether a key of a file is meant as another one."""
+    return f"is {visible(key)} meant as {other}?"
+
+
 def _folded(name: str) -> str:
     """Return a key without what differs between hiddenSize, hidden-size and hidden_size."""
     return name.casefold().replace("_", "").replace("-", "")
@@ -183,7 +188,7 @@ class Config:
         """Return the error for a key without a value; the hint names the key that was probably meant as it."""
         names = " or ".join((key, *ALIASES.get(key, ())))
         near = self.meant_as(key)
-        return self.error(f"{names} is {'null' if key in self else 'missing'}", near and f"is {near} meant as {key}?")
+        return self.error(f"{names} is {'null' if key in self else 'missing'}", near and is_meant(near, key))
 
     def meant_as(self, key: str) -> str:
         """Return the key that was probably meant as one that is missing, empty if none is or that is there."""
@@ -204,7 +209,7 @@ class Config:
         They are what other families call it, or misspelt.
         """
         known = {name for key in self._asked for name in (key, *ALIASES.get(key, ()))}
-        unread = [key for key in self._data if key not in known | self._filled]
+        unread = [key for key in self._data if key not in known]
         for key in sorted(self._asked):
             lacking = self._filled.issuperset(name for name in (key, *ALIASES.get(key, ())) if name in self._data)
             if lacking and (meant := self._meant_as(key, unread)):
@@ -212,10 +217,10 @@ class Config:
 
     def slips(self) -> Iterator[str]:
         """Yield a note on each of them, as text for people."""
-        for key, meant in ((visible(key), meant) for key, meant in self.mistaken_keys()):
+        for key, meant in self.mistaken_keys():
             default = f" ({_repr(self._data[meant])})" if meant in self._filled else ""
-            told = f"{self.source} has {key}, which is not read, and no {meant}, whose default{default} is taken"
-            yield f"{told}: is {key} meant as {meant}?"
+            told = f"{self.source} has {visible(key)}, which is not read, and no {meant}"
+            yield f"{told}, whose default{default} is taken: {is_meant(key, meant)}"
 
     def borrowed_keys(self, model_type: str) -> Iterator[tuple[str, str]]:
         """Yield keys that were read by a name that only other families have than ``model_type``, each with its own."""

@@ -22,7 +22,7 @@ from tpplan.render.show import (
     unpredicted_lines,
 )
 from tpplan.render.svg import picture
-from tpplan.render.text import buckets_of, percent
+from tpplan.render.text import buckets_of, percent, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -86,15 +86,14 @@ def page(report: dict[str, Any]) -> str:
 
 def _told(report: dict[str, Any]) -> str:
     """Return as HTML what the plan leaves out, how full the devices are, and which numbers are exact."""
-    beside = (f"<strong>{escape(text[0].upper() + text[1:])}.</strong> " for text in uncounted_lines(report["plan"]))
+    beside = (f"<strong>{escape(sentence(text))}</strong> " for text in uncounted_lines(report["plan"]))
     return f"{''.join(beside)}{escape(summary(report))}. {escape(exactness(report).capitalize())}."
 
 
 def _speed(report: dict[str, Any]) -> str:
     """Return as HTML how fast the plan is predicted to be, or which bandwidths it would need."""
     if "speed" not in report:
-        told = (f"{escape(text[0].upper() + text[1:])}." for text in unpredicted_lines(report))
-        return "".join(f"<h2>Speed</h2>\n<p>{text}</p>\n" for text in told)
+        return "".join(f"<h2>Speed</h2>\n<p>{escape(sentence(text))}</p>\n" for text in unpredicted_lines(report))
     devices = report["devices"]
     steps = report["plan"]["speed"]["decode"]
     rows = [
@@ -108,7 +107,7 @@ def _speed(report: dict[str, Any]) -> str:
     ]
     texts = "; ".join((*speed_lines(report), basis_of(report["speed"], len(steps[0]["devices"]))))
     table = _table(("device", "batch", *CAUSES, "together"), rows)
-    return f"<h2>Speed, milliseconds of a decode step</h2>\n<p>{escape(texts[0].upper() + texts[1:])}.</p>\n{table}\n"
+    return f"<h2>Speed, milliseconds of a decode step</h2>\n<p>{escape(sentence(texts))}</p>\n{table}\n"
 
 
 def _request(plan: dict[str, Any]) -> list[tuple[str, ...]]:

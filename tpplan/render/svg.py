@@ -21,6 +21,7 @@ from tpplan.render.text import (
     elided,
     percent,
     scale_for,
+    sentence,
     shorten,
     shorten_layers,
     shorten_name,
@@ -133,7 +134,7 @@ def picture(report: dict[str, Any], *, narrow: bool = False) -> str:
     splits_top = rows_top + 30 + at.row * (len(first) + len(last) + bool(last))
     bottom = splits_top + 24 + at.split_row * len(plan["splits"])
     told = [
-        *((text[0].upper() + text[1:] + ".", "dim") for text in unpredicted_lines(report)),
+        *((sentence(text), "dim") for text in unpredicted_lines(report)),
         (summary(report), "strong"),
         (f"Sizes in {_unit(report)[0]}; {exactness(report)}.", "dim"),
     ]

@@ -103,6 +103,11 @@ def abridged(text: str) -> str:
     return text
 
 
+def sentence(text: str) -> str:
+    """Return a text as a sentence of its own: with a capital letter and a full stop."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def wrapped(text: str, columns: int) -> list[str]:
     """Break a text between words into lines of at most ``columns``, if its words are no longer."""
     lines: list[str] = []

@@ -11,8 +11,7 @@ from attrs import frozen
 from tpplan.core.entry_points import added
 from tpplan.core.model import ModelSpec
 from tpplan.errors import ModelError
-from tpplan.files.jsontext import visible
-from tpplan.models.config import COMPARE, ELSEWHERE, OWN_NAMES, Config
+from tpplan.models.config import COMPARE, ELSEWHERE, OWN_NAMES, Config, is_meant
 from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.blockwise import BLOCKWISE
 from tpplan.models.families.classic import CLASSIC
@@ -170,7 +169,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
         slip = next(chain.from_iterable(part.mistaken_keys() for part in (text, config)), None)
         if slip is None or error.hint != COMPARE:
             raise
-        raise ModelError(error.message, f"is {visible(slip[0])} meant as {slip[1]}?") from error
+        raise ModelError(error.message, is_meant(*slip)) from error
     context = longest_context(text, inner, shape.context)
     named = _torch_dtype(text) or _torch_dtype(config)
     torch_dtype = named or "bfloat16"
