@@ -8,7 +8,6 @@ auto-round 0.4 wrote is that and the groups of inputs, which its modules have as
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from tests.checkpoints import write_checkpoint
 from tests.examples import examples
 from tests.format_cases import gptq_config, stored
+from tests.published import MODELS, example, shape
 from tpplan.errors import ModelError
 from tpplan.models.config import read_config
 from tpplan.models.formats import read_scheme
@@ -25,19 +25,12 @@ from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 320,
-    "max_position_embeddings": 128,
+    **shape(vocab=320, hidden=256, dense=768, layers=2, q=8, kv=2, head_dim=64, context=128),
     "tie_word_embeddings": False,
 }
 
@@ -561,29 +554,6 @@ def test_headers_give_the_same_model(tmp_path: Path, case: str) -> None:
     assert read_model(path) == spec
 
 
-def example(name: str) -> dict[str, Any]:
-    """Return the config.json of an example, without its quantisation."""
-    config = json.loads((EXAMPLES / name / "config.json").read_text())
-    return {key: value for key, value in config.items() if key != "quantization_config"}
-
-
-QWEN3_235B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1536,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "torch_dtype": "bfloat16",
-}
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 #: Published checkpoints: config, what hf_quant_config.json says, and GiB of all files.
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
@@ -603,7 +573,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
         359.8,
     ),
     "Qwen3-235B-A22B NVFP4": (
-        QWEN3_235B,
+        MODELS["Qwen3-235B-A22B"] | {"torch_dtype": "bfloat16"},
         {
             "quant_algo": "NVFP4",
             "kv_cache_quant_algo": "FP8",
