@@ -62,9 +62,9 @@ def _gemma4_layers(config: Config, layers: int) -> tuple[Mapping[str, object], .
     )
 
 
-def _per_layer_inputs(config: Config, shape: Shape, default: int = 256) -> Shape:
+def _per_layer_inputs(config: Config, shape: Shape) -> Shape:
     """Add the embedding that has a vector for each layer, whose vocabulary may be another one."""
-    width = config.count("hidden_size_per_layer_input", default=default, minimum=0)
+    width = config.count("hidden_size_per_layer_input", default=256, minimum=0)
     vocab = config.count("vocab_size_per_layer_input", default=262_144)
     alike = ("same_vocab",) if vocab == shape.vocab else ()
     shape = shape.having(*alike, pv=vocab, pl=width, pls=width * len(shape.windows))
