@@ -158,6 +158,8 @@ class PrefillGraphs:
             self._have_run.add(shape)
             return xs
         if shape not in self._graphs:
+            if shape.goes_on is not None:
+                self._prefill(shape)  # cuDNN makes plans for each thread, and not while a graph is captured
             graph = self._capture(partial(self._issue, shape), "a pass of prompts")
             if graph is None:
                 self.has_failed = True
