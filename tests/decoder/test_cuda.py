@@ -387,7 +387,8 @@ def test_threads_take_turns_with_passes_of_one_sequence(tmp_path: Path) -> None:
                     found.append(thread.submit(read, prompt).result())
             assert all((each - found[0]).norm() < 0.001 * found[0].norm() for each in found)
         assert decoder.prompt_graphs is graphs
-        assert [shape.goes_on for shape in graphs._graphs] == (graphs._have_alone or [None])
+        expected: list[bool | None] = [*graphs._have_alone] or [None]
+        assert [shape.goes_on for shape in graphs._graphs] == expected
 
 
 @pytest.mark.gpu
