@@ -105,7 +105,7 @@ def test_a_language_model_in_an_unknown_one_can_be_planned_alone(path: tuple[str
         section = section[key]
     assert spec_of(section).layer_count == 32
     del section["hidden_size"]
-    with pytest.raises(ModelError, match=r"not as it is: config.json: .*hidden_size or n_embd or n_embed is missing"):
+    with pytest.raises(ModelError, match=r"not as it is: config.json: .*hidden_size is missing"):
         spec_of(raw)
 
 
@@ -367,6 +367,17 @@ def test_a_missing_key_that_is_nearly_there_is_named(key: str, slip: str, archit
         spec_from_config(Config({**data, slip: value}, "config.json"), "m")
     assert caught.value.hint == f"is {slip} meant as {key}?"
     assert spec_from_config(Config({**data, key: value}, "config.json"), "m").notes == ()
+
+
+def test_all_missing_keys_are_told_at_once() -> None:
+    """With those that were probably meant as some of them, and those that are null."""
+    data = {"model_type": "llama", "d_model": 64, "vocab_sise": 9, "num_attention_heads": 8, "intermediate_size": None}
+    with pytest.raises(ModelError) as caught:
+        spec_from_config(Config({**data, "num_key_value_heads": 8}, "config.json"), "m")
+    told = "num_hidden_layers, hidden_size, vocab_size and max_position_embeddings are missing"
+    assert caught.value.message == f"config.json: {told}; intermediate_size is null"
+    others = "for the others, compare it with the config.json that the model came with"
+    assert caught.value.hint == f"is d_model meant as hidden_size and vocab_sise as vocab_size? {others}"
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Final, cast
 
+from tpplan.core.sizes import listed
 from tpplan.errors import ModelError
 from tpplan.files.content import ContentError, read
 from tpplan.files.jsontext import NotJSONError, read_json, visible
@@ -22,6 +24,9 @@ MAX_CONFIG_BYTES: Final = 16 * 2**20
 
 #: Default limit of counts; a larger one is a mistake or an attack.
 MAX_COUNT: Final = 2**31
+
+#: What stands in for a missing count while further ones are looked for, where nothing fits the others better.
+STAND_IN: Final = 64
 
 #: Other names of keys in Hugging Face configs; values under different names of a key must not contradict each other.
 ALIASES: Final[dict[str, tuple[str, ...]]] = {
@@ -105,9 +110,10 @@ def _repr(value: object) -> str:
     return short.repr(value)
 
 
-def is_meant(key: str, other: str) -> str:
-    """Ask whether a key of a file is meant as another one."""
-    return f"is {visible(key)} meant as {other}?"
+def are_meant(*pairs: tuple[str, str]) -> str:
+    """Ask whether keys of a file are meant as others, each with its own."""
+    told = [f"{visible(key)} as {other}" for key, other in pairs]
+    return f"is {listed(told).replace(' as ', ' meant as ', 1)}?"
 
 
 def _folded(name: str) -> str:
@@ -161,6 +167,7 @@ class Config:
         source: str,
         asked: set[str] | None = None,
         filled: frozenset[str] = frozenset(),
+        lacking: dict[str, int] | None = None,
     ) -> None:
         """Wrap ``data``, a JSON object.
 
@@ -169,11 +176,14 @@ class Config:
             source: name of the file in messages.
             asked: keys that were looked up in a config of which this is a copy.
             filled: keys that the file lacks, whose values are defaults.
+            lacking: keys of counts without a value, and what stands in for them, see :meth:`collecting`; None where
+                they are errors.
         """
         self._data = data
         self.source = source
         self._asked = set() if asked is None else asked
         self._filled = filled
+        self._lacking = lacking
 
     def error(self, problem: str, hint: str = "") -> ModelError:
         """Return an error that names this file and the ``problem``."""
@@ -184,11 +194,24 @@ class Config:
         self._asked.add(key)
         return any(name in self._data for name in (key, *ALIASES.get(key, ())))
 
-    def missing(self, key: str) -> ModelError:
-        """Return the error for a key without a value; the hint names the key that was probably meant as it."""
-        names = " or ".join((key, *ALIASES.get(key, ())))
-        near = self.meant_as(key)
-        return self.error(f"{names} is {'null' if key in self else 'missing'}", near and is_meant(near, key))
+    def missing(self, *keys: str) -> ModelError:
+        """Return the error for keys without a value; the hint names the keys that were probably meant as them."""
+        found = {"missing": [key for key in keys if key not in self], "null": [key for key in keys if key in self]}
+        told = [
+            f"{listed([self._names(key) for key in which])} {'are' if which[1:] else 'is'} {what}"
+            for what, which in found.items()
+            if which
+        ]
+        pairs = [(near, key) for key in keys if (near := self.meant_as(key))]
+        others = f" for the others, {COMPARE}" if len(pairs) < len(keys) else ""
+        return self.error("; ".join(told), are_meant(*pairs) + others if pairs else "")
+
+    def _names(self, key: str) -> str:
+        """Return the names of a key that the model's type has, its own ones first: ``n_embd (or hidden_size)``."""
+        kind = self._data.get("model_type")
+        names = [name for name in (key, *ALIASES.get(key, ())) if kind in OWN_NAMES.get(name, (kind,))]
+        first, *others = sorted(names, key=lambda name: name not in OWN_NAMES)
+        return f"{first} (or {', '.join(others)})" if others else first
 
     def meant_as(self, key: str) -> str:
         """Return the key that was probably meant as one that is missing, empty if none is or that is there."""
@@ -220,7 +243,7 @@ class Config:
         for key, meant in self.mistaken_keys():
             default = f" ({_repr(self._data[meant])})" if meant in self._filled else ""
             told = f"{self.source} has {visible(key)}, which is not read, and no {meant}"
-            yield f"{told}, whose default{default} is taken: {is_meant(key, meant)}"
+            yield f"{told}, whose default{default} is taken: {are_meant((key, meant))}"
 
     def borrowed_keys(self, model_type: str) -> Iterator[tuple[str, str]]:
         """Yield keys that were read by a name that only other families have than ``model_type``, each with its own."""
@@ -263,14 +286,24 @@ class Config:
             raise self.error(f"{name} is {_repr(value)}, outside {minimum} to {maximum}")
         return value
 
-    def count(self, key: str, *, default: int | None = None, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
-        """Return a whole number, or ``default`` if the key is absent or null.
+    def count(
+        self,
+        key: str,
+        *,
+        default: int | None = None,
+        minimum: int = 1,
+        maximum: int = MAX_COUNT,
+        stand_in: int = STAND_IN,
+    ) -> int:
+        """Return a whole number, or ``default`` if the key is absent or null; ``stand_in`` is for :meth:`collecting`.
 
         Raises:
             ModelError: as for :meth:`optional_count`, or there is neither a value nor a default.
         """
         value = self.optional_count(key, default=default, minimum=minimum, maximum=maximum)
         value = default if value is None else value
+        if value is None and self._lacking is not None:
+            return self._lacking.setdefault(key, max(minimum, min(maximum, stand_in)))
         if value is None:
             raise self.missing(key)
         return value
@@ -353,18 +386,38 @@ class Config:
 
     def having(self, key: str, value: object) -> Config:
         """Return a copy of the config with ``key`` set to ``value``."""
-        return Config({**self._data, key: value}, self.source, self._asked, self._filled)
+        return self._copy({**self._data, key: value})
 
     def filled(self, defaults: Mapping[str, object]) -> Config:
         """Return a copy of the config with these values for those keys that it lacks."""
         lacking = {key: value for key, value in defaults.items() if key not in self}
-        return Config({**lacking, **self._data}, self.source, self._asked, self._filled | lacking.keys())
+        filled = self._filled | lacking.keys()
+        return Config({**lacking, **self._data}, self.source, self._asked, filled, self._lacking)
 
     def overlaid(self, values: Mapping[str, object]) -> Config:
         """Return a copy of the config with these values in place of those under any name of their keys."""
         others = {name for key in values for name in ALIASES.get(key, ())}
         kept = {key: value for key, value in self._data.items() if key not in others}
-        return Config({**kept, **values}, self.source, self._asked, self._filled)
+        return self._copy({**kept, **values})
+
+    @contextmanager
+    def collecting(self) -> Iterator[Config]:
+        """Give a copy of the config that reads any number for missing counts, and tell all of those in the end.
+
+        Raises:
+            ModelError: counts are missing; what else was wrong may follow from the numbers that stood in for them.
+        """
+        lacking: dict[str, int] = {}
+        try:
+            yield Config(self._data, self.source, self._asked, self._filled, lacking)
+        except ModelError:
+            if not lacking:
+                raise
+        if lacking:
+            raise self.missing(*lacking)
+
+    def _copy(self, data: Mapping[str, object]) -> Config:
+        return Config(data, self.source, self._asked, self._filled, self._lacking)
 
     def level(self, key: str) -> Config:
         """Return a copy of the config with one number under ``key`` if it lists the same number several times.
