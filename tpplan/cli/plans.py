@@ -146,11 +146,13 @@ def advise(hints: Iterable[str]) -> None:
 
 
 def show(plan: SplitPlan, form: str = "text", *, plain: bool = False) -> None:
-    """Show a plan on one screen, or in another form."""
+    """Show a plan on one screen, or in another form: as a document with the notes, too."""
+    from attrs import evolve  # noqa: PLC0415
+
     from tpplan.render.show import show as view  # noqa: PLC0415
     from tpplan.reports.show import show_report  # noqa: PLC0415
 
-    console.present(show_report(plan), view, form, plain=plain)
+    console.present(evolve(show_report(plan), notes=console.noted()), view, form, plain=plain)
 
 
 def tell(plan: SplitPlan) -> None:

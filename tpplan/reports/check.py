@@ -76,12 +76,14 @@ class CheckReport:
         plans: one result per plan, in the order given.
         manifest: path of the manifest that has the plans; left out if there is none.
         unlisted: plan files in the folders of the manifest's plans that it does not name.
+        notes: what the command noted on standard error beside it; left out for none.
     """
 
     current: bool
     plans: tuple[PlanCheck, ...]
     manifest: str = ""
     unlisted: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def check(

@@ -112,6 +112,7 @@ class ShowReport:
         speed: how fast the plan is predicted to be; left out if it predicts nothing.
         without_bandwidth: indices of the devices whose bandwidth is unknown, for which nothing is predicted; left out
             if all are known.
+        notes: what the command noted on standard error beside it; left out for none.
     """
 
     plan: SplitPlan
@@ -124,6 +125,7 @@ class ShowReport:
     estimated: tuple[str, ...]
     speed: SpeedReport | None = None
     without_bandwidth: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def show_report(plan: SplitPlan) -> ShowReport:
