@@ -160,13 +160,13 @@ def test_notes_on_a_model_are_told(tmp_path: Path) -> None:
         assert command(*asked).err.startswith(f"note: {note}\n")
     assert conforms(command("inspect", directory, "--json").out, "inspection")["notes"] == [note]
     Path("tpplan.toml").write_text(f'[[plan]]\nfile = "b.json"\nmodel = "{directory}"\ngpus = "1GiB,1MiB"\n')
-    for schema, *asked in (
-        ("show-report", "plan", directory, "--gpus", "1GiB,1MiB"),
-        ("manifest-report", "plan", "--all"),
-        ("check-report", "check", "b.json", "--model", directory),
-        ("check-report", "check"),
+    for schema, words in (
+        ("show-report", ("plan", directory, "--gpus", "1GiB,1MiB")),
+        ("manifest-report", ("plan", "--all")),
+        ("check-report", ("check", "b.json", "--model", directory)),
+        ("check-report", ("check",)),
     ):
-        done = command(*asked, "--json")
+        done = command(*words, "--json")
         told = [line.removeprefix("note: ") for line in done.err.splitlines() if line.startswith("note: ")]
         assert (note in told, conforms(done.out, schema)["notes"]) == (True, told)
     assert any("no part of the model is on device 1" in line for line in command("plan", "--all").err.splitlines())

@@ -300,7 +300,8 @@ def test_what_auto_chose_was_not_asked_for() -> None:
     assert "Chosen by auto" in text
     assert "Inputs" not in text
     assert "reads" not in text  # which only one of both says
-    assert {one.delta_reads_bytes for one in found.memory} == {0}
+    assert {(one.before_reads_bytes, one.delta_reads_bytes) for one in found.memory} == {(None, None)}
+    assert all(one.after_reads_bytes for one in found.memory)
     named = plan(model, [slow, fast], cache=Cache(tokens=4096))
     assert diff(named, before).fields[0].path == "request.strategy"
     assert Reason.REQUEST in diff(named, before).reasons
