@@ -86,6 +86,21 @@ DISTINCT: Final = frozenset(
         *("compress_ratios", "index_head_dim", "indexer_head_dim", "indexer_kv_heads", "indexer_n_heads"),
         *("mamba_headdim", "n_group", "n_groups", "projector_bias"),
         *("mlp_layer_types", "mtp_layer_types", "o_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+        "swiglu_limits",
+    )
+)
+
+#: Keys on which what the decoder computes depends, and mostly no plan: a slip of one changes that without a word.
+OF_DECODERS: Final = frozenset(
+    (
+        *("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"),
+        *("hidden_act", "hidden_activation", "rms_norm_eps", "swiglu_alpha", "swiglu_limit"),
+        *("is_causal", "use_bidirectional_attention"),
+        *("moe_norm_min", "n_group", "norm_topk_prob", "topk_group", "topk_method"),
+        *("routed_scaling_factor", "router_scaling_factor"),
+        *("partial_rotary_factor", "rope_interleave", "rope_local_base_freq", "rope_theta", "layer_rope_theta"),
+        *("rotary_dim", "rotary_emb_base", "rotary_pct", "no_rope_layers", "no_rope_layer_interval"),
     )
 )
 
@@ -225,6 +240,10 @@ class Config:
         others = [name for name in names if name[0] != "_" and name not in DISTINCT]
         slips = (slip for own in (key, *ALIASES.get(key, ())) if (slip := _slip(own, others)))
         return next(slips, "")
+
+    def expect(self, keys: Collection[str]) -> None:
+        """Take keys as looked up, as others do, so that slips of them are told."""
+        self._asked.update(keys)
 
     def mistaken_keys(self) -> Iterator[tuple[str, str]]:
         """Yield keys that nobody has looked up, each with one that was looked up in vain and probably meant.
