@@ -203,6 +203,17 @@ def test_keys_that_must_be_there_are_told_together(model_type: str, inner: str) 
     assert {NAMED.get(key, key) for key in missed - {"layer_types"}} <= {*re.findall(r"\w+", told)}
 
 
+@pytest.mark.parametrize(("model_type", "inner"), KNOWN)
+def test_windows_that_are_turned_on_are_as_long_as_in_the_class_of_transformers(model_type: str, inner: str) -> None:
+    """Where the config says that there are some, but neither how long nor in which layers."""
+    whole = small(model_type, inner)
+    text = text_of(whole)
+    if "use_sliding_window" in text:
+        raw = without(whole, {"sliding_window", "max_window_layers", "layer_types"} & text.keys())
+        text_of(raw).update(use_sliding_window=True, num_hidden_layers=40)  # more than may be without
+        assert not compare(raw, {})
+
+
 @settings(max_examples=examples(60))
 @given(st.sampled_from(KNOWN), st.data())
 def test_keys_left_out_together_are_as_in_the_class_of_transformers(
