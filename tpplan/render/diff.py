@@ -20,6 +20,8 @@ _LONGEST_CELL = 20
 _LONGEST_VALUE = 18
 #: Values that are no words but sentences.
 _SENTENCES = frozenset({"request.reserve", "request.draft.room_bytes"})
+#: What follows from what was asked, and nobody asks for.
+_FORMAT = "format_version"
 _MARKS = {"added": "+", "removed": "-", "moved": "~", "changed": "~"}
 _DEVICE = [("device", ""), ("name", "")]
 _VALUES = [("what", ""), ("before", ""), ("", ""), ("after", "")]
@@ -42,9 +44,12 @@ def diff(changes: dict[str, Any]) -> list[Block]:
 
 
 def _inputs(changes: dict[str, Any]) -> list[Block]:
-    """Say which values of the model and the request differ, and what was chosen by them."""
+    """Say which values of the model and the request differ, what was chosen by them, and the format that has it all."""
     blocks: list[Block] = []
-    for title, fields in (("Inputs", changes["fields"]), ("Chosen by auto", changes.get("chosen", ()))):
+    asked, follows = [], []
+    for field in changes["fields"]:
+        (follows if field["path"] == _FORMAT else asked).append(field)
+    for title, fields in (("Inputs", asked), ("Chosen by auto", changes.get("chosen", ())), ("File", follows)):
         rows = [[("~", "dim"), *_values(field)] for field in fields if field["path"] not in _SENTENCES]
         told = [field for field in fields if field["path"] in _SENTENCES]
         blocks += [Heading(title)] if fields else []

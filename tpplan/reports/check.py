@@ -14,8 +14,8 @@ from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
 from tpplan.planfile.codec import fingerprint
 from tpplan.planner.infeasible import InfeasibleError
-from tpplan.planner.plan import asked_strategy, replan
-from tpplan.planner.request import resolve
+from tpplan.planner.plan import replan
+from tpplan.planner.request import asked_strategy, resolve
 from tpplan.reports.diff import PlanDiff, diff
 from tpplan.reports.error import ErrorBody, error_report
 from tpplan.reports.manifest import Inputs

@@ -11,10 +11,11 @@ from attrs import frozen
 
 from tpplan.core.axes import Axis, format_layers, parse_layers
 from tpplan.core.device import MEASURED, bandwidths_unknown
-from tpplan.core.plan import Draft, SplitPlan, reserves_told, rooms_told
+from tpplan.core.plan import AUTO, Draft, SplitPlan, reserves_told, rooms_told
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import RequestError
 from tpplan.files.codec import document
+from tpplan.planner.request import asked_strategy
 from tpplan.planner.speed import bandwidth_of
 
 if TYPE_CHECKING:
@@ -258,8 +259,8 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
     pairs = tuple(_pairs(a.devices, b.devices))
     # What somebody asked for comes before the version of the format, which follows from that.
     fields = tuple(sorted(_field_changes(a, b, ""), key=lambda change: change.path == "format_version"))
-    # only plans that auto made predict speed
-    chosen = tuple(change for change in fields if change.path == _STRATEGY) if a.speed and b.speed else ()
+    by_auto = all(asked_strategy(plan) == AUTO for plan in (a, b))
+    chosen = tuple(change for change in fields if change.path == _STRATEGY) if by_auto else ()
     fields = tuple(change for change in fields if change not in chosen)
     devices = tuple(_device_changes(a, b, pairs))
     compared = [_split_change(axis, *cut, layers, pairs) for axis in Axis for cut, layers in _aligned(a, b, axis)]
