@@ -9,6 +9,8 @@ from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Final, cast
 
+from attrs import field, frozen
+
 from tpplan.core.sizes import listed
 from tpplan.errors import ModelError
 from tpplan.files.content import ContentError, read
@@ -111,6 +113,8 @@ _DEEPER: Final = ("*/config.json", "snapshots/*/config.json")
 #: Hint where nothing better is known.
 COMPARE: Final = "compare it with the config.json that the model came with"
 _MISSING: Final = object()
+#: Sections of an object in which slips are looked for: one for each module of a model may be 200,000.
+_MOST_SECTIONS: Final = 64
 #: How much alike a long key and a slip of it are.
 _NEAR: Final = 0.9
 #: Letters of a long key, and of the shortest that slips are told of: short ones are alike by chance.
@@ -142,15 +146,21 @@ def _slip(key: str, names: Collection[str]) -> str:
     A slip has a letter more, less or changed, or two swapped; that of a long key may have several. A name with a word
     more or less is another key, such as ``q_group_size`` beside ``group_size``.
     """
-    if same := next((name for name in names if _folded(name) == _folded(key)), ""):
+    folded = _folded(key)
+    if same := next((name for name in names if _folded(name) == folded), ""):
         return same
     near = [name for name in names if abs(len(name) - len(key)) <= 1 and _differs_by_a_letter(name, key)]
     if not near and len(key) >= _LONG:
-        both = [(name, len(name) + len(key)) for name in names if len(name) >= _LONG]
-        alike = [name for name, total in both if 2 * min(len(name), len(key)) >= _NEAR * total]  # or no match is near
+        alike = [name for name in names if len(name) >= _LONG and _may_be_near(name, key)]
         near = get_close_matches(key, alike, 3, _NEAR) if alike else []
-    words = _words(key)
+    words = _words(key) if near else set()
     return next((name for name in near if not words <= _words(name) and not words >= _words(name)), "")
+
+
+def _may_be_near(name: str, key: str) -> bool:
+    """Return whether two names may be as much alike as slips are, by their lengths and letters, which takes no time."""
+    shorter, least = min(len(name), len(key)), _NEAR * (len(name) + len(key)) / 2
+    return shorter >= least and min(len(key) - len({*key} - {*name}), len(name) - len({*name} - {*key})) >= least
 
 
 def _words(name: str) -> set[str]:
@@ -169,6 +179,19 @@ def _differs_by_a_letter(name: str, key: str) -> bool:
     return len(key) >= _SHORT and start > 0 and shifted
 
 
+@frozen
+class _Seen:
+    """What was looked up in a config, by whatever copy of it.
+
+    Attributes:
+        keys: keys that are there or not.
+        sections: objects in it by the names of their keys, the first ones.
+    """
+
+    keys: set[str] = field(factory=set)
+    sections: dict[str, Config] = field(factory=dict)
+
+
 class Config:
     """An object in a config.json, whose values are checked as they are read.
 
@@ -180,7 +203,7 @@ class Config:
         self,
         data: Mapping[str, object],
         source: str,
-        asked: set[str] | None = None,
+        seen: _Seen | None = None,
         filled: frozenset[str] = frozenset(),
         lacking: dict[str, int] | None = None,
     ) -> None:
@@ -189,14 +212,14 @@ class Config:
         Args:
             data: the object.
             source: name of the file in messages.
-            asked: keys that were looked up in a config of which this is a copy.
+            seen: what was looked up in a config of which this is a copy.
             filled: keys that the file lacks, whose values are defaults.
             lacking: keys of counts without a value, and what stands in for them, see :meth:`collecting`; None where
                 they are errors.
         """
         self._data = data
         self.source = source
-        self._asked = set() if asked is None else asked
+        self._seen = seen or _Seen()
         self._filled = filled
         self._lacking = lacking
 
@@ -206,7 +229,7 @@ class Config:
 
     def __contains__(self, key: str) -> bool:
         """Return whether the key is present under any of its names, null or not."""
-        self._asked.add(key)
+        self._seen.keys.add(key)
         return any(name in self._data for name in (key, *ALIASES.get(key, ())))
 
     def missing(self, *keys: str) -> ModelError:
@@ -243,16 +266,16 @@ class Config:
 
     def expect(self, keys: Collection[str]) -> None:
         """Take keys as looked up, as others do, so that slips of them are told."""
-        self._asked.update(keys)
+        self._seen.keys.update(keys)
 
     def mistaken_keys(self) -> Iterator[tuple[str, str]]:
         """Yield keys that nobody has looked up, each with one that was looked up in vain and probably meant.
 
         They are what other families call it, or misspelt.
         """
-        known = {name for key in self._asked for name in (key, *ALIASES.get(key, ()))}
+        known = {name for key in self._seen.keys for name in (key, *ALIASES.get(key, ()))}
         unread = [key for key in self._data if key not in known]
-        for key in sorted(self._asked):
+        for key in sorted(self._seen.keys):
             lacking = self._filled.issuperset(name for name in (key, *ALIASES.get(key, ())) if name in self._data)
             if lacking and (meant := self._meant_as(key, unread)):
                 yield meant, key
@@ -264,16 +287,24 @@ class Config:
             told = f"{self.source} has {visible(key)}, which is not read, and no {meant}"
             yield f"{told}, whose default{default} is taken: {are_meant((key, meant))}"
 
+    def slips_within(self) -> dict[tuple[str, str], str]:
+        """Return notes on slips here and in the sections that were read, by the key and what is meant, each once."""
+        found = dict(zip(self.mistaken_keys(), self.slips(), strict=True))
+        for section in self._seen.sections.values():
+            for pair, note in section.slips_within().items():
+                found.setdefault(pair, note)
+        return found
+
     def borrowed_keys(self, model_type: str) -> Iterator[tuple[str, str]]:
         """Yield keys that were read by a name that only other families have than ``model_type``, each with its own."""
-        for key in sorted(self._asked):
+        for key in sorted(self._seen.keys):
             names = [name for name in (key, *ALIASES.get(key, ())) if self._data.get(name) is not None]
             if names and all(model_type not in OWN_NAMES.get(name, (model_type,)) for name in names):
                 yield names[0], key
 
     def _find(self, key: str) -> tuple[str, object]:
         """Return the key's name in the file and its value; values take precedence over null and must agree."""
-        self._asked.add(key)
+        self._seen.keys.add(key)
         there = [(name, self._data[name]) for name in (key, *ALIASES.get(key, ())) if name in self._data]
         if not there:
             return key, _MISSING
@@ -411,7 +442,7 @@ class Config:
         """Return a copy of the config with these values for those keys that it lacks."""
         lacking = {key: value for key, value in defaults.items() if key not in self}
         filled = self._filled | lacking.keys()
-        return Config({**lacking, **self._data}, self.source, self._asked, filled, self._lacking)
+        return Config({**lacking, **self._data}, self.source, self._seen, filled, self._lacking)
 
     def overlaid(self, values: Mapping[str, object]) -> Config:
         """Return a copy of the config with these values in place of those under any name of their keys."""
@@ -428,7 +459,7 @@ class Config:
         """
         lacking: dict[str, int] = {}
         try:
-            yield Config(self._data, self.source, self._asked, self._filled, lacking)
+            yield Config(self._data, self.source, self._seen, self._filled, lacking)
         except ModelError:
             if not lacking:
                 raise
@@ -436,7 +467,7 @@ class Config:
             raise self.missing(*lacking)
 
     def _copy(self, data: Mapping[str, object]) -> Config:
-        return Config(data, self.source, self._asked, self._filled, self._lacking)
+        return Config(data, self.source, self._seen, self._filled, self._lacking)
 
     def level(self, key: str) -> Config:
         """Return a copy of the config with one number under ``key`` if it lists the same number several times.
@@ -463,7 +494,12 @@ class Config:
             raise self.missing(key)
         if not isinstance(value, dict):
             raise self.error(f"{name} is {_repr(value)}, expected an object")
-        return Config(value, f"{self.source}: {name}")
+        known = self._seen.sections.get(name)
+        if known is None or known.data is not value:
+            known = Config(value, f"{self.source}: {name}")
+            if len(self._seen.sections) < _MOST_SECTIONS:
+                self._seen.sections[name] = known
+        return known
 
 
 def read_config(path: str | Path) -> Config:
