@@ -141,7 +141,6 @@ def _parse() -> argparse.Namespace:
     add("--batches", type=numbers_of, default=(1, 8, 64), help="sequences that decode together (default 1,8,64)")
     add("--tokens", type=int, default=64, help="steps that are timed (default 64)")
     add("--prefill", type=int, default=4096, help="tokens of the long prompt (default 4096)")
-    add("--max-rows", type=int, default=2048, help="of a pass of prompts, at most (default 2048)")
     add("--peers", type=_names(*PEERS), help=f"others, of {','.join(PEERS)} (default all, nccl if quantised)")
     add("--eager", action="store_true", help="read prompts once more, without graphs where they have some")
     add("--devices", default="", help="a devices file with measured speeds: predictions stand beside what is measured")

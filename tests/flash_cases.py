@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from tpplan.decoder import math
+from tpplan.decoder.cache import heads
 from tpplan.decoder.cache.store import Store
+from tpplan.decoder.layer import attention
 from tpplan.decoder.math import Scoring, additive_mask, attend, attend_over_parts, merge_parts
 from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Of each call, how many queries and how many keys each text has.
 FlashCalls = list[list[tuple[int, int]]]
+#: Of each call, how many tokens attend to each other, and whether the flash kernel lets them attend to earlier ones.
+CudnnCalls = list[tuple[int, bool]]
 
 
 def flash(
@@ -112,7 +116,7 @@ def check_parts(tokens: int, place: torch.device, dtype: torch.dtype, tolerance:
 
 @pytest.fixture
 def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
-    """Let the flash kernel attend on the CPU, and return what it is given of several texts.
+    """Let the flash kernel attend on the CPU, and return what it is given of several texts where it is causal.
 
     It demands what the one of GPUs does, reads keys and values where that reads them, and has NaN for all that is not
     told to be a query.
@@ -145,7 +149,7 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
             assert (max_q, max_k) == (query.shape[1], key.shape[1])
             found, sums = flash(query, key, value, scale, window_size_left, is_causal=is_causal)
             return found, sums, nothing, nothing, nothing
-        assert is_causal
+        assert is_causal or len(seqused_k) == 1
         assert cum_seq_q.shape == cum_seq_k.shape == (len(seqused_k) + 1,)
         assert {x.dtype for x in (cum_seq_q, cum_seq_k, seqused_k)} == {torch.int32}
         assert all(x.is_contiguous() for x in (cum_seq_q, cum_seq_k, seqused_k))
@@ -161,12 +165,13 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
             if first == end:  # such texts may have any keys
                 continue
             assert end - first <= max_q
-            assert end - first <= count <= max_k
+            assert (end - first if is_causal else 1) <= count <= max_k
             own = query[first:end], key[start : start + count], value[start : start + count]
             q, k, v = (x[None] for x in own)
-            (found[first:end],), (sums[:, first:end],) = flash(q, k, v, scale, window_size_left)
+            (found[first:end],), (sums[:, first:end],) = flash(q, k, v, scale, window_size_left, is_causal=is_causal)
             texts.append((end - first, count))
-        calls.append(texts)
+        if is_causal:
+            calls.append(texts)
         return found, sums, nothing, nothing, nothing
 
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -174,3 +179,27 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
     monkeypatch.setattr(math, "can_use_flash_attention", lambda _: True)
     yield calls
     library._destroy()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def cudnn_calls(monkeypatch: pytest.MonkeyPatch) -> CudnnCalls:
+    """Let torch choose cuDNN for graphs of one sequence on the CPU; the flash kernel is that of :func:`flash_calls`."""
+    calls: CudnnCalls = []
+    of_earlier = attention.flash_attention_to_cached
+
+    def attend_to(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, is_causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert is_causal
+        calls.append((q.shape[2], False))
+        found, sums = flash(*(x.transpose(1, 2) for x in (q, k, v)), scale, None)
+        return found.transpose(1, 2), sums
+
+    def to_cached(*words: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls[-1] = calls[-1][0], True
+        return of_earlier(*words, **more)
+
+    monkeypatch.setattr(attention, "cudnn_attention_to_part", attend_to)
+    monkeypatch.setattr(attention, "flash_attention_to_cached", to_cached)
+    monkeypatch.setattr(heads, "takes_cudnn", lambda *_, **__: True)
+    return calls

@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
                 batches=wanted.batch,
                 tokens=wanted.steps,
                 prefill=wanted.prefill,
+                max_rows=wanted.max_rows,
             )
             command = [sys.executable, "-m", "benchmarks.decode.profile_run", order.dump()]
             failure = children.run(command, 1, wanted.watchdog, lambda line: print(line, flush=True), ROOT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -77,9 +77,9 @@ def test_prompts_are_read_by_graphs_and_without(tmp_path: Path, monkeypatch: pyt
         issue()
         return FakeGraph(issue, lambda: capture(self, issue, what))
 
-    def noted(self: PrefillGraphs, numbers: Tensor) -> tuple[Tensor, ...]:
+    def noted(self: PrefillGraphs, *words: Any) -> tuple[Tensor, ...]:
         read.append(type(self._forward.context).__name__)
-        return replay(self, numbers)
+        return replay(self, *words)
 
     monkeypatch.setattr(model, "graphs_of", lambda forward, capture, **_: graphs_of(forward, capture, graphs=True))
     monkeypatch.setattr(model.Decoder, "captured", capture)

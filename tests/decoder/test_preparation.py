@@ -8,24 +8,47 @@ from unittest.mock import patch
 import pytest
 
 from tests.decoder_cases import LENGTH, MAX_ROWS, decoding, model_of, plan_of, request_of
-from tests.flash_cases import flash_calls
+from tests.flash_cases import cudnn_calls, flash_calls
 from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
-from tpplan.decoder import Sampling, generate, prepare
-from tpplan.decoder.decoding import steps
+from tpplan.decoder import Prompt, Sampling, generate, prepare
+from tpplan.decoder.decoding import prefill_graphs, steps
 from tpplan.decoder.generation import warmup
+from tpplan.decoder.layer.steps import Plain
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["fine_units", "flash_calls"]  # fixtures
+__all__ = ["cudnn_calls", "fine_units", "flash_calls"]  # fixtures
 
 
 def _captured(issue: Callable[[], None], what: str) -> FakeGraph:
     """Do some work, and return what does it again: virtual devices have no graphs."""
     issue()
     return FakeGraph(issue, lambda: _captured(issue, what))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("room", [True, False], ids=["room", "no-room"])
+@pytest.mark.usefixtures("flash_calls", "cudnn_calls")
+def test_passes_of_one_sequence_are_captured_too(batch: int, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they have graphs of their own, and only one that begins a sequence where there is little room."""
+    monkeypatch.setattr(prefill_graphs, "_LEAST_OF_ONE", 6)
+    if not room:
+        monkeypatch.setattr(Plain, "merge_within_room", lambda *_: None)
+    prompts = [[Prompt([5] * 6)], [Prompt([5] * 5, 0, 6)], [Prompt([5] * 2)]]
+    if batch > 1:
+        prompts.append([Prompt([5] * 3), Prompt([5] * 3, 1)])
+    plan = plan_of(model_of("llama").directory, 3, request_of(batch=batch), {}, seed=8)
+    with decoding(plan, "llama", "fp32") as decoder:
+        decoder.prompt_graphs = decoder.new_prompt_graphs([3, 6])
+        with patch.object(decoder, "captured", side_effect=_captured) as captured:
+            prepare(decoder)
+            assert captured.call_count == 3 + (room and batch > 1)
+            for each in prompts:
+                decoder.read(each)
+            assert captured.call_count == 3 + (room and batch > 1)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["likeliest", "drawn"])

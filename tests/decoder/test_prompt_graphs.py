@@ -19,12 +19,12 @@ from tests.decoder import test_memory
 from tests.decoder.fused_cases import FakeGrouped
 from tests.decoder.pointwise_cases import launches
 from tests.decoder_cases import CONFIGS, HYBRIDS, LATENT, LENGTH, MAX_ROWS, model_of, plan_of, request_of
-from tests.flash_cases import flash_calls
+from tests.flash_cases import cudnn_calls, flash_calls
 from tests.graph_cases import WAITING, Calls, FakeGraph, mixtures
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache
-from tpplan.decoder import Decoder
+from tpplan.decoder import Decoder, forward
 from tpplan.decoder import math as layers
 from tpplan.decoder.cache import layer as layer_cache
 from tpplan.decoder.decoding import prefill_graphs as prompt_graphs
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from functools import partial
     from pathlib import Path
 
-    from tests.flash_cases import FlashCalls
+    from tests.flash_cases import CudnnCalls, FlashCalls
     from tpplan.decoder.weights.stacked import Projection
     from tpplan.exec.context import TPContext
 
-__all__ = ["fine_units", "flash_calls", "launches"]  # fixtures
+__all__ = ["cudnn_calls", "fine_units", "flash_calls", "launches"]  # fixtures
 
 
 def made(context: TPContext, model_type: str, kind: str = "fp32", *, graphs: bool = True) -> Decoder:
@@ -60,17 +60,17 @@ def capturing(decoder: Decoder, events: list[tuple[str, int]]) -> AbstractContex
     assert graphs
 
     def captured(issue: partial[None], what: str) -> FakeGraph:
-        (size,) = issue.args
-        events.append(("capture", size))
+        (shape,) = issue.args
+        events.append(("capture", shape.rows))
         issue()
-        xs = graphs._xs[size]
+        xs = graphs._xs[shape]
 
         def again() -> None:
-            events.append(("replay", size))
+            events.append(("replay", shape.rows))
             issue()
-            for x, new in zip(xs, graphs._xs[size], strict=True):
+            for x, new in zip(xs, graphs._xs[shape], strict=True):
                 x.copy_(new)
-            graphs._xs[size] = xs
+            graphs._xs[shape] = xs
 
         return FakeGraph(again, lambda: captured(issue, what))
 
@@ -137,6 +137,70 @@ def test_a_graph_serves_all_passes_that_it_has_room_for(seed: int, monkeypatch: 
     counts = Counter(events)
     assert set(counts) == {(what, size) for what in ("capture", "replay") for size in sizes}
     assert all(counts["capture", size] == 1 for size in sizes)
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("flash_calls")
+def test_passes_of_one_sequence_have_graphs_of_their_own(
+    seed: int, in_turns: bool, cudnn_calls: CudnnCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for its first rows and one for rows behind others, of each number of rows but the smallest.
+
+    Models with windows or sinks have none.
+    """
+    random = Random(seed)
+    monkeypatch.setattr(prompt_graphs, "_SMALLEST", 4)
+    monkeypatch.setattr(prompt_graphs, "_LEAST_OF_ONE", 8)
+    monkeypatch.setattr(forward, "_HALF", 4)
+    monkeypatch.setattr(forward, "_EVEN", 1)
+    for which in ("up", "down"):
+        monkeypatch.setattr(plain.Plain, f"takes_experts_{which}", lambda *_: True)
+    monkeypatch.setattr(plain.Plain, "merge_within_room", lambda steps, *_: steps.merge)
+    model_type = ("llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss")[seed]
+    request = evolve(request_of(random.choice(["reduce", "gather"]), batch=3), max_rows=16)
+    plan = plan_of(model_of(model_type).directory, random.randint(1, 4), request, {}, seed=seed)
+    with compile_plan(plan, backend="cpu") as context:
+        directory = model_of(model_type).directory
+        weights = load_weights(plan, directory, context)
+        decoders = (
+            Decoder(context, directory, weights, cache="fp32", graphs=True, turns=in_turns),
+            Decoder(context, directory, weights, cache="fp32", graphs=False),
+        )
+        events = check_same(decoders, random)
+        with capturing(decoders[0], events):
+            for prompts in ([Prompt([1] * 16)], [Prompt([2] * 15, 0, 16)], [Prompt([3] * 9), Prompt([4] * 7, 1)]):
+                logits = [context.gather(each.read(prompts), Axis.VOCAB).tensor.clone() for each in decoders]
+                torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+        assert decoders[0].prompt_graphs
+        shapes = decoders[0].prompt_graphs._have_run
+    found = {(shape.rows, shape.goes_on) for shape in shapes}
+    assert {size for _, size in events} == {4, 8, 16}
+    if model_type in {"gemma3_text", "gpt_oss"}:
+        assert {goes_on for _, goes_on in found} == {None}
+        assert not cudnn_calls
+        return
+    whole = {(size, goes_on) for size in (8, 16) for goes_on in (None, False, True)} | {(4, None)}
+    assert {(16, None), (16, False), (16, True)} <= found <= whole
+    half = 8 if in_turns else 16
+    assert {(half, False), (half, True)} <= {*cudnn_calls}
+
+
+@pytest.mark.usefixtures("flash_calls")
+def test_rows_behind_others_take_one_kernel_where_there_is_no_room_for_two_outputs(
+    cudnn_calls: CudnnCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First rows need no second output."""
+    monkeypatch.setattr(prompt_graphs, "_SMALLEST", 4)
+    monkeypatch.setattr(prompt_graphs, "_LEAST_OF_ONE", 4)
+    monkeypatch.setattr(plain.Plain, "merge_within_room", lambda *_: None)
+    model = model_of("llama")
+    with compile_plan(plan_of(model.directory, 2, request_of(), {}, seed=3), backend="cpu") as context:
+        decoder = made(context, "llama")
+        for _ in range(2):
+            logits = context.gather(decoder.prefill(model.prompts[0]), Axis.VOCAB).tensor
+            torch.testing.assert_close(logits[0], model.logits[0], atol=1e-4, rtol=1e-4)
+    assert {*cudnn_calls} == {(MAX_ROWS, False)}
 
 
 @pytest.mark.parametrize(("layout", "most", "refused"), [("reduce", 10, 2), ("gather", 20, 0), ("gather", 5, 1)])

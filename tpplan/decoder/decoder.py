@@ -20,7 +20,7 @@ from tpplan.decoder.decoding.prefill_graphs import PrefillGraphs, graphs_of
 from tpplan.decoder.decoding.steps import StepGraphs, Steps
 from tpplan.decoder.decoding.texts import Texts
 from tpplan.decoder.fast import fused
-from tpplan.decoder.forward import Forward
+from tpplan.decoder.forward import Forward, numbers_of
 from tpplan.decoder.layer.agree import agreed
 from tpplan.decoder.layer.delta import GatedDelta
 from tpplan.decoder.layer.stack import Stack
@@ -36,7 +36,6 @@ from tpplan.decoder.prompts import (
     cut,
     facts_of,
     length_of,
-    numbers_of,
 )
 from tpplan.decoder.weights.convert import matrices_of
 from tpplan.decoder.weights.fuse import check_weights, fuse_weights
@@ -432,11 +431,10 @@ class Decoder:
         ends: list[list[Tensor]] = [[] for _ in self.context.devices]
         xs: tuple[Tensor, ...] = ()
         for tokens, prompt_slices in cut(prompts, self.context.max_rows):
-            # One tensor for all numbers of the rows: passes differ only in its first dimension.
-            numbers = torch.tensor([tokens, *numbers_of(prompt_slices)]).T.contiguous()
+            numbers = numbers_of(tokens, prompt_slices)
             xs = ()  # frees memory for the next pass
             if self.prompt_graphs:
-                xs = self.prompt_graphs.run(numbers)
+                xs = self.prompt_graphs.run(numbers, prompt_slices)
                 if self.prompt_graphs.has_failed:
                     self.prompt_graphs = None
             xs = xs or self.run(self.context.broadcast(numbers, source=HOST), prompt_slices)

@@ -5,6 +5,7 @@ Shapes: B batch, R rows, D hidden, V vocabulary. A plural such as ``xs`` is one 
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,25 @@ if TYPE_CHECKING:
 #: Minimum rows of half a pass for the halves to be interleaved, and a multiple that the first half is rounded down to.
 #: A graph this large is always more than half full, so that the second half is never all padding.
 _HALF, _EVEN = 512, 128
+
+
+def numbers_of(tokens: Sequence[int], prompt_slices: Sequence[PromptSlice]) -> Tensor:
+    """Return the numbers of each row of a pass, ``[R, 4]`` in host memory, in int64.
+
+    They are its token, its position, its sequence, and how many sequences have rows before it.
+    """
+    sizes, starts, sequences = array("q"), array("q"), array("q")
+    for each in prompt_slices:
+        sizes.extend([each.size] * each.count)
+        starts.extend([each.start] * each.count)
+        sequences.extend(range(each.sequence, each.sequence + each.count))
+    # Of lists, torch would take ten times as long.
+    token_R, size_S, start_S, sequence_S = (
+        torch.frombuffer(each, dtype=torch.int64) for each in (array("q", tokens), sizes, starts, sequences)
+    )
+    before_R = torch.arange(len(sizes)).repeat_interleave(size_S)
+    at_S = start_S - size_S.cumsum(0) + size_S  # position of row 0, if the sequence had it
+    return torch.stack((token_R, torch.arange(len(tokens)) + at_S[before_R], sequence_S[before_R], before_R), dim=1)
 
 
 class Forward:
@@ -87,32 +107,49 @@ class Forward:
         """The compiled plan."""
         return self.stack.context
 
-    def prefill(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> tuple[Tensor, ...]:
+    def prefill(
+        self,
+        numbers: Sequence[Tensor],
+        prompt_slices: Sequence[PromptSlice] = (),
+        *,
+        pass_shape: PassShape | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return the residual stream after a prefill pass.
 
         Args:
-            numbers: on each device, for each row its token and its
-                :func:`tpplan.decoder.prompts.numbers_of`.
+            numbers: :func:`numbers_of` the rows, on each device.
             prompt_slices: slices of prompts that make up all rows; left out if the work must not depend on them, as in
                 a graph. Only then may the last rows be padding.
+            pass_shape: shape of the pass if they are left out; by default that of any pass of so many rows.
         """
         xs = self._embed([one[:, 0] for one in numbers])
         count = len(numbers[0])
+        pass_shape = pass_shape or PassShape.of_any(count, self.batch, self.length)
         half = count // 2 // _EVEN * _EVEN
         if not self._in_turns or prompt_slices or half < _HALF:
-            return self.stack.run(xs, self._pass_of(numbers, prompt_slices))
+            return self.stack.run(xs, self._pass_of(numbers, prompt_slices, pass_shape))
         halves = [
-            (tuple(x_RD[some] for x_RD in xs), self._pass_of([one[some] for one in numbers]))
-            for some in (slice(half), slice(half, count))
+            (tuple(x_RD[some] for x_RD in xs), self._pass_of([one[some] for one in numbers], (), shape))
+            for some, shape in zip((slice(half), slice(half, count)), self._shapes_of(pass_shape, half), strict=True)
         ]
         self.stack.run_in_turns(halves)
         return xs
 
-    def _pass_of(self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice] = ()) -> Prefill:
+    def _shapes_of(self, pass_shape: PassShape, half: int) -> tuple[PassShape, PassShape]:
+        """Return the shapes of both halves of a pass, of which the first has ``half`` rows."""
+        rest, length = pass_shape.rows - half, self.length
+        if pass_shape.goes_on is None:
+            return PassShape.of_any(half, self.batch, length), PassShape.of_any(rest, self.batch, length)
+        first = PassShape.of_one(half, length, goes_on=pass_shape.goes_on)
+        return first, PassShape.of_one(rest, length, goes_on=True)
+
+    def _pass_of(
+        self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice], pass_shape: PassShape
+    ) -> Prefill:
         """Return what layers need to know of a prefill pass of these rows."""
         _, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
-        count = len(numbers[0])
-        pass_shape = PassShape.of(prompt_slices) if prompt_slices else PassShape.of_any(count, self.batch, self.length)
+        if prompt_slices:
+            pass_shape = PassShape.of(prompt_slices)
         cap, heads = self.settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]
         some_attend = len(prompt_slices) != 1 and any(each.attend_at_once(pass_shape, cap) for each in heads)
         groups = {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 
-#: Numbers of a padding row at the end of a pass: its token, then those that :func:`numbers_of` gives for a row.
+#: Numbers of a padding row at the end of a pass, see :func:`tpplan.decoder.forward.numbers_of`.
 NOBODY: Final = 0, 0, -1, 2**31 - 1
 
 #: Stands for the next token where the largest logit is NaN or infinite: devices go on, and the host raises an error.
@@ -92,12 +92,14 @@ class PassShape:
         longest: most rows of a sequence.
         most: most tokens of a sequence, its rows and all before them.
         rows: rows of the pass.
+        goes_on: whether the sequence has tokens before these rows, if they are sure to be of one; else None.
     """
 
     count: int
     longest: int
     most: int
     rows: int
+    goes_on: bool | None = None
 
     @classmethod
     def of(cls, prompt_slices: Sequence[PromptSlice]) -> Self:
@@ -109,6 +111,12 @@ class PassShape:
     def of_any(cls, rows: int, batch: int, length: int) -> Self:
         """Return the shape of any pass of ``rows`` rows, of ``batch`` sequences of at most ``length`` tokens."""
         return cls(batch, min(rows, length), length, rows)
+
+    @classmethod
+    def of_one(cls, rows: int, length: int, *, goes_on: bool) -> Self:
+        """Return the shape of any pass of one sequence, of at most ``length`` tokens; see :attr:`goes_on`."""
+        longest = min(rows, length)
+        return cls(1, longest, length if goes_on else longest, rows, goes_on)
 
     def beside(self, length: int) -> int:
         """Return the number of rows with ``length`` earlier tokens of each sequence beside them."""
@@ -190,6 +198,8 @@ def check_tokens(tokens: Sequence[int], plan: SplitPlan) -> list[int]:
         listed = list(tokens[:])
     except (TypeError, LookupError):  # such as from a number or an iterator
         raise RequestError(f"a prompt is {shown(tokens)}, which is no list of tokens", hint) from None
+    if {*map(type, listed)} <= {int} and 0 <= min(listed, default=0) <= max(listed, default=0) < size:
+        return listed  # the usual case, in a fifth of the time
     for i, token in enumerate(listed):
         try:
             listed[i] = number = whole("a token", token)
@@ -332,19 +342,6 @@ def pieces(
                 ends = each.is_last and at + size == each.size
                 start, sequence = each.start + at, each.sequence + i
                 yield PromptSlice(first, size, start, sequence, 1, is_last=ends, is_full=False)
-
-
-def numbers_of(prompt_slices: Iterable[PromptSlice]) -> tuple[list[int], list[int], list[int]]:
-    """Return for each row its position, the index of its sequence, and how many sequences have rows before it."""
-    positions: list[int] = []
-    sequences: list[int] = []
-    before: list[int] = []
-    for each in prompt_slices:
-        positions += [*range(each.start, each.start + each.size)] * each.count
-        for sequence in range(each.sequence, each.sequence + each.count):
-            before += [before[-1] + 1 if before else 0] * each.size
-            sequences += [sequence] * each.size
-    return positions, sequences, before
 
 
 def _joined(before: list[PromptSlice], new: PromptSlice) -> list[PromptSlice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from attrs import field, frozen
@@ -12,6 +12,7 @@ from tpplan.core.axes import Axis, queries_per_key
 from tpplan.decoder.cache.layer import LayerCache
 from tpplan.decoder.math import concat, slice_of, takes_flash
 from tpplan.decoder.prompts import length_of
+from tpplan.exec.toolchain.torch_shims import takes_cudnn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from tpplan.decoder.math import Scoring
     from tpplan.decoder.prompts import PassShape
     from tpplan.exec.context import TPContext
+
+#: Rows of a sample, to ask which kernels take such heads. Some take no single row.
+_SAMPLE: Final = 128
 
 
 @frozen
@@ -65,6 +69,15 @@ class Heads:
             return False
         one_1HSK = self.cache.as_rows()[0][None, :1, :1].transpose(1, 2)
         return takes_flash(one_1HSK, one_1HSK, one_1HSK)
+
+    def take_cudnn(self) -> bool:
+        """Tell whether torch would choose cuDNN for causal attention between many rows."""
+        _, sample, _ = self.cache.as_rows()
+        for run in self.runs:
+            q_1HSK, k_1HSK = (sample.new_empty(1, n, _SAMPLE, self.cache.head_dim) for n in (run.group, 1))
+            if not takes_cudnn(q_1HSK, k_1HSK, k_1HSK, None, 1.0, is_causal=True):
+                return False
+        return True
 
     def attend_at_once(self, pass_shape: PassShape, cap: float | None) -> bool:
         """Tell whether all rows of a pass can attend in one kernel call, whatever sequences they belong to.

@@ -9,13 +9,16 @@ from tpplan.decoder.prompts import Prompt, check_sequences
 from tpplan.exec.processes.agreement import agree
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from tpplan.decoder.decoder import Decoder
+    from tpplan.decoder.prompts import PassShape
 
 
 def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = GREEDY) -> None:
     """Warm up a decoder: load all kernels and capture the graphs that it replays.
 
-    This runs passes of prompts of every size that has a graph, on GPUs also two full passes, and decoding steps of all
+    This runs passes of prompts of every shape that has a graph, on GPUs also two full passes, and decoding steps of all
     lengths.
 
     Args:
@@ -39,12 +42,13 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = GREEDY
     )
     decoder.texts.lose("prepare() has run since, in the same cache")
     graphs, most = decoder.prompt_graphs, decoder.context.max_rows
-    sizes = graphs.sizes if graphs else ()
-    if most not in sizes and on_gpus(decoder):
+    shapes = [graphs.shapes_of(size) for size in graphs.sizes] if graphs else []
+    if not any(alike[0].rows == most for alike in shapes) and on_gpus(decoder):
         decoder.read(_prompts(decoder, 2 * most))  # the second pass attends to tokens of the first
-    for size in reversed(sizes):  # the largest first: others fit in its memory
-        for _ in range(2):  # once without a graph, once captured
-            decoder.read(_prompts(decoder, size))
+    for alike in reversed(shapes):  # the largest first: others fit in its memory
+        for prompts in _prompts_of(decoder, alike):
+            for _ in range(2):  # once without a graph, once captured
+                decoder.read(prompts)
     decoder.steps(sequences).prepare(sampling)
 
 
@@ -53,9 +57,21 @@ def on_gpus(decoder: Decoder) -> bool:
     return next(iter(decoder.context.devices.values())).device.type == "cuda"
 
 
-def _prompts(decoder: Decoder, rows: int) -> list[Prompt]:
-    """Return prompts of ``rows`` tokens in all, or of as many as the cache has room for."""
+def _prompts_of(decoder: Decoder, shapes: Sequence[PassShape]) -> Iterator[list[Prompt]]:
+    """Yield prompts that fill a pass of each of the shapes of a size, the first of which begins a sequence."""
+    for shape in shapes:
+        rows = min(shape.rows, decoder.length)
+        if shape is shapes[0]:
+            yield _prompts(decoder, shape.rows)
+        elif shape.goes_on is None and decoder.batch > 1:
+            yield [Prompt([0] * (rows // 2)), *_prompts(decoder, shape.rows - rows // 2, 1)]
+        elif decoder.length > 1:
+            yield [Prompt([0] * min(rows, decoder.length - 1), start=1)]
+
+
+def _prompts(decoder: Decoder, rows: int, sequence: int = 0) -> list[Prompt]:
+    """Return prompts of ``rows`` tokens, of a sequence and those after it, or of as many as the cache has room for."""
     length = decoder.length
-    rows = min(rows, decoder.batch * length)
+    rows = min(rows, (decoder.batch - sequence) * length)
     firsts = range(0, rows, length)
-    return [Prompt([0] * min(length, rows - first), sequence) for sequence, first in enumerate(firsts)]
+    return [Prompt([0] * min(length, rows - first), i) for i, first in enumerate(firsts, sequence)]

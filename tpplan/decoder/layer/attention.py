@@ -1,6 +1,7 @@
 """Prefill attention of several sequences by one call of FlashAttention (arXiv:2307.08691) with variable lengths.
 
-It reads the KV cache in place or, for a sliding window, a copy of the windows with the new rows behind them.
+It reads the KV cache in place or, for a sliding window, a copy of the windows with the new rows behind them. If all
+rows are sure to be of one sequence, cuDNN attends to them, which is faster.
 
 Shapes: R rows, T places of a cache, H heads, K elements of a head.
 """
@@ -13,9 +14,13 @@ import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from tpplan.decoder.math import concat
+from tpplan.decoder.math import concat, slice_of
 from tpplan.decoder.prompts import PassShape
-from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
+from tpplan.exec.toolchain.torch_shims import (
+    cudnn_attention_to_part,
+    flash_attention_of_several,
+    flash_attention_to_cached,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -116,6 +121,8 @@ class Group:
         bounds: first row of each sequence, then the number of rows, in int32. The last sequences may have no rows.
         numbers: number of each sequence, then one meaningless value, in int32.
         ends: tokens of each sequence including these rows, in int32.
+        earlier: if all rows are sure to be of one sequence behind others: 0 and the number of rows with padding, and
+            how many tokens the sequence has before them, ``[1]``, in int32; else None.
         pass_shape: shape of the pass.
         rows_to_write: for each row, the row whose keys and values are written: the row itself, or row 0 again for
             padding. None if no row is padding.
@@ -126,6 +133,7 @@ class Group:
     bounds: Tensor
     numbers: Tensor
     ends: Tensor
+    earlier: tuple[Tensor, Tensor] | None
     pass_shape: PassShape
     rows_to_write: Tensor | None = None
     _starts: dict[int, Tensor] = field(default=Factory(dict), init=False)
@@ -152,7 +160,12 @@ class Group:
         bounds = torch.searchsorted(before - before[0], counts, out_int32=True)
         numbers = sequences.index_select(0, bounds.clamp(max=len(before) - 1)).int().clamp_(min=0)
         ends = positions.index_select(0, bounds[1:] - 1).add_(1).int()
-        return cls(sequences, positions, bounds, numbers, ends, pass_shape, rows_to_write)
+        earlier = None
+        if pass_shape.goes_on:
+            rows = pass_shape.rows
+            every = torch.arange(0, 2 * rows, rows, dtype=torch.int32, device=before.device)
+            earlier = every, positions[:1].int()
+        return cls(sequences, positions, bounds, numbers, ends, earlier, pass_shape, rows_to_write)
 
     def attention(
         self, steps: Plain, heads: Heads, qkv_RHK: Tensor, norm_rope: NormAndRope, scoring: Scoring
@@ -162,6 +175,8 @@ class Group:
         if most <= length:
             steps.append_kv(qkv_RHK, heads, norm_rope, self.sequences, self.positions, rows_to_write=self.rows_to_write)
             k_THK, v_THK, stride = cache.as_rows()
+            if self.pass_shape.goes_on is not None:
+                return self._attend_alone(steps, heads, qkv_RHK, (k_THK, v_THK), stride, scoring.scale)
             where = self._starts_of(stride), self.ends
             return concat(self._attend(heads.runs, qkv_RHK, (k_THK, v_THK), where, most, scoring=scoring), dim=1)
         steps.norm_and_rope(qkv_RHK, heads, norm_rope)
@@ -212,6 +227,43 @@ class Group:
             )
             found.append(out_RHK.flatten(1))
         return found
+
+    def _attend_alone(  # noqa: PLR0917 (what a layer has on a device)
+        self,
+        steps: Plain,
+        heads: Heads,
+        qkv_RHK: Tensor,
+        kv: tuple[Tensor, Tensor],
+        stride: int,
+        scale: float,
+    ) -> Tensor:
+        """Return the attention output ``[R, H × K]`` of one sequence.
+
+        cuDNN attends to the rows. Padding comes last, and must be finite: a weight of 0 times NaN is NaN. Of earlier
+        tokens only devices know the number, and cuDNN makes a plan for each: the flash kernel attends to these.
+
+        Args:
+            steps: the computation steps of the device.
+            heads: the attention heads of the layer on the device.
+            qkv_RHK: queries, keys and values of the rows.
+            kv: keys and values of the cache, ``[T, H, K]``.
+            stride: how many rows apart sequences begin in them.
+            scale: scale of the scores.
+        """
+        merge, found = steps.merge_within_room(qkv_RHK, heads), []
+        own = [x_RHK.unsqueeze(0).transpose(1, 2) for x_RHK in heads.split_qkv(qkv_RHK)]
+        for run in heads.runs:
+            which = run.queries, run.keys, run.keys
+            q_1HRK, k_1HRK, v_1HRK = (slice_of(x, some, dim=1) for x, some in zip(own, which, strict=True))
+            out_1HRK, sums_1HR = cudnn_attention_to_part(q_1HRK, k_1HRK, v_1HRK, scale, is_causal=True)
+            if self.earlier:
+                assert merge  # noqa: S101 - see Stack.attends_alone
+                every, count = self.earlier
+                q_RHK, (k_THK, v_THK) = qkv_RHK[:, run.queries], (x_THK[:, run.keys] for x_THK in kv)
+                where, most = (every, self._starts_of(stride), count), (self.pass_shape.rows, self.pass_shape.most)
+                merge(out_1HRK, sums_1HR, *flash_attention_to_cached(q_RHK, k_THK, v_THK, where, most, scale=scale))
+            found.append(out_1HRK.transpose(1, 2).flatten(2).squeeze(0))
+        return concat(found, dim=1)
 
     def _starts_of(self, stride: int) -> Tensor:
         """Return the first row of each sequence in the cache, where sequences begin ``stride`` rows apart."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tpplan.decoder.layer.delta import GatedDelta
     from tpplan.decoder.layer.passes import Pass
     from tpplan.decoder.model.settings import Settings
+    from tpplan.decoder.prompts import PassShape
     from tpplan.decoder.weights.device import DeviceWeights
     from tpplan.exec.context import TPContext
     from tpplan.exec.handles import Aside
@@ -176,6 +177,30 @@ class Stack:
             for each in heads.values():
                 place = position % each.cache.length
                 each.cache.clear(slice(sequence, sequence + 1), slice(place, place + 1))
+
+    def attends_alone(self, pass_shape: PassShape) -> bool:
+        """Tell whether :class:`tpplan.decoder.layer.attention.Group` lets cuDNN attend to one sequence in all layers.
+
+        It does where torch would choose it, if no layer has sinks or a window, and if there is room for the output over
+        earlier tokens.
+
+        Args:
+            pass_shape: shape of any pass of one sequence, where all rows can attend in one kernel call.
+        """
+        for layer, own in enumerate(self.heads):
+            for device, heads in own.items():
+                shape = pass_shape.rows, heads.queries + 2 * heads.keys, heads.cache.head_dim
+                if (
+                    f"model.layers.{layer}.self_attn.sinks" in self._weights[device]
+                    or pass_shape.most > heads.cache.length
+                    or not heads.take_cudnn()
+                    or (
+                        pass_shape.goes_on
+                        and not self.steps[device].merge_within_room(torch.empty(shape, device="meta"), heads)
+                    )
+                ):
+                    return False
+        return True
 
     def has_fixed_experts(self, rows: int) -> bool:
         """Tell whether neither the host nor a shape depends on the experts that rows are routed to, in any layer."""

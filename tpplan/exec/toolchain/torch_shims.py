@@ -248,6 +248,32 @@ def flash_attention_of_several(
     return _beside_sinks(found, sums, sinks)
 
 
+def flash_attention_to_cached(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    most: tuple[int, int],
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of a text's tokens to all of the given keys by the flash kernel, and how much they weigh.
+
+    Args:
+        q: queries, ``[tokens, heads, elements]``.
+        k: keys of a cache.
+        v: values of a cache.
+        where: see :func:`flash_attention_of_several`; there is one text, which has a key at least.
+        most: maximum queries and maximum keys.
+        scale: scale of the scores.
+
+    Returns:
+        As :func:`flash_attention_to_part`, of one text.
+    """
+    found, sums = _flash(q, k, v, where, most, scale=scale, window=0, is_causal=False)
+    return found.unsqueeze(0).transpose(1, 2), sums.unsqueeze(0)
+
+
 def _beside_sinks(found: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Return attention beside sinks: each adds its exponential to the denominators of a head's softmaxes.
 

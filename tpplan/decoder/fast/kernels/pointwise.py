@@ -115,7 +115,8 @@ def _embed(tokens, pitch, start, count, table, table_pitch, out, width):  # type
 def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
     """Make a kernel that divides rows by their root mean square, and multiplies them by weights plus a number.
 
-    It rounds the result, or adds what it has rounded to what is in its place, and rounds the sum. A block takes a row.
+    It rounds the result, or adds what it has rounded to what is in its place, and rounds the sum. A block takes a row,
+    and a thread up to four of its vectors.
 
     Args:
         name: of the kernel.
@@ -130,12 +131,22 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         return two(low(a) + low(b), high(a) + high(b))
 
     @device_function
-    def store(target: Any, w: Any, g: Any, by: Any, adds: Any) -> None:
-        a, b, c, d = scaled(w, g, by)
-        if adds:
-            p, q, r, s = ptx.load_128(target)
-            a, b, c, d = sum_of(p, a), sum_of(q, b), sum_of(r, c), sum_of(s, d)
-        ptx.store_128(target, a, b, c, d)
+    def load(source: Any, at: Any, width: Any) -> Any:
+        """Return a vector, of zeros behind the row."""
+        zero = types.uint32(0)
+        a, b, c, d = zero, zero, zero, zero
+        if at < width:
+            a, b, c, d = ptx.load_128(source + at)
+        return a, b, c, d
+
+    @device_function
+    def store(target: Any, weight: Any, at: Any, width: Any, w: Any, offset: Any, by: Any, adds: Any) -> None:
+        if at < width:
+            a, b, c, d = scaled(w, weights_at(weight + at, offset), by)
+            if adds:
+                p, q, r, s = ptx.load_128(target + at)
+                a, b, c, d = sum_of(p, a), sum_of(q, b), sum_of(r, c), sum_of(s, d)
+            ptx.store_128(target + at, a, b, c, d)
 
     def norm(  # type: ignore[no-untyped-def]
         x, x_pitch, out, out_pitch, weight, offset, width, inverse, eps, adds,
@@ -144,16 +155,11 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         sums = cuda.shared.array(_WARP, FLOAT32)
         row, step = UINT64(cuda.blockIdx.x), UINT64(16) * UINT64(cuda.blockDim.x)
         source, target, first = x + row * x_pitch, out + row * out_pitch, UINT64(16) * UINT64(cuda.threadIdx.x)
-        # The first vector of a thread stays in registers: mostly there is no other.
-        own = first if first < width else UINT64(0)
-        w = ptx.load_128(source + own)
-        g = weights_at(weight + own, offset)
-        s = squares(w[0], w[1], w[2], w[3]) if first < width else FLOAT32(0)
-        at = first + step
-        while at < width:
-            v = ptx.load_128(source + at)
-            s += squares(v[0], v[1], v[2], v[3])
-            at += step
+        second, third, fourth = first + step, first + UINT64(2) * step, first + UINT64(3) * step
+        a, b = load(source, first, width), load(source, second, width)
+        c, d = load(source, third, width), load(source, fourth, width)
+        s = squares(a[0], a[1], a[2], a[3]) + squares(b[0], b[1], b[2], b[3])
+        s += squares(c[0], c[1], c[2], c[3]) + squares(d[0], d[1], d[2], d[3])
         lane, warp = types.uint32(cuda.threadIdx.x % _WARP), types.uint32(cuda.threadIdx.x // _WARP)
         s = over_lanes(s, types.uint32(_WARP))
         if lane == types.uint32(0):
@@ -163,12 +169,10 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         s = over_lanes(s, types.uint32(_WARP))
         mean = s * ptx.float_of(types.uint32(inverse))
         by = libdevice.rsqrtf(mean + ptx.float_of(types.uint32(eps)))
-        if first < width:
-            store(target + first, w, g, by, adds)
-        at = first + step
-        while at < width:
-            store(target + at, ptx.load_128(source + at), weights_at(weight + at, offset), by, adds)
-            at += step
+        store(target, weight, first, width, a, offset, by, adds)
+        store(target, weight, second, width, b, offset, by, adds)
+        store(target, weight, third, width, c, offset, by, adds)
+        store(target, weight, fourth, width, d, offset, by, adds)
 
     return Kernel(name, norm, 10)
 
