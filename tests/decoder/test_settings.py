@@ -72,7 +72,8 @@ def test_slips_of_all_keys_that_the_decoder_looks_up_are_looked_for(
         for name in ("_find", "__contains__"):
             patch.setattr(Config, name, recording(getattr(Config, name), asked))
         model = spec_from_config(config, "m")
-        known, _ = {*asked, *OF_DECODERS}, asked.clear()
+        known = {*asked, *OF_DECODERS}
+        asked.clear()
         Settings.read(Config(config.data, "config.json"), model)
     of_formats = {"compression_config", "expert_dtype", "quantization", "quantization_config"}
     assert asked - known - of_formats <= {"full_attention", "sliding_attention", "qk_rope_head_dim"}  # in RoPE, and MLA

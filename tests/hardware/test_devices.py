@@ -450,9 +450,10 @@ def test_devices_whose_overhead_a_file_leaves_out_are_told(tmp_path: Path) -> No
     """In one note, with what may be written instead; none where every device has one, be it as large or nothing."""
     path, told = tmp_path / "box.json", list[str]()
     gpu = {"memory_bytes": 12 * GIB, "budget_bytes": 11 * GIB}
-    given = [{"name": "A", "overhead_bytes": DEFAULT_OVERHEAD_BYTES}, {"name": "B", "overhead_bytes": 0}]
-    for more in ([], [{"name": "C"}, {"name": "D"}]):
-        path.write_text(json.dumps({"format_version": "1.0", "devices": [gpu | one for one in (*given, *more)]}))
+    given = [gpu | {"overhead_bytes": overhead} for overhead in (DEFAULT_OVERHEAD_BYTES, 0)]
+    for more in ([], [gpu, gpu]):
+        gpus = [{"name": name, **one} for name, one in zip("ABCD", [*given, *more], strict=False)]
+        path.write_text(json.dumps({"format_version": "1.0", "devices": gpus}))
         assert parse_devices(str(path), told.append)[0].overhead_bytes == DEFAULT_OVERHEAD_BYTES
     (note,) = told
     assert note.startswith(f"{path} has no overhead_bytes of device 2 (C), 3 (D): ")

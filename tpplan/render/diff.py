@@ -46,10 +46,9 @@ def diff(changes: dict[str, Any]) -> list[Block]:
 def _inputs(changes: dict[str, Any]) -> list[Block]:
     """Say which values of the model and the request differ, what was chosen by them, and the format that has it all."""
     blocks: list[Block] = []
-    asked, follows = [], []
-    for field in changes["fields"]:
-        (follows if field["path"] == _FORMAT else asked).append(field)
-    for title, fields in (("Inputs", asked), ("Chosen by auto", changes.get("chosen", ())), ("File", follows)):
+    asked = [field for field in changes["fields"] if field["path"] != _FORMAT]
+    file = [field for field in changes["fields"] if field["path"] == _FORMAT]
+    for title, fields in (("Inputs", asked), ("Chosen by auto", changes.get("chosen", ())), ("File", file)):
         rows = [[("~", "dim"), *_values(field)] for field in fields if field["path"] not in _SENTENCES]
         told = [field for field in fields if field["path"] in _SENTENCES]
         blocks += [Heading(title)] if fields else []
