@@ -122,9 +122,8 @@ def _part(body: dict[str, Any], cls: type | None) -> dict[str, Any]:
 
 def _property(cls: type, name: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a field with its limits; null is never written."""
-    if any(choice == {"type": "null"} for choice in body.get("anyOf", ())):
-        body = next(choice for choice in body["anyOf"] if choice != {"type": "null"})
-    body = dict(body)
+    choices = [choice for choice in body.get("anyOf", ()) if choice != {"type": "null"}]
+    body = dict(choices[0]) if len(choices) == 1 else {"anyOf": choices} if choices else dict(body)
     if body.get("type") == "integer":
         limits = {} if name.startswith("delta_") else {"minimum": LEAST.get(cls, {}).get(name, 0), "maximum": MOST}
         body.update(limits)

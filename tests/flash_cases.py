@@ -13,7 +13,7 @@ from tpplan.decoder.cache import heads
 from tpplan.decoder.cache.store import Store
 from tpplan.decoder.layer import attention
 from tpplan.decoder.math import Scoring, additive_mask, attend, attend_over_parts, merge_parts
-from tpplan.exec.toolchain.torch_shims import flash_attention_of_several
+from tpplan.exec.toolchain.torch_shims import flash_attention_of_several, flash_attention_to_cached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -185,19 +185,19 @@ def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashCalls]:
 def cudnn_calls(monkeypatch: pytest.MonkeyPatch) -> CudnnCalls:
     """Let torch choose cuDNN for graphs of one sequence on the CPU; the flash kernel is that of :func:`flash_calls`."""
     calls: CudnnCalls = []
-    of_earlier = attention.flash_attention_to_cached
 
     def attend_to(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, is_causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert is_causal
         calls.append((q.shape[2], False))
-        found, sums = flash(*(x.transpose(1, 2) for x in (q, k, v)), scale, None)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        found, sums = flash(q, k, v, scale, None)
         return found.transpose(1, 2), sums
 
     def to_cached(*words: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         calls[-1] = calls[-1][0], True
-        return of_earlier(*words, **more)
+        return flash_attention_to_cached(*words, **more)
 
     monkeypatch.setattr(attention, "cudnn_attention_to_part", attend_to)
     monkeypatch.setattr(attention, "flash_attention_to_cached", to_cached)

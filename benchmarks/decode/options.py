@@ -21,7 +21,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     add("--folder", default="", help="where the checkpoint is made, or any is already; it stays there")
     add("--backend", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--transport", choices=("auto", *TRANSPORTS), default="auto", help="of tpplan (default: what serves best)")
-    add("--max-rows", type=int, default=2048, help="of a pass of prompts, at most (default 2048)")
+    add("--max-rows", type=int, default=0, help="of a pass of prompts, at most (default: all of the long prompt)")
     add("--watchdog", type=float, default=180, help="seconds after which one run is ended (default 180)")
     return parser
 

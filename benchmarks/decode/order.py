@@ -12,6 +12,7 @@ import tpplan
 from tpplan.core.device import MEASURED
 from tpplan.hardware.catalogue import overhead
 from tpplan.hardware.spec import links_of, parse_devices
+from tpplan.planner.options import DEFAULT_MAX_ROWS
 from tpplan.planner.speed import predict
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Order:
         batches: numbers of sequences that decode together, each for one measurement.
         tokens: number of steps that are timed.
         prefill: number of tokens of the long prompt.
-        max_rows: most rows of a pass.
+        max_rows: most rows of a pass; 0 for as many as the long prompt has, and no fewer than plans have by default.
         nccl: whether the same decoder also runs over NCCL.
         eager: whether prompts are read once more without graphs, where they have some.
         devices: a devices file, by whose speeds steps and prompts are predicted; empty for no predictions.
@@ -56,7 +57,7 @@ class Order:
     batches: tuple[int, ...] = (1, 8, 64)
     tokens: int = 64
     prefill: int = 4096
-    max_rows: int = 2048
+    max_rows: int = 0
     nccl: bool = False
     eager: bool = False
     devices: str = ""
@@ -95,7 +96,7 @@ class Order:
             cache=tpplan.Cache(tokens=batch * self.length),
             layout=layout,
             batch=batch,
-            max_rows=min(self.max_rows, batch * self.length),
+            max_rows=min(self.max_rows or max(self.prefill, DEFAULT_MAX_ROWS), batch * self.length),
         )
 
     def predictions(self, plan: SplitPlan) -> dict[int, int]:

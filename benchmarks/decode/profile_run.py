@@ -76,10 +76,16 @@ class Work:
 def works_of(trace: Mapping[str, Any]) -> list[Work]:
     """Return what devices did by a trace of torch's profiler, the document that Chrome takes."""
     return [
-        Work(event["name"], event["args"]["device"], event["ts"], event["ts"] + event["dur"])
+        Work(event["name"], _device_of(event["args"]), event["ts"], event["ts"] + event["dur"])
         for event in trace["traceEvents"]
         if event.get("cat") in _CATEGORIES
     ]
+
+
+def _device_of(arguments: Mapping[str, Any]) -> int:
+    """Return the number of the device that did a work; of a copy between two, that whose engine made it."""
+    device: int = arguments["device"] if "device" in arguments else arguments["inDevice"]
+    return device
 
 
 def busy(works: Iterable[Work]) -> float:

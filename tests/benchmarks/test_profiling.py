@@ -91,12 +91,14 @@ def _event(name: str, device: int, start: float, micros: float, category: str = 
 
 def test_tables_of_a_trace() -> None:
     """Kinds of each device, beside what any device was there for; what the host did is not in them."""
+    ends = {"fromDevice": 1, "inDevice": 1, "toDevice": 0}
     trace = {
         "traceEvents": [
             _event("nvjet_a", 0, 1000.0, 40),
             _event("nvjet_b", 0, 1020.0, 40),
             _event("slot_sum_bf16", 0, 1060.0, 20),
-            _event("nvjet_b", 1, 1000.0, 10),
+            _event("nvjet_b", 1, 1000.0, 5),
+            {**_event("Memcpy PtoP (Device -> Device)", 1, 1005.0, 5, "gpu_memcpy"), "args": ends},
             _event("Memcpy DtoH (Device -> Pinned)", 1, 1190.0, 10, "gpu_memcpy"),
             _event("cudaGraphLaunch", 0, 0.0, 5000, "cuda_runtime"),
             {"ph": "M", "name": "process_name", "args": {"name": "python"}},
@@ -114,8 +116,8 @@ def test_tables_of_a_trace() -> None:
     ):
         assert row in first.splitlines()
     for row in (
-        "| matrices | 0.5 | 0.12 | 5.0 | 5.0% |",
-        "| copies and fills | 0.5 | 0.12 | 5.0 | 5.0% |",
+        "| matrices | 0.5 | 0.12 | 2.5 | 2.5% |",
+        "| copies and fills | 1.0 | 0.25 | 7.5 | 7.5% |",
         "| gaps, in which the device has nothing | | | 90.0 | 90.0% |",
     ):
         assert row in second.splitlines()

@@ -371,6 +371,8 @@ def test_newer_minor_version_is_shown_with_a_warning() -> None:
     for done in (command("show", "newer.json"), command("diff", "newer.json", FIXTURE)):
         assert done.code in {0, 1}
         assert done.err.startswith("warning: newer.json has format 1.7, newer than ")
+    (told,) = conforms(command("show", "newer.json", "--json").out, "show-report")["notes"]
+    assert told.startswith("newer.json has format 1.7, newer than ")
     assert command("show", "newer.json").out == plain(show(report_of(attrs.evolve(PLAN, format_version="1.7"))))
     for code, asked in ((1, ("validate",)), (2, ("check", "--model", LLAMA_8B))):
         done = command(*asked, "newer.json")

@@ -218,7 +218,10 @@ def test_annotations_of_plans() -> None:
     (change,) = document["speed"]
     (rate,) = re.findall("(\\d+) +→ +unknown", command("diff", "fast.json", "dark.json").out)
     assert message.splitlines()[1:] == [f"batch 1: {rate} → unknown tokens/s", document["unpredicted"]]
-    assert change["before_tokens_per_second"] == int(rate)
+    assert change == {"prefill": False, "rows": 1, "before_tokens_per_second": int(rate)}
+    fields = {each["path"]: each for device in document["devices"] for each in device["fields"]}
+    assert fields["bandwidth_bytes_per_second"].keys() == {"path", "before"}
+    assert all("delta_reads_bytes" not in one for one in document["memory"])
     piped = command("diff", a, "-", "--format", "github", stdin=Path(b).read_bytes())
     assert "file" not in commands_in(piped.out)[0][1]
     assert command("diff", a, a, "--format", "github").out == ""

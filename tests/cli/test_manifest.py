@@ -49,7 +49,8 @@ def _team(folder: Path) -> None:  # noqa: F811 (a fixture)
 
 def machine(size: int) -> None:
     """Write the devices file, with so many GB on the first GPU."""
-    gpus = [{"name": "GPU", "memory_bytes": 2**35, "budget_bytes": n * 10**9} for n in (size, 12)]
+    same = {"name": "GPU", "memory_bytes": 2**35, "overhead_bytes": 2**29}
+    gpus = [same | {"budget_bytes": n * 10**9} for n in (size, 12)]
     Path("machines/box.json").write_text(json.dumps({"format_version": "1.0", "devices": gpus}), encoding="utf-8")
 
 

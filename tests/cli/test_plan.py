@@ -58,13 +58,17 @@ def test_plan_without_a_file_shows_it_and_says_how_to_save_it() -> None:
 
 
 def test_plan_to_standard_output_is_the_file(plans: tuple[str, str]) -> None:
-    """``-o -`` and ``--json`` print the bytes that ``-o FILE`` writes."""
+    """``-o -`` prints the bytes that ``-o FILE`` writes; ``--json`` prints what ``show --json`` does."""
     text = Path(plans[0]).read_text(encoding="utf-8")
     asked = ("plan", LLAMA_8B, "--gpus", "24GiB,12GiB", "--context", 4096)
     assert command(*asked, "-o", "-").out == text
-    assert command(*asked, "--json").out == text
     assert command(*asked, "--json", "-o", "-").out == text
-    assert command(*asked, "--json", "-o", "c.json").out == Path("c.json").read_text(encoding="utf-8") == text
+    shown = command("show", plans[0], "--json").out
+    assert command(*asked, "--json").out == command(*asked, "--json", "-o", "c.json").out == shown
+    assert Path("c.json").read_text(encoding="utf-8") == text
+    assert conforms(shown, "show-report")["plan"] == json.loads(text)
+    Path("d.json").write_text(shown, encoding="utf-8")
+    assert "is a report on a plan, such as tpplan plan --json prints, expected a plan" in refused("show", "d.json")
 
 
 def test_a_plan_is_not_written_over_what_it_is_made_of() -> None:
@@ -89,7 +93,7 @@ def test_reserves_are_kept_and_shown(plans: tuple[str, str]) -> None:
     assert done.code == 0
     assert "  reserved  " in done.out
     assert "reserved" not in command(*asked).out
-    plan = json.loads(command(*asked, "--reserve", "1GiB", "--reserve=1.5GiB@0", "--json").out)
+    plan = json.loads(command(*asked, "--reserve", "1GiB", "--reserve=1.5GiB@0", "-o", "-").out)
     assert plan["request"]["reserve"] == [{"bytes": 2**30}, {"bytes": 3 * 2**29, "device": 0}]
     assert [entry["reserved_bytes"] for entry in plan["memory"]] == [3 * 2**29, 2**30]
     assert plan["format_version"] == "1.1"
@@ -147,7 +151,7 @@ def test_what_is_not_planned_is_told_wherever_a_plan_is(tmp_path: Path) -> None:
 
 
 def test_notes_on_a_model_are_told(tmp_path: Path) -> None:
-    """By whatever reads it, on standard error; inspect has them in its document, too."""
+    """By whatever reads it, on standard error and in its document; the plan's file has none of them."""
     directory = write_checkpoint(tmp_path / "m", LLAMA, llama_outside() | llama_layers(plain))
     (directory / "consolidated.safetensors").write_bytes(bytes(2048))
     note = "not read, taken for further copies of the same weights: consolidated.safetensors (2.00 KiB)"
@@ -155,11 +159,23 @@ def test_notes_on_a_model_are_told(tmp_path: Path) -> None:
                   ("check", "a.json", "--model", directory)):  # fmt: skip
         assert command(*asked).err.startswith(f"note: {note}\n")
     assert conforms(command("inspect", directory, "--json").out, "inspection")["notes"] == [note]
+    Path("tpplan.toml").write_text(f'[[plan]]\nfile = "b.json"\nmodel = "{directory}"\ngpus = "1GiB,1MiB"\n')
+    for schema, words in (
+        ("show-report", ("plan", directory, "--gpus", "1GiB,1MiB")),
+        ("manifest-report", ("plan", "--all")),
+        ("check-report", ("check", "b.json", "--model", directory)),
+        ("check-report", ("check",)),
+    ):
+        done = command(*words, "--json")
+        told = [line.removeprefix("note: ") for line in done.err.splitlines() if line.startswith("note: ")]
+        assert (note in told, conforms(done.out, schema)["notes"]) == (True, told)
+    assert any("no part of the model is on device 1" in line for line in command("plan", "--all").err.splitlines())
+    assert note not in Path("b.json").read_text(encoding="utf-8")
 
 
 def test_context_is_per_sequence() -> None:
     """The cache has room for the context of every sequence, and without a context for the model's longest."""
-    asked = ("plan", LLAMA_8B, "--gpus", "4x80GiB", "--batch", 3, "--json")
+    asked = ("plan", LLAMA_8B, "--gpus", "4x80GiB", "--batch", 3, "-o", "-")
     assert json.loads(command(*asked, "--context", 1000).out)["request"]["cache"]["tokens"] == 3000
     assert json.loads(command(*asked).out)["request"]["cache"]["tokens"] == 3 * 131072
 
@@ -168,7 +184,7 @@ def test_options_reach_the_planner() -> None:
     """Each option of ``plan`` is in the plan's request."""
     options = ("--cache", "q6", "--layout", "gather", "--strategy", "latency", "--max-rows", 512, "--kv", "replicate")
     done = command("plan", LLAMA_8B, "--gpus", "2xRTX4090", "--context", 2048, "--batch", 2, *options, "--json")
-    assert json.loads(done.out)["request"] == {
+    assert json.loads(done.out)["plan"]["request"] == {
         "layout": "gather",
         "strategy": "latency",
         "cache": {"kind": "q6", "tokens": 4096},
@@ -185,7 +201,7 @@ def test_gather_is_explained_where_rows_cannot_be_cut() -> None:
     with patch("tpplan.models.reader.read_model", lambda _: spec):
         asked = ("plan", "model", "--gpus", "24GiB,12GiB", "--context", 4096, "--json")
         done = command(*asked)
-        assert json.loads(done.out)["request"]["layout"] == "gather"
+        assert json.loads(done.out)["plan"]["request"]["layout"] == "gather"
         assert "layout gather, because rows cannot be cut: GPTQ with a permutation" in done.err
         assert command(*asked, "--layout", "gather").err == ""
 

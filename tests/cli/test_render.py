@@ -346,6 +346,9 @@ def test_what_is_not_known_is_no_zero_in_a_diff() -> None:
         attrs.evolve(PLAN, devices=devices),
         attrs.evolve(PLAN, devices=known, request=request, format_version="1.9"),
     )
-    text = plain(diff_view(unstructure(diff(*plans))))
+    changes = unstructure(diff(*plans))
+    told = {"path": "bandwidth_bytes_per_second", "after": 936 * 10**9}
+    assert [each for device in changes["devices"] for each in device["fields"]] == [told] * len(known)
+    text = plain(diff_view(changes))
     assert re.search(r"bandwidth_bytes_per_second +unknown +→ +936 GB/s", text)
     assert text.index("request.batch") < text.index("format_version")

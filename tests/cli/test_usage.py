@@ -135,7 +135,7 @@ def test_contexts_as_people_write_them(text: str, tokens: int) -> None:
     """``k`` is 1024, as in the names of contexts; the plan says the number."""
     done = command("plan", LLAMA_8B, "--gpus", "80GiB", "--context", text, "--json")
     if tokens:
-        assert json.loads(done.out)["request"]["cache"]["tokens"] == tokens
+        assert json.loads(done.out)["plan"]["request"]["cache"]["tokens"] == tokens
     else:
         assert "--context is 0" in done.err
 

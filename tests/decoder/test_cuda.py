@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -269,7 +270,7 @@ def check_passes(
     plan = plan_of(directory, devices, request, {}, seed=4)
     with (
         compile_plan(plan, backend="cuda", scratch=False, transport=transport) as context,
-        patch.object(prompt_graphs, "_SMALLEST", max_rows // 4),
+        patch.multiple(prompt_graphs, _SMALLEST=max_rows // 4, _LEAST_OF_ONE=max_rows // 2),
         patch.object(Stack, "clear_caches"),
         torch.inference_mode(),
     ):
@@ -291,7 +292,9 @@ def check_passes(
         def read(by: Decoder, prompts: Sequence[Prompt]) -> torch.Tensor:
             return context.gather(by.read(prompts), Axis.VOCAB).tensor.clone()
 
-        for prompts in mixtures(Random(5), batch, max_rows):
+        begun = [Prompt([7 * i % 200 for i in range(max_rows)])]
+        alone = [begun, [Prompt([9 * i % 200 for i in range(max_rows // 2 - 1)], start=max_rows)]]
+        for prompts in (*mixtures(Random(5), batch, max_rows), *alone * 3):
             before = [stored.clone() for stored in stores[0]]
             replayed, expected = read(decoder, prompts), read(without, prompts)
             for stored, old in zip(stores[0], before, strict=True):  # rings forget what a pass overwrites
@@ -300,7 +303,8 @@ def check_passes(
                 written = read(decoder, prompts)
             assert (replayed - written).norm() < 0.001 * written.norm()
             assert (replayed - expected).norm() < 0.03 * expected.norm()
-        assert set(graphs._graphs) == set(graphs.sizes)
+        assert {shape.rows for shape in graphs._graphs} == set(graphs.sizes)
+        assert {shape.goes_on for shape in graphs._graphs} == ({None, False, True} if graphs._has_alone else {None})
         for found, right in zip(*stores, strict=True):
             assert right.isnan().any() or right.shape[-2] < LENGTH  # windows are full
             assert torch.equal(found.isnan(), right.isnan())
@@ -360,6 +364,31 @@ def test_passes_are_graphs_where_kernels_write_to_the_cache(model_type: str, dev
     method = (plain.Plain, "norm_and_rope") if model_type == "mistral" else (LayerCache, "put")  # torch writes rings
     with patch.object(*method, side_effect=AssertionError):
         check_passes(directory, devices, batch=6, max_rows=64)
+
+
+@pytest.mark.gpu
+def test_threads_take_turns_with_passes_of_one_sequence(tmp_path: Path) -> None:
+    """Each captures what another one ran first, and finds the same."""
+    directory, rows = made("llama", tmp_path, head_dim=64), 64
+    plan = plan_of(directory, 1, evolve(request_of(batch=2), max_rows=rows), {}, seed=4)
+    few = patch.multiple(prompt_graphs, _SMALLEST=rows // 4, _LEAST_OF_ONE=rows // 2)
+    with compile_plan(plan, backend="cuda", scratch=False) as context, few:
+        decoder = Decoder(context, directory, load_weights(plan, directory, context))
+        graphs = decoder.prompt_graphs
+        assert graphs
+
+        def read(prompt: Prompt) -> torch.Tensor:
+            return context.gather(decoder.read([prompt]), Axis.VOCAB).tensor.clone()
+
+        for prompt in (Prompt([5] * rows), Prompt([7] * (rows // 2 - 1), start=rows)):
+            found = []
+            for _ in range(3):
+                with ThreadPoolExecutor(1) as thread:
+                    found.append(thread.submit(read, prompt).result())
+            assert all((each - found[0]).norm() < 0.001 * found[0].norm() for each in found)
+        assert decoder.prompt_graphs is graphs
+        expected = [False, True] if graphs._has_alone else [None, None]
+        assert [shape.goes_on for shape in graphs._graphs] == expected
 
 
 @pytest.mark.gpu

@@ -162,14 +162,15 @@ def test_a_file_of_prompts(form: str, options: tuple[object, ...], checkpoint: P
         alone = document(checkpoint, "--prompt", word, *asked, *seed)
         assert sum(part["time_ns"] for part in alone.pop("start")) == alone.pop("start_ns")
         assert bool(each.pop("start", ())) == bool(each.pop("start_ns", 0)) == (number == 0)  # others waited for none
-        assert alone.pop("times")["new_tokens"] == 6
+        assert alone.pop("times")["new_token_count"] == 6
         times = each.pop("times")
         assert each == alone
     tokens = sum(len(each["prompt_tokens"]) for each in found)
     assert re.fullmatch(TIME.format(prompt=tokens, new=6 * len(WORDS)), done.err)
-    assert (times["prompt_tokens"], times["new_tokens"], times["later_tokens"]) == (tokens, 30, 25)  # as the screen has
+    counts = [times[f"{which}_token_count"] for which in ("prompt", "new", "later")]
+    assert counts == [tokens, 30, 25]  # as the screen has
     rates = re.findall(r"\(([\d.]+) tokens/s", done.err)
-    counted = [1e9 * times[f"{kind}_tokens"] / times[f"{kind}_ns"] for kind in ("prompt", "later")]
+    counted = [1e9 * times[f"{kind}_token_count"] / times[f"{kind}_ns"] for kind in ("prompt", "later")]
     assert [float(rate) for rate in rates] == pytest.approx(counted, rel=0.02)
     shown = generate(checkpoint, "--prompts", path, "--max-new-tokens", 6, *options).out
     assert shown == "".join(f"==> {number} <==\n{each['text']}\n" for number, each in enumerate(found, 1))

@@ -40,7 +40,11 @@ def model() -> Path:
 
 
 def test_paris(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `just generate` does it; the answer is transformers', token for token, and the file is read once."""
+    """As `just generate` does it; the answer is transformers', token for token, and the file is read once.
+
+    What takes its time at the first start is told.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
     shape = "--gpus", ROOT / "examples/virtual.json", "--context", 1024, "--max-rows", 128
     assert command("plan", model, *shape, "-o", tmp_path / "p.json").code == 0
     plan = tpplan.load(tmp_path / "p.json")
@@ -56,6 +60,7 @@ def test_paris(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     asked = "--chat", "--prompt", QUESTION, "--backend", "cpu", "--json"
     done = command("generate", tmp_path / "p.json", "--model", model, *asked)
     assert done.code == 0, done.err
+    assert f"note: converting the tokenizer of {model.name}, which is kept for the next start\n" in done.err
     assert read == [model]
     report = json.loads(done.out)
     assert report["text"] == "The capital of France is Paris."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import gguf
@@ -51,8 +52,14 @@ def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPa
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_tokenizer_is_converted_once(tmp_path: Path, settings: pytest.MonkeyPatch) -> None:
-    """A second start does without transformers' conversion; another vocabulary under the same name has its own."""
+def test_a_tokenizer_is_converted_once(
+    tmp_path: Path, settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second start does without transformers' conversion, which the log tells before it takes its time.
+
+    Another vocabulary under the same name has its own.
+    """
+    caplog.set_level(logging.INFO, "tpplan")
     path = tmp_path / "model.gguf"
     _write(path, "abc", "output_norm.weight")
     first = text.tokenizer_in(read_gguf(path))
@@ -60,6 +67,7 @@ def test_a_tokenizer_is_converted_once(tmp_path: Path, settings: pytest.MonkeyPa
     with settings.context() as patch:
         patch.setattr(transformers.AutoTokenizer, "from_pretrained", None)
         assert text.tokenizer_in(read_gguf(path)) == first
+    assert caplog.messages == ["converting the tokenizer of model.gguf, which is kept for the next start"]
     _write(path, "bcd", "output_norm.weight")
     assert _id(text.tokenizer_in(read_gguf(path)), "bcd") == 5
     assert len([*(tmp_path / "kept/tpplan/tokenizers").iterdir()]) == 2

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
+from attrs import evolve
 
 from tests.decoder_cases import LENGTH, MAX_ROWS, decoding, model_of, plan_of, request_of
 from tests.flash_cases import cudnn_calls, flash_calls
 from tests.graph_cases import FakeGraph
 from tests.weight_plans import fine_units
+from tpplan.core.plan import Cache
 from tpplan.decoder import Prompt, Sampling, generate, prepare
 from tpplan.decoder.decoding import prefill_graphs, steps
 from tpplan.decoder.generation import warmup
-from tpplan.decoder.layer.steps import Plain
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
@@ -30,25 +31,24 @@ def _captured(issue: Callable[[], None], what: str) -> FakeGraph:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("room", [True, False], ids=["room", "no-room"])
+@pytest.mark.parametrize("length", [LENGTH, 5])
 @pytest.mark.usefixtures("flash_calls", "cudnn_calls")
-def test_passes_of_one_sequence_are_captured_too(batch: int, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they have graphs of their own, and only one that begins a sequence where there is little room."""
+def test_passes_of_one_sequence_are_captured_too(batch: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they have graphs of their own, also if a sequence is shorter than a pass."""
     monkeypatch.setattr(prefill_graphs, "_LEAST_OF_ONE", 6)
-    if not room:
-        monkeypatch.setattr(Plain, "merge_within_room", lambda *_: None)
-    prompts = [[Prompt([5] * 6)], [Prompt([5] * 5, 0, 6)], [Prompt([5] * 2)]]
+    prompts = [[Prompt([5] * min(6, length))], [Prompt([5] * 4, 0, 1)], [Prompt([5] * 2)]]
     if batch > 1:
         prompts.append([Prompt([5] * 3), Prompt([5] * 3, 1)])
-    plan = plan_of(model_of("llama").directory, 3, request_of(batch=batch), {}, seed=8)
-    with decoding(plan, "llama", "fp32") as decoder:
+    request = evolve(request_of(batch=batch), cache=Cache("fp16", batch * length))
+    with decoding(plan_of(model_of("llama").directory, 3, request, {}, seed=8), "llama", "fp32") as decoder:
         decoder.prompt_graphs = decoder.new_prompt_graphs([3, 6])
         with patch.object(decoder, "captured", side_effect=_captured) as captured:
             prepare(decoder)
-            assert captured.call_count == 3 + (room and batch > 1)
+            count = captured.call_count
+            assert count == 2 + batch  # of 3 rows, and of one sequence and of several with 6
             for each in prompts:
                 decoder.read(each)
-            assert captured.call_count == 3 + (room and batch > 1)
+            assert captured.call_count == count
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["likeliest", "drawn"])

@@ -14,13 +14,17 @@ from safetensors.torch import save_file
 from tests.checkpoints import saved_values
 from tests.cli_cases import ROOT
 from tests.decoder_cases import model_of
+from tests.family_models import INCOMPLETE_DEFAULTS, SAME, hub_config
 from tpplan.decoder.model.router import Key, Router
 from tpplan.decoder.model.settings import AROUND, FAMILIES, Settings, settings_of
 from tpplan.errors import ModelError
-from tpplan.models.config import Config, read_config
+from tpplan.models.config import OF_DECODERS, Config, read_config
+from tpplan.models.families import FAMILIES as PLANNED
+from tpplan.models.families import spec_from_config
 from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -54,6 +58,36 @@ def test_experts_in_another_form(tmp_path: Path, family: str, renamed: dict[str,
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ModelError, match="the decoder looks for"):
         settings_of(directory, read_model(directory))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in PLANNED and name not in SAME])
+def test_slips_of_all_keys_that_the_decoder_looks_up_are_looked_for(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads the config to plan takes as known what is looked up here later."""
+    raw = hub_config({"model_type": family, **INCOMPLETE_DEFAULTS.get(family, {})}).to_dict()
+    config = Config(json.loads(json.dumps(raw, default=str)), "config.json")
+    asked: set[str] = set()
+    with monkeypatch.context() as patch:
+        for name in ("_find", "__contains__"):
+            patch.setattr(Config, name, recording(getattr(Config, name), asked))
+        model = spec_from_config(config, "m")
+        known = {*asked, *OF_DECODERS}
+        asked.clear()
+        Settings.read(Config(config.data, "config.json"), model)
+    of_formats = {"compression_config", "expert_dtype", "quantization", "quantization_config"}
+    assert asked - known - of_formats <= {"full_attention", "sliding_attention", "qk_rope_head_dim"}  # in RoPE, and MLA
+    assert asked & OF_DECODERS
+
+
+def recording(method: Callable[[Config, str], object], asked: set[str]) -> Callable[[Config, str], object]:
+    """Return a method that looks up a key of a config.json, and adds it to others; not of its sections."""
+
+    def look(self: Config, key: str) -> object:
+        asked.update([key] * (self.source == "config.json"))
+        return method(self, key)
+
+    return look
 
 
 def test_settings_that_are_refused(tmp_path: Path) -> None:

@@ -446,6 +446,20 @@ def test_a_devices_file_by_hand_needs_no_overhead() -> None:
     assert "overhead" not in devices_file.dumps(devices_file.loads(text))
 
 
+def test_devices_whose_overhead_a_file_leaves_out_are_told(tmp_path: Path) -> None:
+    """In one note, with what may be written instead; none where every device has one, be it as large or nothing."""
+    path, told = tmp_path / "box.json", list[str]()
+    gpu = {"memory_bytes": 12 * GIB, "budget_bytes": 11 * GIB}
+    given = [gpu | {"overhead_bytes": overhead} for overhead in (DEFAULT_OVERHEAD_BYTES, 0)]
+    for more in ([], [gpu, gpu]):
+        gpus = [{"name": name, **one} for name, one in zip("ABCD", [*given, *more], strict=False)]
+        path.write_text(json.dumps({"format_version": "1.0", "devices": gpus}))
+        assert parse_devices(str(path), told.append)[0].overhead_bytes == DEFAULT_OVERHEAD_BYTES
+    (note,) = told
+    assert note.startswith(f"{path} has no overhead_bytes of device 2 (C), 3 (D): ")
+    assert note.endswith(f'; write "overhead_bytes": {UNMEASURED_OVERHEAD_BYTES}, or what they take')
+
+
 def test_a_devices_file_names_cards_of_one_s_own() -> None:
     """A GPU of any name is planned for by bandwidth too, if the file tells it; a modified card is one of them."""
     gpu = {

@@ -160,11 +160,21 @@ def test_what_is_no_count(value: object) -> None:
     assert len(caught.value.message) < 200
 
 
-@pytest.mark.parametrize("data", [{}, {"hidden_size": None}])
-def test_a_missing_count_names_all_its_keys(data: dict[str, object]) -> None:
-    """Without value and default the error lists every name of the key."""
-    with pytest.raises(ModelError, match=r"hidden_size or n_embd or n_embed is (missing|null)"):
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        ({}, "hidden_size is missing"),
+        ({"hidden_size": None}, "hidden_size is null"),
+        ({"model_type": "llama", "n_embd": None}, "hidden_size is null"),
+        ({"model_type": "gpt2"}, "n_embd (or hidden_size) is missing"),
+        ({"model_type": "bloom"}, "n_embed (or hidden_size) is missing"),
+    ],
+)
+def test_a_missing_count_has_the_names_of_the_models_type(data: dict[str, object], names: str) -> None:
+    """Without value and default the error lists what the type calls the key, and no names that only others have."""
+    with pytest.raises(ModelError) as caught:
         config(**data).count("hidden_size")
+    assert caught.value.message == f"config.json: {names}"
 
 
 def test_other_names_of_a_key() -> None:

@@ -66,7 +66,10 @@ UNFIT = re.compile(
     r"|none such is before them$"
 )
 #: Sizes that no config of a whole model lacks; those of the language model in another one are left out if usual.
-LACKING = re.compile(r" is missing$")
+LACKING = re.compile(r" (is|are) missing$")
+
+#: What other names stand for.
+NAMED = {name: key for table in (ALIASES, FOREIGN_NAMES) for key, names in table.items() for name in names}
 
 #: Keys that are looked up only where others ask for it, and one whose slip is a name that it has too.
 NEVER_TOLD = {"block_ffn_dim_multiplier", "share_expert_dim", "word_embed_proj_dim"}
@@ -94,6 +97,7 @@ def small(model_type: str, inner: str) -> dict[str, Any]:
     for key in (
         *("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"),
         *("indexer_types", "kv_source_layers", "activation_sparsity_pattern", "num_attention_heads_per_layer"),
+        "hybrid_layer_ids",
     ):
         if text.get(key):
             text[key] = text[key][:5]
@@ -188,6 +192,26 @@ def test_a_key_left_out_or_null_is_as_in_the_class_of_transformers(model_type: s
     assert not compare(whole, known)
     changes = {(key, null): without(whole, (key,), null=null) for key in keys_of(whole) for null in (False, True)}
     assert not {change: wrong for change, raw in changes.items() if (wrong := compare(raw, known))}
+
+
+@pytest.mark.parametrize(("model_type", "inner"), KNOWN)
+def test_keys_that_must_be_there_are_told_together(model_type: str, inner: str) -> None:
+    """Each size that is missed where it alone is left out is named where all of them are."""
+    whole = small(model_type, inner)
+    missed = {key for key in keys_of(whole) if LACKING.search(told_of(without(whole, (key,))).partition("\n")[0])}
+    told = told_of(without(whole, missed)).partition("\n")[0] if missed else ""
+    assert {NAMED.get(key, key) for key in missed - {"layer_types"}} <= {*re.findall(r"\w+", told)}
+
+
+@pytest.mark.parametrize(("model_type", "inner"), KNOWN)
+def test_windows_that_are_turned_on_are_as_long_as_in_the_class_of_transformers(model_type: str, inner: str) -> None:
+    """Where the config says that there are some, but neither how long nor in which layers."""
+    whole = small(model_type, inner)
+    text = text_of(whole)
+    if "use_sliding_window" in text:
+        raw = without(whole, {"sliding_window", "max_window_layers", "layer_types"} & text.keys())
+        text_of(raw).update(use_sliding_window=True, num_hidden_layers=40)  # more than may be without
+        assert not compare(raw, {})
 
 
 @settings(max_examples=examples(60))

@@ -105,7 +105,7 @@ def test_a_language_model_in_an_unknown_one_can_be_planned_alone(path: tuple[str
         section = section[key]
     assert spec_of(section).layer_count == 32
     del section["hidden_size"]
-    with pytest.raises(ModelError, match=r"not as it is: config.json: .*hidden_size or n_embd or n_embed is missing"):
+    with pytest.raises(ModelError, match=r"not as it is: config.json: .*hidden_size is missing"):
         spec_of(raw)
 
 
@@ -301,14 +301,44 @@ def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
         assert spec_from_config(Config(data | {other: 1}, "config.json"), "m").notes == ()
 
 
-@pytest.mark.parametrize(("key", "slip"), [("factor", "factors"), ("rope_type", "ropetype"), ("factor", "facotr")])
+@pytest.mark.parametrize(
+    ("key", "slip"),
+    [("factor", "factors"), ("rope_type", "ropetype"), ("factor", "facotr"), ("beta_fast", "beta_fasst")],
+)
 def test_slips_in_the_parameters_of_rope_are_told(key: str, slip: str) -> None:
     """The context would be as long as without scaling."""
-    scaling = {"rope_type": "linear", "factor": 4.0}
+    scaling = {"rope_type": "linear", "factor": 4.0, "beta_fast": 32.0}
     told = {name: value for name, value in scaling.items() if name != key} | {slip: scaling[key]}
     (note,) = spec_from_config(Config(LLAMA | {"rope_scaling": told}, "config.json"), "m").notes
     assert note.startswith(f"config.json: rope_scaling has {slip}, which is not read, and no {key}, ")
     assert spec_from_config(Config(LLAMA | {"rope_scaling": scaling}, "config.json"), "m").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "slip", "value"),
+    [
+        ("rms_norm_eps", "rms_norm_epss", 1e-5),
+        ("rope_theta", "rope_thetta", 5e5),
+        ("hidden_act", "hiden_act", "gelu"),
+        ("partial_rotary_factor", "partial_rotary_facotr", 0.5),
+        ("norm_topk_prob", "norm_top_k_prob", True),
+    ],
+)
+def test_slips_of_keys_that_only_decoders_read_are_told(key: str, slip: str, value: object) -> None:
+    """No plan depends on them, but the text that a model writes."""
+    told = f"config.json has {slip}, which is not read, and no {key}, whose default is taken: is {slip} meant as {key}?"
+    assert spec_from_config(Config(LLAMA | {slip: value}, "config.json"), "m").notes == (told,)
+    for more in ({key: value}, {key: value, slip: value}):
+        assert spec_from_config(Config(LLAMA | more, "config.json"), "m").notes == ()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_slips_in_the_rope_of_a_kind_of_layers_are_told(model_type: str) -> None:
+    """Whether or not the context depends on the scaling."""
+    layers = {"full_attention": {"rope_type": "default", "rope_thetta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    data = {**MISTRAL, "model_type": model_type, "rope_parameters": layers}
+    told = "config.json: rope_parameters: full_attention has rope_thetta, which is not read, and no rope_theta, "
+    assert [note[: len(told)] for note in spec_of(data).notes] == [told]
 
 
 @pytest.mark.parametrize("slip", ["head_dims", "headdim", "head_dmi", "had_dim", "heads_dim"])
@@ -367,6 +397,17 @@ def test_a_missing_key_that_is_nearly_there_is_named(key: str, slip: str, archit
         spec_from_config(Config({**data, slip: value}, "config.json"), "m")
     assert caught.value.hint == f"is {slip} meant as {key}?"
     assert spec_from_config(Config({**data, key: value}, "config.json"), "m").notes == ()
+
+
+def test_all_missing_keys_are_told_at_once() -> None:
+    """With those that were probably meant as some of them, and those that are null."""
+    data = {"model_type": "llama", "d_model": 64, "vocab_sise": 9, "num_attention_heads": 8, "intermediate_size": None}
+    with pytest.raises(ModelError) as caught:
+        spec_from_config(Config({**data, "num_key_value_heads": 8}, "config.json"), "m")
+    told = "num_hidden_layers, hidden_size, vocab_size and max_position_embeddings are missing"
+    assert caught.value.message == f"config.json: {told}; intermediate_size is null"
+    others = "for the others, compare it with the config.json that the model came with"
+    assert caught.value.hint == f"is d_model meant as hidden_size and vocab_sise as vocab_size? {others}"
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"])

@@ -162,6 +162,58 @@ def test_keys_of_a_quantization_config_that_are_nearly_known_are_told(tmp_path: 
     assert read_model(tmp_path).notes == ()
 
 
+def _groups(key: str = "", slip: str = "") -> dict[str, Any]:
+    """Return two groups of compressed-tensors with the same key misspelt in both."""
+
+    def changed(data: dict[str, Any]) -> dict[str, Any]:
+        return {slip if name == key else name: value for name, value in data.items()}
+
+    numbers = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+    inputs = changed({"num_bits": 8, "dynamic": False, "symmetric": True})
+    group = changed({"weights": changed(numbers), "input_activations": inputs, "targets": ["Linear"]})
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group, "group_1": group | {"targets": ["Embedding"]}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("where", "key", "slip"),
+    [
+        (": weights", "symmetric", "symetric"),
+        (": weights", "strategy", "strategi"),
+        (": weights", "num_bits", "num_bit"),
+        (": input_activations", "dynamic", "dynamics"),
+        ("", "input_activations", "input_activation"),
+    ],
+)
+def test_slips_within_groups_of_compressed_tensors_are_told(tmp_path: Path, where: str, key: str, slip: str) -> None:
+    """Once for all groups; other zero points or numbers of bits would be taken silently else."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": _groups(key, slip)}))
+    (note,) = read_model(tmp_path).notes
+    group = f"{tmp_path}/config.json: quantization_config: config_groups: group_0{where}"
+    told = f"{group} has {slip}, which is not read, and no {key}, whose default is taken: is {slip} meant as {key}?"
+    assert note == told
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": _groups()}))
+    assert read_model(tmp_path).notes == ()
+
+
+def test_slips_are_looked_for_in_some_of_many_modules(tmp_path: Path) -> None:
+    """So that no file takes long: each of its modules may have a slip of its own."""
+    modules = {f"+:m.{i}": {"bits": 8, f"group_size{chr(0x4E00 + i)}": 64} for i in range(200)}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": gptq_config(dynamic=modules)}))
+    assert 10 < len(read_model(tmp_path).notes) < 100
+
+
+def test_a_slip_that_leaves_nothing_of_a_quantisation_is_the_hint(tmp_path: Path) -> None:
+    """Where no group tells of weights, what was probably meant to do so."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": _groups("weights", "weight")}))
+    with pytest.raises(ModelError, match="config_groups tells nothing of weights") as caught:
+        read_model(tmp_path)
+    assert caught.value.hint == "is weight meant as weights?"
+
+
 @pytest.mark.parametrize(
     ("kind", "given"),
     [

@@ -237,8 +237,9 @@ def test_the_command(head: Path, tmp_path: Path) -> None:
     assert split.code == 0
     taken = [entry.used_bytes for entry in tpplan.load(beside).memory]
     assert [entry.draft_bytes for entry in tpplan.load(output).memory] == taken
-    checked = command("check", output, "--model", LLAMA_8B)
+    checked = command("check", output, "--model", LLAMA_8B, "--json")
     assert (checked.code, "the draft model head was not checked" in checked.err) == (0, True)
+    assert [note[:40] for note in json.loads(checked.out)["notes"]] == ["the draft model head was not checked, on"]
 
 
 @pytest.mark.parametrize("command_name", ["plan", "fit"])

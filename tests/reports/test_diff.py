@@ -300,7 +300,18 @@ def test_what_auto_chose_was_not_asked_for() -> None:
     assert "Chosen by auto" in text
     assert "Inputs" not in text
     assert "reads" not in text  # which only one of both says
-    assert {one.delta_reads_bytes for one in found.memory} == {0}
+    assert {(one.before_reads_bytes, one.delta_reads_bytes) for one in found.memory} == {(None, None)}
+    assert all(one.after_reads_bytes for one in found.memory)
+    dark = plan(
+        model, [attrs.evolve(slow, bandwidth_bytes_per_second=0), fast], cache=Cache(tokens=4096), strategy="auto"
+    )
+    found = diff(before, dark)  # auto balances where bandwidths are not known
+    assert found.chosen == (FieldChange("request.strategy", "latency", "balanced"),)
+    assert [change.path for change in found.fields] == ["format_version"]
+    assert found.summary.startswith("the format differs; auto chose balanced instead of latency; ")
+    text = plain(diff_view(unstructure(found)))
+    assert "Inputs" not in text
+    assert re.search(r"File\n~ +format_version +1.2 +→ +1.0\n", text)
     named = plan(model, [slow, fast], cache=Cache(tokens=4096))
     assert diff(named, before).fields[0].path == "request.strategy"
     assert Reason.REQUEST in diff(named, before).reasons

@@ -141,7 +141,7 @@ def test_windows_keep_less_of_a_long_sequence(tmp_path: Path) -> None:
     found = json.loads(command("inspect", tmp_path, "--json").out)
     each, whole = found["cache_bytes_per_token"], found["max_context_cache_bytes"]
     assert {kind: 512 * size for kind, size in each.items()} == whole
-    planned = json.loads(command("plan", tmp_path, "--gpus", "8GiB", "--cache", "q8", "--json").out)
+    planned = json.loads(command("plan", tmp_path, "--gpus", "8GiB", "--cache", "q8", "-o", "-").out)
     assert planned["request"]["cache"]["tokens"] == found["max_context"] == 4096
     assert planned["memory"][0]["cache_bytes"] == whole["q8"]
     assert "Cache per token, until the sliding windows are full\n" in command("inspect", tmp_path).out

@@ -16,7 +16,7 @@ from tests.strategies import plans
 from tpplan.core.plan import DeviceMemory, SplitPlan
 from tpplan.files.codec import unstructure
 from tpplan.render.html import page
-from tpplan.render.show import show, summary
+from tpplan.render.show import exactness, show, summary
 from tpplan.render.svg import picture
 from tpplan.reports.show import PPM, ShareBasis, show_report
 
@@ -67,6 +67,14 @@ def test_what_is_assumed_is_not_exact() -> None:
     report = show_report(attrs.evolve(PLAN, model=attrs.evolve(PLAN.model, assumed="weights in BF16")))
     assert (report.exact, report.estimated) == (("cache", "workspace"), ("weights", "overhead"))
     assert show_report(PLAN).exact == ("weights", "cache", "workspace")
+
+
+def test_overhead_is_an_estimate_where_there_is_any() -> None:
+    """Devices without any, and a draft model whose model has it, leave nothing to guess."""
+    memory = tuple(attrs.evolve(entry, overhead_bytes=0) for entry in PLAN.memory)
+    report = show_report(attrs.evolve(PLAN, memory=memory))
+    assert report.estimated == ()
+    assert exactness(unstructure(report)) == "weights, cache and workspace are exact"
 
 
 def test_latency_shares_bandwidth() -> None:

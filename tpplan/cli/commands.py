@@ -164,7 +164,7 @@ def plan(
         draft: a draft model, by path or name: leave room for all of it and its cache on every device.
         draft_output: split the draft model over the devices instead, and write that plan to this file.
         mtp: leave room for the model's own prediction layers, split like the model.
-        json: print the plan as JSON.
+        json: print one JSON document, with the plan in it.
     """
     from tpplan.files.codec import dumps  # noqa: PLC0415
     from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
@@ -204,7 +204,7 @@ def plan(
             on_plans.tell(each)
     on_plans.note_uncounted(found, on_screen=not json and not output)
     if json and output != console.STREAM:
-        console.emit(dumps(found))
+        on_plans.show(found, "json")
     elif not output:
         on_plans.show(found)
         console.say("hint", "this plan is not saved; -o FILE writes it", "hint")
@@ -375,6 +375,8 @@ def check(
         form: markdown prints tables for a pull request, github annotations in a workflow; text by default.
         json: print one JSON document.
     """
+    from attrs import evolve  # noqa: PLC0415
+
     from tpplan.hardware.spec import parse_devices  # noqa: PLC0415
     from tpplan.models.reader import read_prediction_layers  # noqa: PLC0415
     from tpplan.render import github  # noqa: PLC0415
@@ -394,8 +396,8 @@ def check(
         devices = parse_devices(gpus, on_plans.note) if gpus else ()
         spec = on_plans.read_model(model)
         found = compare(stored, spec, devices, lambda: read_prediction_layers(model))
-        console.present(found, view, chosen, annotate=github.check)
         on_plans.note_unread_drafts(stored.values())
+        console.present(evolve(found, notes=console.noted()), view, chosen, annotate=github.check)
         on_plans.advise_stale(found.plans, stored, spec, model, gpus)
         on_plans.advise(one.error.hint for one in found.plans if one.error)
     return FAILED if any(one.error for one in found.plans) else OK if found.current else NO

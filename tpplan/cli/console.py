@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 #: The width of what :func:`busy` has on the line of the cursor.
 _busy: list[int] = []
 
+#: Notes and warnings that the command has told so far.
+_noted: list[str] = []
+
 #: The path that means standard input or standard output.
 STREAM = "-"
 
@@ -33,6 +36,16 @@ def stand_in() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (open to the end)
+
+
+def begin() -> None:
+    """Forget the notes of the command before, as a process may run several."""
+    _noted.clear()
+
+
+def noted() -> tuple[str, ...]:
+    """Return the notes and warnings that the command has told so far, for its document."""
+    return tuple(_noted)
 
 
 def shown(path: str) -> str:
@@ -156,6 +169,8 @@ def say(label: str, text: str, style: str = "dim", below: Iterable[str] = ()) ->
         style: of the label.
         below: further lines, which are indented.
     """
+    if label in {"note", "warning"}:
+        _noted.append(text)
     sys.stdout.flush()
     _erase()
     write([((label, style), (f": {text}", "")), *(line(f"  {one}") for one in below)], sys.stderr)

@@ -136,6 +136,7 @@ def generate(
         stops=stop,
         backend=backend,
     )
+    console.show_log()
     task = _checked(checked, found, order, plan, model)
     plans.note_undrafted(found)
     if text := str(defaults):
@@ -276,7 +277,6 @@ def _continue(task: Task, startup: Startup, *, json: bool, lines: bool, by_trans
         else:
             console.emit("\n")
 
-    console.show_log()
     timing = run(task, plans.note, (lambda _: None) if json or lines else console.emit, done, startup, load=load)
     console.say("start", str(startup))
     console.say("time", str(timing))
@@ -305,7 +305,6 @@ def _talk(task: Task, startup: Startup) -> None:
         from tpplan.decoder.generation.arguments import template_of  # noqa: PLC0415
         from tpplan.decoder.generation.command import loaded  # noqa: PLC0415
         from tpplan.decoder.generation.conversation import Conversation  # noqa: PLC0415
-    console.show_log()
     assert task.tokenizer  # noqa: S101 - there are no tokens
     with loaded(task, plans.note, startup) as decoder:
         conversation = Conversation(decoder, task, task.tokenizer, template_of(task.source, task.tokenizer))

@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(tokens: list[str]) -> int:
     """Run a command, turning every error into an explanation and an exit code."""
     gpus = ""
+    console.begin()
     try:
         command, bound = _parsed(tokens)
         gpus = bound.arguments.get("gpus", "")

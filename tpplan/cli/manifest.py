@@ -8,6 +8,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attrs import evolve
+
 from tpplan.cli import console
 from tpplan.cli import plans as on_plans
 from tpplan.cli.arguments import lacking
@@ -55,7 +57,6 @@ def plan(path: str, given: Mapping[str, object], *, json: bool) -> ManifestRepor
         return is_written
 
     report = make(manifest, inputs, _stored, save)
-    console.present(report, verdicts.made, "json" if json else "text")
     for file, found in made.items():
         known = inputs(entries[file])
         if known.drafted_for:  # of whose plan all else is told
@@ -64,6 +65,7 @@ def plan(path: str, given: Mapping[str, object], *, json: bool) -> ManifestRepor
         on_plans.note_draft(known, found, file)
         on_plans.note_all(found, known.model, entries[file].options, known.links, file)
         on_plans.note_uncounted(found, on_screen=False, of=file)
+    console.present(evolve(report, notes=console.noted()), verdicts.made, "json" if json else "text")
     for each in report.plans:
         if each.error:
             _advise(each.path, each.error, manifest)
@@ -86,7 +88,7 @@ def check(path: str, named: tuple[str, ...], given: Mapping[str, object], form: 
     manifest = whole.naming(on_plans.many(named)) if named else whole
     stored = {entry.file: _stored(entry.file) for entry in manifest.plans}
     report = check_manifest(manifest, stored, _inputs(), () if named else _unlisted(manifest))
-    console.present(report, verdicts.check, form, annotate=github.check)
+    console.present(evolve(report, notes=console.noted()), verdicts.check, form, annotate=github.check)
     for each in report.plans:
         if error := each.error or each.refused:
             _advise(each.path, error, manifest)

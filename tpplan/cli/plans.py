@@ -146,11 +146,13 @@ def advise(hints: Iterable[str]) -> None:
 
 
 def show(plan: SplitPlan, form: str = "text", *, plain: bool = False) -> None:
-    """Show a plan on one screen, or in another form."""
+    """Show a plan on one screen, or in another form: as a document with the notes, too."""
+    from attrs import evolve  # noqa: PLC0415
+
     from tpplan.render.show import show as view  # noqa: PLC0415
     from tpplan.reports.show import show_report  # noqa: PLC0415
 
-    console.present(show_report(plan), view, form, plain=plain)
+    console.present(evolve(show_report(plan), notes=console.noted()), view, form, plain=plain)
 
 
 def tell(plan: SplitPlan) -> None:
@@ -391,7 +393,8 @@ def _enough_budget(plan: SplitPlan, model: ModelSpec, links: tuple[LinkSpeed, ..
     from tpplan.planner.attempt import attempt  # noqa: PLC0415
     from tpplan.planner.infeasible import least_that_fits  # noqa: PLC0415
     from tpplan.planner.place import Effort  # noqa: PLC0415
-    from tpplan.planner.plan import asked_strategy, plan_request  # noqa: PLC0415
+    from tpplan.planner.plan import plan_request  # noqa: PLC0415
+    from tpplan.planner.request import asked_strategy  # noqa: PLC0415
 
     if plan.request.draft and plan.request.draft.split:  # which would be split otherwise
         return ""
@@ -528,7 +531,7 @@ def remake(plan: SplitPlan, path: str, model: str, gpus: str, change: str = "") 
     """
     from tpplan.hardware.spec import spec_of  # noqa: PLC0415
     from tpplan.planner.options import USUAL  # noqa: PLC0415
-    from tpplan.planner.plan import asked_strategy  # noqa: PLC0415
+    from tpplan.planner.request import asked_strategy  # noqa: PLC0415
 
     asked = plan.request
     spec = gpus or spec_of(plan.devices)

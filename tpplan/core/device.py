@@ -63,5 +63,11 @@ BANDWIDTHS_HINT = (
 
 def bandwidths_unknown(names: Mapping[int, str]) -> str:
     """Say why no speed is told of devices whose bandwidth nobody knows, by their indices and names."""
-    told = ", ".join(f"{i} ({name})" for i, name in [*names.items()][:_NAMED]) + ", …" * (len(names) > _NAMED)
-    return f"no tokens/s, because the bandwidth of device {told} is unknown"
+    return f"no tokens/s, because the bandwidth of {named(names)} is unknown"
+
+
+def named(names: Mapping[int, str]) -> str:
+    """Write devices by their indices and names, the first of many: ``device 0 (RTX 4090), 1 (RTX 3060)``."""
+    return (
+        "device " + ", ".join(f"{i} ({name})" for i, name in [*names.items()][:_NAMED]) + ", …" * (len(names) > _NAMED)
+    )

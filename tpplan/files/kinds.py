@@ -19,6 +19,7 @@ _OTHERS = {
     "peft_type": "the config of an adapter",
     "_from_model_config": "a generation_config.json",
     "image_processor_type": "a preprocessor_config.json",
+    "share_basis": "a report on a plan, such as tpplan plan --json prints",
 }
 
 

@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from tpplan.core.device import DEFAULT_OVERHEAD_BYTES, MAX_DEVICES, MEASURED, Device
+from tpplan.core.device import (
+    DEFAULT_OVERHEAD_BYTES,
+    MAX_DEVICES,
+    MEASURED,
+    UNMEASURED_OVERHEAD_BYTES,
+    Device,
+    named,
+)
 from tpplan.core.limits import CAPABILITY, LONGEST_NAME, MOST
+from tpplan.core.sizes import format_bytes
 from tpplan.core.speed import LinkSpeed
 from tpplan.errors import CORRECT, FORM, DeviceError, Problem, TpplanError, refusal
 from tpplan.files import codec
@@ -25,7 +33,7 @@ from tpplan.files.text import parse_json, read_text, save_text
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 #: The version of files with measured speeds, and of those without.
 FORMAT_VERSION = "1.1"
@@ -167,23 +175,33 @@ class DevicesFile:
         )
 
 
-def loads(text: str | bytes, what: str = "the devices file") -> DevicesFile:
+def loads(text: str | bytes, what: str = "the devices file", tell: Callable[[str], None] | None = None) -> DevicesFile:
     """Parse a devices file strictly.
 
     Args:
         text: text of the file.
         what: name of the document in errors, such as its file's name.
+        tell: called with a note on devices whose overhead the file leaves out.
 
     Raises:
         DeviceError: listing every problem.
     """
     try:
-        return _read(parse_json(text, what), what)
+        data = parse_json(text, what)
+        file = _read(data, what)
     except TpplanError as error:
         raise DeviceError(error.message, _hint(error)) from error
+    if tell and isinstance(data, dict):
+        without = {i: one["name"] for i, one in enumerate(data["devices"]) if "overhead_bytes" not in one}
+        if without:
+            usual, most = format_bytes(DEFAULT_OVERHEAD_BYTES), format_bytes(UNMEASURED_OVERHEAD_BYTES)
+            told = f"context and libraries are counted as {usual} and took up to {most} where that was measured"
+            more = f'write "overhead_bytes": {UNMEASURED_OVERHEAD_BYTES}, or what they take'
+            tell(f"{what} has no overhead_bytes of {named(without)}: {told}; {more}")
+    return file
 
 
-def load(path: str | os.PathLike[str]) -> DevicesFile:
+def load(path: str | os.PathLike[str], tell: Callable[[str], None] | None = None) -> DevicesFile:
     """Read a devices file; see :func:`loads`.
 
     Raises:
@@ -194,7 +212,7 @@ def load(path: str | os.PathLike[str]) -> DevicesFile:
     except TpplanError as error:
         hint = "name a devices file in it" if Path(path).is_dir() else _hint(error)
         raise DeviceError(error.message, hint) from error
-    return loads(text, str(path))
+    return loads(text, str(path), tell)
 
 
 def _hint(error: TpplanError) -> str:

@@ -38,7 +38,8 @@ def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple
             all memory that a program is handed out), ``H100:72GiB`` (with a budget) or ``RTX4090:48GiB`` (a modified
             card); or the path of a devices file, ending in ``.json``; or ``auto`` for the GPUs of this machine, each
             with the memory that is free on it now.
-        tell: called with each note for the user, such as that ``auto`` left a GPU out or that a card is a modified one.
+        tell: called with each note for the user, such as that ``auto`` left a GPU out, that a card is a modified one,
+            or which devices of a file have no overhead of their own.
 
     Raises:
         DeviceError: an entry is invalid, a GPU is unknown, a budget exceeds the memory that its GPU hands out, there is
@@ -57,7 +58,7 @@ def parse_devices(spec: str, tell: Callable[[str], None] | None = None) -> tuple
     if is_file(spec):
         from tpplan.hardware import file  # noqa: PLC0415
 
-        return file.load(spec).to_devices()
+        return file.load(spec, tell).to_devices()
     if not spec:
         raise DeviceError("no device was named", _EXAMPLE)
     if len(spec) > _LONGEST_SPEC:

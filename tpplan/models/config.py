@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Final, cast
 
+from attrs import field, frozen
+
+from tpplan.core.sizes import listed
 from tpplan.errors import ModelError
 from tpplan.files.content import ContentError, read
 from tpplan.files.jsontext import NotJSONError, read_json, visible
@@ -22,6 +26,9 @@ MAX_CONFIG_BYTES: Final = 16 * 2**20
 
 #: Default limit of counts; a larger one is a mistake or an attack.
 MAX_COUNT: Final = 2**31
+
+#: What stands in for a missing count while further ones are looked for, where nothing fits the others better.
+STAND_IN: Final = 64
 
 #: Other names of keys in Hugging Face configs; values under different names of a key must not contradict each other.
 ALIASES: Final[dict[str, tuple[str, ...]]] = {
@@ -81,6 +88,21 @@ DISTINCT: Final = frozenset(
         *("compress_ratios", "index_head_dim", "indexer_head_dim", "indexer_kv_heads", "indexer_n_heads"),
         *("mamba_headdim", "n_group", "n_groups", "projector_bias"),
         *("mlp_layer_types", "mtp_layer_types", "o_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+        "swiglu_limits",
+    )
+)
+
+#: Keys on which what the decoder computes depends, and mostly no plan: a slip of one changes that without a word.
+OF_DECODERS: Final = frozenset(
+    (
+        *("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"),
+        *("hidden_act", "hidden_activation", "rms_norm_eps", "swiglu_alpha", "swiglu_limit"),
+        *("is_causal", "use_bidirectional_attention"),
+        *("moe_norm_min", "n_group", "norm_topk_prob", "topk_group", "topk_method"),
+        *("routed_scaling_factor", "router_scaling_factor"),
+        *("partial_rotary_factor", "rope_interleave", "rope_local_base_freq", "rope_theta", "layer_rope_theta"),
+        *("rotary_dim", "rotary_emb_base", "rotary_pct", "no_rope_layers", "no_rope_layer_interval"),
     )
 )
 
@@ -91,6 +113,8 @@ _DEEPER: Final = ("*/config.json", "snapshots/*/config.json")
 #: Hint where nothing better is known.
 COMPARE: Final = "compare it with the config.json that the model came with"
 _MISSING: Final = object()
+#: Sections of an object in which slips are looked for: one for each module of a model may be 200,000.
+_MOST_SECTIONS: Final = 64
 #: How much alike a long key and a slip of it are.
 _NEAR: Final = 0.9
 #: Letters of a long key, and of the shortest that slips are told of: short ones are alike by chance.
@@ -105,9 +129,10 @@ def _repr(value: object) -> str:
     return short.repr(value)
 
 
-def is_meant(key: str, other: str) -> str:
-    """Ask whether a key of a file is meant as another one."""
-    return f"is {visible(key)} meant as {other}?"
+def are_meant(*pairs: tuple[str, str]) -> str:
+    """Ask whether keys of a file are meant as others, each with its own."""
+    told = [f"{visible(key)} as {other}" for key, other in pairs]
+    return f"is {listed(told).replace(' as ', ' meant as ', 1)}?"
 
 
 def _folded(name: str) -> str:
@@ -121,15 +146,21 @@ def _slip(key: str, names: Collection[str]) -> str:
     A slip has a letter more, less or changed, or two swapped; that of a long key may have several. A name with a word
     more or less is another key, such as ``q_group_size`` beside ``group_size``.
     """
-    if same := next((name for name in names if _folded(name) == _folded(key)), ""):
+    folded = _folded(key)
+    if same := next((name for name in names if _folded(name) == folded), ""):
         return same
     near = [name for name in names if abs(len(name) - len(key)) <= 1 and _differs_by_a_letter(name, key)]
     if not near and len(key) >= _LONG:
-        both = [(name, len(name) + len(key)) for name in names if len(name) >= _LONG]
-        alike = [name for name, total in both if 2 * min(len(name), len(key)) >= _NEAR * total]  # or no match is near
+        alike = [name for name in names if len(name) >= _LONG and _may_be_near(name, key)]
         near = get_close_matches(key, alike, 3, _NEAR) if alike else []
-    words = _words(key)
+    words = _words(key) if near else set()
     return next((name for name in near if not words <= _words(name) and not words >= _words(name)), "")
+
+
+def _may_be_near(name: str, key: str) -> bool:
+    """Return whether two names may be as much alike as slips are, by their lengths and letters, which takes no time."""
+    shorter, least = min(len(name), len(key)), _NEAR * (len(name) + len(key)) / 2
+    return shorter >= least and min(len(key) - len({*key} - {*name}), len(name) - len({*name} - {*key})) >= least
 
 
 def _words(name: str) -> set[str]:
@@ -148,6 +179,19 @@ def _differs_by_a_letter(name: str, key: str) -> bool:
     return len(key) >= _SHORT and start > 0 and shifted
 
 
+@frozen
+class _Seen:
+    """What was looked up in a config, by whatever copy of it.
+
+    Attributes:
+        keys: keys that are there or not.
+        sections: objects in it by the names of their keys, the first ones.
+    """
+
+    keys: set[str] = field(factory=set)
+    sections: dict[str, Config] = field(factory=dict)
+
+
 class Config:
     """An object in a config.json, whose values are checked as they are read.
 
@@ -159,21 +203,25 @@ class Config:
         self,
         data: Mapping[str, object],
         source: str,
-        asked: set[str] | None = None,
+        seen: _Seen | None = None,
         filled: frozenset[str] = frozenset(),
+        lacking: dict[str, int] | None = None,
     ) -> None:
         """Wrap ``data``, a JSON object.
 
         Args:
             data: the object.
             source: name of the file in messages.
-            asked: keys that were looked up in a config of which this is a copy.
+            seen: what was looked up in a config of which this is a copy.
             filled: keys that the file lacks, whose values are defaults.
+            lacking: keys of counts without a value, and what stands in for them, see :meth:`collecting`; None where
+                they are errors.
         """
         self._data = data
         self.source = source
-        self._asked = set() if asked is None else asked
+        self._seen = seen or _Seen()
         self._filled = filled
+        self._lacking = lacking
 
     def error(self, problem: str, hint: str = "") -> ModelError:
         """Return an error that names this file and the ``problem``."""
@@ -181,14 +229,27 @@ class Config:
 
     def __contains__(self, key: str) -> bool:
         """Return whether the key is present under any of its names, null or not."""
-        self._asked.add(key)
+        self._seen.keys.add(key)
         return any(name in self._data for name in (key, *ALIASES.get(key, ())))
 
-    def missing(self, key: str) -> ModelError:
-        """Return the error for a key without a value; the hint names the key that was probably meant as it."""
-        names = " or ".join((key, *ALIASES.get(key, ())))
-        near = self.meant_as(key)
-        return self.error(f"{names} is {'null' if key in self else 'missing'}", near and is_meant(near, key))
+    def missing(self, *keys: str) -> ModelError:
+        """Return the error for keys without a value; the hint names the keys that were probably meant as them."""
+        found = {"missing": [key for key in keys if key not in self], "null": [key for key in keys if key in self]}
+        told = [
+            f"{listed([self._names(key) for key in which])} {'are' if which[1:] else 'is'} {what}"
+            for what, which in found.items()
+            if which
+        ]
+        pairs = [(near, key) for key in keys if (near := self.meant_as(key))]
+        others = f" for the others, {COMPARE}" if len(pairs) < len(keys) else ""
+        return self.error("; ".join(told), are_meant(*pairs) + others if pairs else "")
+
+    def _names(self, key: str) -> str:
+        """Return the names of a key that the model's type has, its own ones first: ``n_embd (or hidden_size)``."""
+        kind = self._data.get("model_type")
+        names = [name for name in (key, *ALIASES.get(key, ())) if kind in OWN_NAMES.get(name, (kind,))]
+        first, *others = sorted(names, key=lambda name: name not in OWN_NAMES)
+        return f"{first} (or {', '.join(others)})" if others else first
 
     def meant_as(self, key: str) -> str:
         """Return the key that was probably meant as one that is missing, empty if none is or that is there."""
@@ -203,14 +264,18 @@ class Config:
         slips = (slip for own in (key, *ALIASES.get(key, ())) if (slip := _slip(own, others)))
         return next(slips, "")
 
+    def expect(self, keys: Collection[str]) -> None:
+        """Take keys as looked up, as others do, so that slips of them are told."""
+        self._seen.keys.update(keys)
+
     def mistaken_keys(self) -> Iterator[tuple[str, str]]:
         """Yield keys that nobody has looked up, each with one that was looked up in vain and probably meant.
 
         They are what other families call it, or misspelt.
         """
-        known = {name for key in self._asked for name in (key, *ALIASES.get(key, ()))}
+        known = {name for key in self._seen.keys for name in (key, *ALIASES.get(key, ()))}
         unread = [key for key in self._data if key not in known]
-        for key in sorted(self._asked):
+        for key in sorted(self._seen.keys):
             lacking = self._filled.issuperset(name for name in (key, *ALIASES.get(key, ())) if name in self._data)
             if lacking and (meant := self._meant_as(key, unread)):
                 yield meant, key
@@ -220,18 +285,26 @@ class Config:
         for key, meant in self.mistaken_keys():
             default = f" ({_repr(self._data[meant])})" if meant in self._filled else ""
             told = f"{self.source} has {visible(key)}, which is not read, and no {meant}"
-            yield f"{told}, whose default{default} is taken: {is_meant(key, meant)}"
+            yield f"{told}, whose default{default} is taken: {are_meant((key, meant))}"
+
+    def slips_within(self) -> dict[tuple[str, str], str]:
+        """Return notes on slips here and in the sections that were read, by the key and what is meant, each once."""
+        found = dict(zip(self.mistaken_keys(), self.slips(), strict=True))
+        for section in self._seen.sections.values():
+            for pair, note in section.slips_within().items():
+                found.setdefault(pair, note)
+        return found
 
     def borrowed_keys(self, model_type: str) -> Iterator[tuple[str, str]]:
         """Yield keys that were read by a name that only other families have than ``model_type``, each with its own."""
-        for key in sorted(self._asked):
+        for key in sorted(self._seen.keys):
             names = [name for name in (key, *ALIASES.get(key, ())) if self._data.get(name) is not None]
             if names and all(model_type not in OWN_NAMES.get(name, (model_type,)) for name in names):
                 yield names[0], key
 
     def _find(self, key: str) -> tuple[str, object]:
         """Return the key's name in the file and its value; values take precedence over null and must agree."""
-        self._asked.add(key)
+        self._seen.keys.add(key)
         there = [(name, self._data[name]) for name in (key, *ALIASES.get(key, ())) if name in self._data]
         if not there:
             return key, _MISSING
@@ -263,14 +336,24 @@ class Config:
             raise self.error(f"{name} is {_repr(value)}, outside {minimum} to {maximum}")
         return value
 
-    def count(self, key: str, *, default: int | None = None, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
-        """Return a whole number, or ``default`` if the key is absent or null.
+    def count(
+        self,
+        key: str,
+        *,
+        default: int | None = None,
+        minimum: int = 1,
+        maximum: int = MAX_COUNT,
+        stand_in: int = STAND_IN,
+    ) -> int:
+        """Return a whole number, or ``default`` if the key is absent or null; ``stand_in`` is for :meth:`collecting`.
 
         Raises:
             ModelError: as for :meth:`optional_count`, or there is neither a value nor a default.
         """
         value = self.optional_count(key, default=default, minimum=minimum, maximum=maximum)
         value = default if value is None else value
+        if value is None and self._lacking is not None:
+            return self._lacking.setdefault(key, max(minimum, min(maximum, stand_in)))
         if value is None:
             raise self.missing(key)
         return value
@@ -353,18 +436,38 @@ class Config:
 
     def having(self, key: str, value: object) -> Config:
         """Return a copy of the config with ``key`` set to ``value``."""
-        return Config({**self._data, key: value}, self.source, self._asked, self._filled)
+        return self._copy({**self._data, key: value})
 
     def filled(self, defaults: Mapping[str, object]) -> Config:
         """Return a copy of the config with these values for those keys that it lacks."""
         lacking = {key: value for key, value in defaults.items() if key not in self}
-        return Config({**lacking, **self._data}, self.source, self._asked, self._filled | lacking.keys())
+        filled = self._filled | lacking.keys()
+        return Config({**lacking, **self._data}, self.source, self._seen, filled, self._lacking)
 
     def overlaid(self, values: Mapping[str, object]) -> Config:
         """Return a copy of the config with these values in place of those under any name of their keys."""
         others = {name for key in values for name in ALIASES.get(key, ())}
         kept = {key: value for key, value in self._data.items() if key not in others}
-        return Config({**kept, **values}, self.source, self._asked, self._filled)
+        return self._copy({**kept, **values})
+
+    @contextmanager
+    def collecting(self) -> Iterator[Config]:
+        """Give a copy of the config that reads any number for missing counts, and tell all of those in the end.
+
+        Raises:
+            ModelError: counts are missing; what else was wrong may follow from the numbers that stood in for them.
+        """
+        lacking: dict[str, int] = {}
+        try:
+            yield Config(self._data, self.source, self._seen, self._filled, lacking)
+        except ModelError:
+            if not lacking:
+                raise
+        if lacking:
+            raise self.missing(*lacking)
+
+    def _copy(self, data: Mapping[str, object]) -> Config:
+        return Config(data, self.source, self._seen, self._filled, self._lacking)
 
     def level(self, key: str) -> Config:
         """Return a copy of the config with one number under ``key`` if it lists the same number several times.
@@ -391,7 +494,12 @@ class Config:
             raise self.missing(key)
         if not isinstance(value, dict):
             raise self.error(f"{name} is {_repr(value)}, expected an object")
-        return Config(value, f"{self.source}: {name}")
+        known = self._seen.sections.get(name)
+        if known is None or known.data is not value:
+            known = Config(value, f"{self.source}: {name}")
+            if len(self._seen.sections) < _MOST_SECTIONS:
+                self._seen.sections[name] = known
+        return known
 
 
 def read_config(path: str | Path) -> Config:

@@ -186,10 +186,3 @@ def replan(model: ModelSpec, old: SplitPlan, room: Room | None = None) -> SplitP
     asked = evolve(old.request, draft=None) if room else old.request
     again = plan_request(model, old.devices, asked, room=room)
     return with_speed(again, predict(again, model, old.speed.links)) if old.speed else again
-
-
-def asked_strategy(plan: SplitPlan) -> str:
-    """Return the strategy that a plan was asked for: ``auto`` where that gives this plan, else the plan's own."""
-    strategy = plan.request.strategy
-    is_known = all(map(bandwidth_of, plan.devices))
-    return AUTO if plan.speed or (strategy == "balanced" and not is_known) else strategy

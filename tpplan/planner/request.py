@@ -1,4 +1,4 @@
-"""Validation of requests to the planner, before planning."""
+"""Validation of requests to the planner, before planning; and what a plan was asked for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from tpplan.core.axes import Axis
 from tpplan.core.device import BANDWIDTHS_HINT, Device
 from tpplan.core.limits import LEAST, MOST
 from tpplan.core.model import ModelSpec
-from tpplan.core.plan import CACHE_KINDS, HEADS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request, Reserve
+from tpplan.core.plan import AUTO, CACHE_KINDS, HEADS, KV_MODES, LAYOUTS, STRATEGIES, Cache, Request, Reserve
 from tpplan.core.sizes import counted, format_bytes
 from tpplan.errors import RequestError
 from tpplan.planner.speed import bandwidth_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tpplan.core.plan import SplitPlan
 
 _MOST_ROWS = 2**24
 _MOST_TOKENS = 2**40
@@ -115,6 +117,13 @@ def _check_beyond(model: ModelSpec, asked: Request, sequence: int) -> None:
         raise RequestError(f"{message} has positions for", hint)
     if not asked.beyond:
         raise RequestError(f"{message} was made for", f"{hint}, or go beyond at your own risk: --beyond, beyond=True")
+
+
+def asked_strategy(plan: SplitPlan) -> str:
+    """Return the strategy that a plan was asked for: ``auto`` where that gives this plan, else the plan's own."""
+    strategy = plan.request.strategy
+    is_known = all(map(bandwidth_of, plan.devices))
+    return AUTO if plan.speed or (strategy == "balanced" and not is_known) else strategy
 
 
 def check_devices(devices: Sequence[Device], request: Request) -> None:

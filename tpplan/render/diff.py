@@ -20,6 +20,8 @@ _LONGEST_CELL = 20
 _LONGEST_VALUE = 18
 #: Values that are no words but sentences.
 _SENTENCES = frozenset({"request.reserve", "request.draft.room_bytes"})
+#: What follows from what was asked, and nobody asks for.
+_FORMAT = "format_version"
 _MARKS = {"added": "+", "removed": "-", "moved": "~", "changed": "~"}
 _DEVICE = [("device", ""), ("name", "")]
 _VALUES = [("what", ""), ("before", ""), ("", ""), ("after", "")]
@@ -42,9 +44,11 @@ def diff(changes: dict[str, Any]) -> list[Block]:
 
 
 def _inputs(changes: dict[str, Any]) -> list[Block]:
-    """Say which values of the model and the request differ, and what was chosen by them."""
+    """Say which values of the model and the request differ, what was chosen by them, and the format that has it all."""
     blocks: list[Block] = []
-    for title, fields in (("Inputs", changes["fields"]), ("Chosen by auto", changes.get("chosen", ()))):
+    asked = [field for field in changes["fields"] if field["path"] != _FORMAT]
+    file = [field for field in changes["fields"] if field["path"] == _FORMAT]
+    for title, fields in (("Inputs", asked), ("Chosen by auto", changes.get("chosen", ())), ("File", file)):
         rows = [[("~", "dim"), *_values(field)] for field in fields if field["path"] not in _SENTENCES]
         told = [field for field in fields if field["path"] in _SENTENCES]
         blocks += [Heading(title)] if fields else []
@@ -133,7 +137,7 @@ def _memory(changes: dict[str, Any]) -> list[Block]:
     deltas = [[bucket["delta_bytes"] for bucket in one["buckets"]] for one in found]
     total = [bucket["delta_bytes"] for bucket in changes["total"]]
     titles = [bucket["bucket"] for bucket in changes["total"]]
-    if any(one["delta_reads_bytes"] for one in found):
+    if any(one.get("delta_reads_bytes") for one in found):
         titles.append("reads")
         deltas = [[*row, one["delta_reads_bytes"]] for row, one in zip(deltas, found, strict=True)]
         total.append(sum(one["delta_reads_bytes"] for one in found))
@@ -158,7 +162,7 @@ def _speed(changes: dict[str, Any]) -> list[Block]:
     """Return a row per pass: the tokens a second that each plan predicts."""
     rows: list[list[Span]] = []
     for one in changes.get("speed", ()):
-        before, after = one["before_tokens_per_second"], one["after_tokens_per_second"]
+        before, after = one.get("before_tokens_per_second"), one.get("after_tokens_per_second")
         style = _judged(after - before) if before and after else "dim"
         part = f"{100 * (after - before) / before:+.0f} %" if before and after else ""
         what, *cells = _rates(one)
@@ -178,7 +182,7 @@ def speed_lines(changes: dict[str, Any]) -> list[str]:
 def _rates(change: dict[str, Any]) -> tuple[str, str, str]:
     """Return in words what a pass is, and the tokens a second that each plan predicts of it."""
     what = f"a prompt of {counted(change['rows'], 'token')}" if change["prefill"] else f"batch {change['rows']}"
-    before, after = (change[f"{which}_tokens_per_second"] for which in ("before", "after"))
+    before, after = (change.get(f"{which}_tokens_per_second") for which in ("before", "after"))
     return what, f"{before:,}" if before else "unknown", f"{after:,}" if after else "unknown"
 
 
@@ -209,16 +213,19 @@ def _name_cells(device: dict[str, Any]) -> list[Span]:
 
 def _values(field: dict[str, Any]) -> list[Span]:
     """Return cells that say what a value was and is."""
-    before, after, wanted = field["before"], field["after"], _WANTED.get(field["path"], 0)
-    both = wanted and isinstance(before, int) and isinstance(after, int) and before and after
-    style = _judged(wanted * (after - before)) if both else ""
+    before, after, wanted = field.get("before"), field.get("after"), _WANTED.get(field["path"], 0)
+    style = ""
+    if isinstance(before, int) and isinstance(after, int) and before and after:
+        style = _judged(wanted * (after - before)) if wanted else ""
     return [(field["path"], ""), (_shown(field, "before"), "dim"), ("→", "dim"), (_shown(field, "after"), style)]
 
 
 def _shown(field: dict[str, Any], key: str) -> str:
-    value = field[key]
+    value = field.get(key)
+    if value is None:
+        return "unknown"
     if isinstance(value, int) and field["path"].endswith("_bytes"):
         return format_bytes(value)
     if isinstance(value, int) and field["path"].endswith("_bytes_per_second"):
-        return f"{value / 10**9:.0f} GB/s" if value else "unknown"
+        return f"{value / 10**9:.0f} GB/s"
     return shorten(str(value), _LONGEST_VALUE) or "none"

@@ -203,7 +203,7 @@ def exactness(report: dict[str, Any]) -> str:
     exact, estimated = report["exact"], report["estimated"]
     counted = " of what is planned" if "not_planned" in report["plan"]["model"] else ""
     told = "are estimates" if len(estimated) > 1 else "is an estimate"
-    return f"{listed(exact)}{counted} are exact; {listed(estimated)} {told}"
+    return f"{listed(exact)}{counted} are exact" + (f"; {listed(estimated)} {told}" if estimated else "")
 
 
 def _memory(report: dict[str, Any]) -> list[Block]:

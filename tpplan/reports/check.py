@@ -14,8 +14,8 @@ from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
 from tpplan.planfile.codec import fingerprint
 from tpplan.planner.infeasible import InfeasibleError
-from tpplan.planner.plan import asked_strategy, replan
-from tpplan.planner.request import resolve
+from tpplan.planner.plan import replan
+from tpplan.planner.request import asked_strategy, resolve
 from tpplan.reports.diff import PlanDiff, diff
 from tpplan.reports.error import ErrorBody, error_report
 from tpplan.reports.manifest import Inputs
@@ -76,12 +76,14 @@ class CheckReport:
         plans: one result per plan, in the order given.
         manifest: path of the manifest that has the plans; left out if there is none.
         unlisted: plan files in the folders of the manifest's plans that it does not name.
+        notes: what the command noted on standard error beside it; left out for none.
     """
 
     current: bool
     plans: tuple[PlanCheck, ...]
     manifest: str = ""
     unlisted: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def check(

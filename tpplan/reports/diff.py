@@ -10,11 +10,12 @@ import attrs
 from attrs import frozen
 
 from tpplan.core.axes import Axis, format_layers, parse_layers
-from tpplan.core.device import bandwidths_unknown
-from tpplan.core.plan import Draft, SplitPlan, reserves_told, rooms_told
+from tpplan.core.device import MEASURED, bandwidths_unknown
+from tpplan.core.plan import AUTO, Draft, SplitPlan, reserves_told, rooms_told
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import RequestError
 from tpplan.files.codec import document
+from tpplan.planner.request import asked_strategy
 from tpplan.planner.speed import bandwidth_of
 
 if TYPE_CHECKING:
@@ -67,13 +68,13 @@ class FieldChange:
 
     Attributes:
         path: path of the value, such as ``request.cache.tokens``, or its name within a device or a split.
-        before: value in the first plan.
-        after: value in the second plan.
+        before: value in the first plan; left out if it is a device's that is not known.
+        after: value in the second plan; left out if it is a device's that is not known.
     """
 
     path: str
-    before: int | str
-    after: int | str
+    before: int | str | None = None
+    after: int | str | None = None
 
 
 @frozen
@@ -177,16 +178,17 @@ class MemoryChange:
     Attributes:
         device: the device.
         buckets: all buckets of the device; what is left to others only where one of the plans leaves something.
-        before_reads_bytes: weights and cache that one token reads in the first plan; 0 if the plan does not say.
+        before_reads_bytes: weights and cache that one token reads in the first plan; left out if the plan does not say.
         after_reads_bytes: the same in the second plan.
-        delta_reads_bytes: bytes more that one token reads, or fewer if negative; 0 if one of the plans does not say.
+        delta_reads_bytes: bytes more that one token reads, or fewer if negative; left out if one of the plans does not
+            say.
     """
 
     device: DevicePair
     buckets: tuple[BucketChange, ...]
-    before_reads_bytes: int
-    after_reads_bytes: int
-    delta_reads_bytes: int
+    before_reads_bytes: int | None = None
+    after_reads_bytes: int | None = None
+    delta_reads_bytes: int | None = None
 
 
 @frozen(kw_only=True)
@@ -196,14 +198,14 @@ class SpeedChange:
     Attributes:
         prefill: whether it is that of a prompt; else it is a decode step.
         rows: tokens of the pass.
-        before_tokens_per_second: prediction of the first plan with a full cache; 0 if it has none.
+        before_tokens_per_second: prediction of the first plan with a full cache; left out if it has none.
         after_tokens_per_second: the same of the second plan.
     """
 
     prefill: bool
     rows: int
-    before_tokens_per_second: int
-    after_tokens_per_second: int
+    before_tokens_per_second: int | None = None
+    after_tokens_per_second: int | None = None
 
 
 @document("plan-diff")
@@ -257,8 +259,8 @@ def diff(a: SplitPlan, b: SplitPlan) -> PlanDiff:
     pairs = tuple(_pairs(a.devices, b.devices))
     # What somebody asked for comes before the version of the format, which follows from that.
     fields = tuple(sorted(_field_changes(a, b, ""), key=lambda change: change.path == "format_version"))
-    # only plans that auto made predict speed
-    chosen = tuple(change for change in fields if change.path == _STRATEGY) if a.speed and b.speed else ()
+    by_auto = all(asked_strategy(plan) == AUTO for plan in (a, b))
+    chosen = tuple(change for change in fields if change.path == _STRATEGY) if by_auto else ()
     fields = tuple(change for change in fields if change not in chosen)
     devices = tuple(_device_changes(a, b, pairs))
     compared = [_split_change(axis, *cut, layers, pairs) for axis in Axis for cut, layers in _aligned(a, b, axis)]
@@ -292,7 +294,7 @@ def _speed_changes(a: SplitPlan, b: SplitPlan) -> Iterator[SpeedChange]:
     before, after = ({(prefill, one.rows): one for prefill, one in _passes(plan.speed)} for plan in (a, b))
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) != after.get(key):
-            rates = [side[key].full_tokens_per_second if key in side else 0 for side in (before, after)]
+            rates = [side[key].full_tokens_per_second if key in side else None for side in (before, after)]
             yield SpeedChange(
                 prefill=key[0], rows=key[1], before_tokens_per_second=rates[0], after_tokens_per_second=rates[1]
             )
@@ -386,6 +388,11 @@ def _plain(*values: int | str) -> Iterator[int | str]:
     yield from (str(value).lower() if isinstance(value, bool) else value for value in values)
 
 
+def _known(*values: int) -> Iterator[int | None]:
+    """Yield values that plans have as 0 where they are not known."""
+    yield from (value or None for value in values)
+
+
 def _parts(*sides: Iterable[NotPlanned]) -> Iterator[str]:
     """Yield what is not planned, to the byte: rounded sizes may look alike."""
     for parts in sides:
@@ -401,11 +408,12 @@ _SPEED = "speed"
 #: What drafts, which a plan may not have.
 _DRAFT, _NO_DRAFT = "draft", Draft("", ())
 
-#: How tuples are told that are values of the model or the request.
+#: How tuples are told that are values of the model or the request, and values of devices that may not be known.
 _TEXTS: dict[str, Callable[..., Iterable[Any]]] = {
     "not_planned": _parts,
     "reserve": reserves_told,
     "room_bytes": rooms_told,
+    **dict.fromkeys(("bandwidth_bytes_per_second", *MEASURED), _known),
 }
 
 
@@ -466,13 +474,14 @@ def _elements(split: Split | None, device: int | None) -> int:
 
 def _memory_changes(a: SplitPlan, b: SplitPlan, pairs: tuple[DevicePair, ...]) -> Iterator[MemoryChange]:
     """Yield the devices whose memory use differs between the plans."""
-    shown, all_say = _buckets(a, b), all(any(entry.reads_bytes for entry in plan.memory) for plan in (a, b))
+    shown, say = _buckets(a, b), [any(entry.reads_bytes for entry in plan.memory) for plan in (a, b)]
     for pair in pairs:
         before = () if pair.before is None else (a.memory[pair.before],)
         after = () if pair.after is None else (b.memory[pair.after],)
         buckets = tuple(_bucket_changes(before, after, shown))
-        old, new = (sum(entry.reads_bytes for entry in entries) for entries in (before, after))
-        delta = new - old if all_say else 0
+        reads = [sum(entry.reads_bytes for entry in entries) for entries in (before, after)]
+        old, new = (size if says else None for size, says in zip(reads, say, strict=True))
+        delta = reads[1] - reads[0] if all(say) else None
         if delta or any(bucket.delta_bytes for bucket in buckets):
             yield MemoryChange(pair, buckets, old, new, delta)
 
@@ -513,7 +522,7 @@ def _summary(
 ) -> str:
     """Return a one-line summary of the most important changes."""
     kinds = [device.change for device in devices]
-    moves = sorted(memory, key=lambda change: (-abs(_largest(change).delta_bytes), -abs(change.delta_reads_bytes)))
+    moves = sorted(memory, key=lambda change: (-abs(_largest(change).delta_bytes), -abs(change.delta_reads_bytes or 0)))
     moves = [change for change in moves if _largest(change).delta_bytes or change.delta_reads_bytes]
     told = [_told(change) for change in moves[:_TOLD]]
     if len(moves) > _TOLD:
@@ -541,7 +550,7 @@ def _largest(change: MemoryChange) -> BucketChange:
 
 def _told(change: MemoryChange) -> str:
     """Return what memory a device gains or loses, in words, or the change in bytes read per token if that is all."""
-    device, bucket, reads = change.device, _largest(change), change.delta_reads_bytes
+    device, bucket, reads = change.device, _largest(change), change.delta_reads_bytes or 0
     where = f"device {device.after}" if device.after is not None else f"removed device {device.before}"
     if not bucket.delta_bytes:
         return f"{where} {device.name} reads {format_bytes(abs(reads))} {'more' if reads > 0 else 'less'} per token"

@@ -27,17 +27,17 @@ class TokenTimes:
     """How many tokens were read and made until now, of all texts together, and how long that took.
 
     Attributes:
-        prompt_tokens: that were read.
+        prompt_token_count: number of those that were read.
         prompt_ns: the time of that, with the first new token of each text.
-        new_tokens: that were made.
-        later_tokens: those behind the first one of each text, which rates of decoding count.
+        new_token_count: number of those that were made.
+        later_token_count: number of those behind the first one of each text, which rates of decoding count.
         later_ns: the time of these.
     """
 
-    prompt_tokens: int
+    prompt_token_count: int
     prompt_ns: int
-    new_tokens: int
-    later_tokens: int
+    new_token_count: int
+    later_token_count: int
     later_ns: int
 
 

@@ -144,11 +144,13 @@ class ManifestReport:
         ok: whether all plans were made.
         manifest: path of the manifest.
         plans: one result per plan, in the order of the manifest.
+        notes: what the command noted on standard error beside it; left out for none.
     """
 
     ok: bool
     manifest: str
     plans: tuple[ManifestPlan, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def only_infeasible(self) -> bool:

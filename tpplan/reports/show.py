@@ -108,10 +108,12 @@ class ShowReport:
         fullest_ppm: that part, in millionths.
         together_ppm: part of the total budget that is in use or left to others, in millionths.
         exact: buckets that are exact to the byte, for all that the plan counts.
-        estimated: buckets that rest on a calibrated constant, or on what is assumed of the weights.
+        estimated: buckets that rest on a calibrated constant, of those that have something in them, or on what is
+            assumed of the weights.
         speed: how fast the plan is predicted to be; left out if it predicts nothing.
         without_bandwidth: indices of the devices whose bandwidth is unknown, for which nothing is predicted; left out
             if all are known.
+        notes: what the command noted on standard error beside it; left out for none.
     """
 
     plan: SplitPlan
@@ -124,6 +126,7 @@ class ShowReport:
     estimated: tuple[str, ...]
     speed: SpeedReport | None = None
     without_bandwidth: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def show_report(plan: SplitPlan) -> ShowReport:
@@ -156,7 +159,7 @@ def show_report(plan: SplitPlan) -> ShowReport:
         fullest_ppm=fullest.used_ppm,
         together_ppm=_ppm(sum(map(_taken, plan.memory)), sum(s.budget_bytes for s in shares)),
         exact=tuple(bucket for bucket in EXACT if bucket not in assumed),
-        estimated=(*assumed, *ESTIMATED),
+        estimated=(*assumed, *(ESTIMATED if any(entry.overhead_bytes for entry in plan.memory) else ())),
         speed=speed_report(plan),
         without_bandwidth=tuple(i for i, device in enumerate(plan.devices) if not bandwidth_of(device)),
     )

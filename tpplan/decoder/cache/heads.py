@@ -70,11 +70,15 @@ class Heads:
         one_1HSK = self.cache.as_rows()[0][None, :1, :1].transpose(1, 2)
         return takes_flash(one_1HSK, one_1HSK, one_1HSK)
 
+    def sample(self, rows: int) -> Tensor:
+        """Return queries, keys and values of rows, ``[R, H, K]``, that only have a shape."""
+        return torch.empty(rows, self.queries + 2 * self.keys, self.cache.head_dim, device="meta")
+
     def take_cudnn(self) -> bool:
         """Tell whether torch would choose cuDNN for causal attention between many rows."""
-        _, sample, _ = self.cache.as_rows()
+        _, of_cache, _ = self.cache.as_rows()
         for run in self.runs:
-            q_1HSK, k_1HSK = (sample.new_empty(1, n, _SAMPLE, self.cache.head_dim) for n in (run.group, 1))
+            q_1HSK, k_1HSK = (of_cache.new_empty(1, n, _SAMPLE, self.cache.head_dim) for n in (run.group, 1))
             if not takes_cudnn(q_1HSK, k_1HSK, k_1HSK, None, 1.0, is_causal=True):
                 return False
         return True

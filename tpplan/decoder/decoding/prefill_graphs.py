@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from tpplan.core.axes import Axis
 from tpplan.decoder.layer.agree import agreed
 from tpplan.decoder.prompts import NOBODY, PassShape
 from tpplan.exec.programs.program import HOST
@@ -111,7 +112,7 @@ class PrefillGraphs:
     """
 
     def __init__(self, forward: Forward, capture: Capture, sizes: Sequence[int]) -> None:
-        """Allocate the numbers of the rows on every device.
+        """Allocate the numbers and the results of the rows on every device.
 
         Args:
             forward: computes the passes, which must have a fixed shape, see :func:`is_fixed`.
@@ -125,13 +126,12 @@ class PrefillGraphs:
         places = [device.device for device in forward.context.devices.values()]
         self._numbers = [torch.zeros(max(sizes), 4, dtype=torch.int64, device=place) for place in places]
         self._nobody = torch.tensor([NOBODY])
-        stack, length = forward.stack, forward.length
-        of_one = [PassShape.of_one(max(sizes), length, goes_on=goes_on) for goes_on in (False, True)]
-        found = agreed(forward.context, [stack.attends_alone(shape) for shape in of_one])
-        self._have_alone = [bool(shape.goes_on) for shape, attends in zip(of_one, found, strict=True) if attends]
+        hidden = forward.context.plan.split(Axis.RESIDUAL).size
+        self._xs = [torch.empty(max(sizes), hidden, dtype=forward.context.dtype, device=place) for place in places]
+        of_one = PassShape.of_one(max(sizes), forward.length, goes_on=True)
+        (self._has_alone,) = agreed(forward.context, [forward.stack.attends_alone(of_one)])
         self._have_run: set[PassShape] = set()
         self._graphs: dict[PassShape, Graph] = {}
-        self._xs: dict[PassShape, tuple[Tensor, ...]] = {}
 
     def run(self, numbers: Tensor, prompt_slices: Sequence[PromptSlice]) -> tuple[Tensor, ...]:
         """Run a pass, and return the residual stream after the last layer, valid until the next pass or step.
@@ -158,21 +158,22 @@ class PrefillGraphs:
             self._have_run.add(shape)
             return xs
         if shape not in self._graphs:
+            if shape.goes_on is not None:
+                self._prefill(shape)  # cuDNN makes plans for each thread, and not while a graph is captured
             graph = self._capture(partial(self._issue, shape), "a pass of prompts")
             if graph is None:
                 self.has_failed = True
                 return self._prefill(shape)
             self._graphs[shape] = graph
         self._graphs[shape].replay()
-        return self._xs[shape]
+        return tuple(x_RD[:size] for x_RD in self._xs)
 
     def shapes_of(self, size: int) -> list[PassShape]:
         """Return the shapes that passes of at most ``size`` rows can have, those of one sequence first."""
-        batch, length, have_alone = self._forward.batch, self._forward.length, self._have_alone
-        goes_on = have_alone if size >= _LEAST_OF_ONE else ()
-        shapes = [PassShape.of_one(size, length, goes_on=each) for each in goes_on]
-        are_all = batch == 1 and len(shapes) > 1
-        return shapes if are_all else [*shapes, PassShape.of_any(size, batch, length)]
+        batch, length = self._forward.batch, self._forward.length
+        has_alone = self._has_alone and size >= _LEAST_OF_ONE
+        shapes = [PassShape.of_one(size, length, goes_on=goes_on) for goes_on in (False, True)] if has_alone else []
+        return shapes if shapes and batch == 1 else [*shapes, PassShape.of_any(size, batch, length)]
 
     def _shape_of(self, size: int, prompt_slices: Sequence[PromptSlice]) -> PassShape:
         """Return the shape of the graph of a pass of at most ``size`` rows."""
@@ -189,5 +190,6 @@ class PrefillGraphs:
         return self._forward.prefill(self._numbers_of(shape.rows), pass_shape=shape)
 
     def _issue(self, shape: PassShape) -> None:
-        """Launch a pass on the devices, without waiting."""
-        self._xs[shape] = self._prefill(shape)
+        """Launch a pass on the devices, without waiting. Its result is where those of all graphs are."""
+        for to_RD, x_RD in zip(self._xs, self._prefill(shape), strict=True):
+            to_RD[: shape.rows].copy_(x_RD)

@@ -118,10 +118,10 @@ class Timing:
     def totals(self) -> TokenTimes:
         """What was counted so far."""
         return TokenTimes(
-            prompt_tokens=self._read,
+            prompt_token_count=self._read,
             prompt_ns=round(1e9 * self._reading),
-            new_tokens=self._new,
-            later_tokens=self._stepped,
+            new_token_count=self._new,
+            later_token_count=self._stepped,
             later_ns=round(1e9 * self._stepping),
         )
 

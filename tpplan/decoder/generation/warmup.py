@@ -58,14 +58,16 @@ def on_gpus(decoder: Decoder) -> bool:
 
 
 def _prompts_of(decoder: Decoder, shapes: Sequence[PassShape]) -> Iterator[list[Prompt]]:
-    """Yield prompts that fill a pass of each of the shapes of a size, the first of which begins a sequence."""
+    """Yield prompts that fill a pass of each of the shapes of a size: of one sequence, or of several if there are."""
     for shape in shapes:
         rows = min(shape.rows, decoder.length)
-        if shape is shapes[0]:
-            yield _prompts(decoder, shape.rows)
-        elif shape.goes_on is None and decoder.batch > 1:
-            yield [Prompt([0] * (rows // 2)), *_prompts(decoder, shape.rows - rows // 2, 1)]
-        elif decoder.length > 1:
+        if shape.goes_on is None:
+            first = rows if decoder.batch == 1 else rows // 2
+            others = _prompts(decoder, shape.rows - first, 1)
+            yield [*([Prompt([0] * first)] if first else []), *others]
+        elif not shape.goes_on:
+            yield [Prompt([0] * rows)]
+        elif decoder.length > 1:  # behind the first token
             yield [Prompt([0] * min(rows, decoder.length - 1), start=1)]
 
 

@@ -146,7 +146,7 @@ class Group:
         """Group rows by sequence.
 
         Args:
-            positions: position of each row, see :func:`tpplan.decoder.prompts.numbers_of`.
+            positions: position of each row, see :func:`tpplan.decoder.forward.numbers_of`.
             sequences: sequence of each row.
             before: for each row, the number of sequences before its own, up to a constant common to all rows.
             pass_shape: shape of the pass.

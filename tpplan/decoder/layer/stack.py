@@ -185,22 +185,16 @@ class Stack:
         earlier tokens.
 
         Args:
-            pass_shape: shape of any pass of one sequence, where all rows can attend in one kernel call.
+            pass_shape: shape of any pass of one sequence behind others, where all rows can attend in one kernel call.
         """
-        for layer, own in enumerate(self.heads):
-            for device, heads in own.items():
-                shape = pass_shape.rows, heads.queries + 2 * heads.keys, heads.cache.head_dim
-                if (
-                    f"model.layers.{layer}.self_attn.sinks" in self._weights[device]
-                    or pass_shape.most > heads.cache.length
-                    or not heads.take_cudnn()
-                    or (
-                        pass_shape.goes_on
-                        and not self.steps[device].merge_within_room(torch.empty(shape, device="meta"), heads)
-                    )
-                ):
-                    return False
-        return True
+        return all(
+            f"model.layers.{layer}.self_attn.sinks" not in self._weights[device]
+            and pass_shape.most <= heads.cache.length
+            and heads.take_cudnn()
+            and self.steps[device].merge_within_room(heads.sample(pass_shape.rows), heads)
+            for layer, own in enumerate(self.heads)
+            for device, heads in own.items()
+        )
 
     def has_fixed_experts(self, rows: int) -> bool:
         """Tell whether neither the host nor a shape depends on the experts that rows are routed to, in any layer."""

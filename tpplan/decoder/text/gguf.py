@@ -41,13 +41,14 @@ def tokenizer_in(file: Gguf) -> bytes:
         if kept.exists():
             return kept.read_bytes()
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory is unknown
-        _LOG.debug("no cached tokenizer: %s", error)
+        _LOG.info("converting the tokenizer of %s, at every start: %s", file.path.name, error)
         return _converted(file.path)
+    _LOG.info("converting the tokenizer of %s, which is kept for the next start", file.path.name)
     found = _converted(file.path)
     try:
         save_bytes(found, kept)
     except TpplanError as error:
-        _LOG.debug("the tokenizer is not cached: %s", error)
+        _LOG.info("the tokenizer is not kept: %s", error)
     return found
 
 

@@ -11,7 +11,7 @@ from attrs import frozen
 from tpplan.core.entry_points import added
 from tpplan.core.model import ModelSpec
 from tpplan.errors import ModelError
-from tpplan.models.config import COMPARE, ELSEWHERE, OWN_NAMES, Config, is_meant
+from tpplan.models.config import COMPARE, ELSEWHERE, OF_DECODERS, OWN_NAMES, Config, are_meant
 from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.blockwise import BLOCKWISE
 from tpplan.models.families.classic import CLASSIC
@@ -164,12 +164,13 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
     own = around_text(config).flag(TIED, default=text.flag(TIED, default=family.tied))
     tied = family.ties and config.flag(TIED, default=own)
     try:
-        shape = read_shape(text, family, tied=tied, stacked=stacked)
+        with text.collecting() as counts:
+            shape = read_shape(counts, family, tied=tied, stacked=stacked)
     except ModelError as error:
         slip = next(chain.from_iterable(part.mistaken_keys() for part in (text, config)), None)
         if slip is None or error.hint != COMPARE:
             raise
-        raise ModelError(error.message, is_meant(*slip)) from error
+        raise ModelError(error.message, are_meant(slip)) from error
     context = longest_context(text, inner, shape.context)
     named = _torch_dtype(text) or _torch_dtype(config)
     torch_dtype = named or "bfloat16"
@@ -199,6 +200,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
 
 def _of_keys(config: Config, model_type: str, text: Config) -> Iterator[str]:
     """Yield a note on each key that seems to be another's: one that is missing, or one of other families."""
+    text.expect(OF_DECODERS)
     for part in dict.fromkeys((config, text)):
         yield from part.slips()
     for key, meant in text.borrowed_keys(model_type) if model_type in IN_TRANSFORMERS else ():

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 #: Key of the context before scaling, in tokens.
 ORIGINAL: Final = "original_max_position_embeddings"
 
+#: Keys of its parameters, as far as anybody computes with them.
+_KEYS: Final = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", ORIGINAL),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "alpha", "llama_4_scaling_beta"),
+)
+
 #: Families without RoPE, whose configs may have its keys all the same.
 WITHOUT_ROPE: Final = frozenset({"bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt"})
 
@@ -67,13 +74,16 @@ def longest_context(config: Config, model_type: str, maximum: int) -> Context:
     Raises:
         ModelError: the parameters of RoPE are no object, or a number of them has the wrong type or is out of range.
     """
-    if model_type in WITHOUT_ROPE | _EXTENDED or config.flag("alibi"):
+    if model_type in WITHOUT_ROPE or config.flag("alibi"):
         return Context(maximum)
     if model_type in SCALED and not (config.raw("rope_scaling") or config.raw("rope_parameters")):
         config = config.having("rope_parameters", SCALED[model_type])
     sections = list(_sections(config))
-    contexts = [_extended(section, original, maximum) for section, original in sections]
+    scaled = [] if model_type in _EXTENDED else sections
+    contexts = [_extended(section, original, maximum) for section, original in scaled]
     longest = max(filter(None, contexts), key=lambda context: context.tokens, default=Context(maximum))
+    for section, _ in sections:
+        section.expect(_KEYS)
     slips = [slip for section, _ in sections for slip in section.slips()]
     return evolve(longest, note=longest.note or next(iter(slips), ""))
 

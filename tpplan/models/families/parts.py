@@ -216,7 +216,11 @@ PARTS: Final[dict[str, Family]] = {
     "paddleocr_vl_text": evolve(
         DENSE["ernie4_5"], defaults=sizes(103_424, 1024, 3072, 18, 16, 2, 131_072, head_dim=128)
     ),
-    "qwen2_5_omni_text": evolve(_QWEN2_VL, defaults=sizes(152_064, 3584, 18_944, 28, 28, 4, 32_768)),
+    "qwen2_5_omni_text": evolve(
+        _QWEN2_VL,
+        defaults=sizes(152_064, 3584, 18_944, 28, 28, 4, 32_768),
+        window=windows(32_768, from_max_window_layers(28), switch="use_sliding_window"),
+    ),
     "qwen3_omni_moe_text": evolve(
         MOE["qwen3_moe"],
         defaults={

@@ -8,6 +8,7 @@ from attrs import evolve
 
 from tpplan.core.axes import MAX_LAYERS
 from tpplan.core.sizes import counted
+from tpplan.models.config import STAND_IN
 from tpplan.models.families.table import Family, Shape
 
 if TYPE_CHECKING:
@@ -73,7 +74,10 @@ def layer_count(config: Config, family: Family) -> int:
 
 
 def _layer_count(config: Config, family: Family) -> int:
-    return config.count("num_hidden_layers", default=family.defaults.get("num_hidden_layers"), maximum=MAX_LAYERS)
+    default = family.defaults.get("num_hidden_layers")
+    listed = (value for key, value in config.data.items() if "layer" in key or key.endswith("types"))
+    fitting = max((len(value) for value in listed if isinstance(value, list)), default=STAND_IN)
+    return config.count("num_hidden_layers", default=default, maximum=MAX_LAYERS, stand_in=fitting)
 
 
 def _own_keys(config: Config, family: Family, layers: int) -> list[dict[str, object]]:
@@ -103,10 +107,12 @@ def _read(config: Config, family: Family, *, tied: bool, stacked: bool) -> Shape
     for key in family.uniform:
         config = config.level(key)
     layers = _layer_count(config, family)
-    hidden = config.count("hidden_size", default=given.get("hidden_size"))
-    q_heads = config.count("num_attention_heads", default=given.get("num_attention_heads"), maximum=MAX_PARTS)
     kv_heads = config.optional_count("num_key_value_heads", default=given.get("num_key_value_heads"), maximum=MAX_PARTS)
+    q_heads = config.count(
+        "num_attention_heads", default=given.get("num_attention_heads"), maximum=MAX_PARTS, stand_in=kv_heads or 1
+    )
     kv_heads = kv_heads or q_heads
+    hidden = config.count("hidden_size", default=given.get("hidden_size"), stand_in=STAND_IN * q_heads)
     if q_heads % kv_heads:
         raise config.error(
             f"{q_heads} query heads (num_attention_heads) are not a multiple of {kv_heads} key/value heads"

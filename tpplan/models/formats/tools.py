@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.errors import ModelError
-from tpplan.models.config import COMPARE, Config, read_config
+from tpplan.models.config import COMPARE, Config, are_meant, read_config
 from tpplan.models.families.wrappers import text_part
 from tpplan.models.formats.names import EXPRESSION
 from tpplan.models.formats.scheme import (
@@ -52,7 +52,7 @@ def read_scheme(config: Config, directory: Path | None = None) -> Scheme:
         config: the model's config.json.
         directory: where descriptions may be beside it; None if none is to be read.
     """
-    method, source = "", config.source
+    method, source, section = "", config.source, None
     try:
         method, section = _described(config, directory)
         if section is None:
@@ -60,9 +60,10 @@ def read_scheme(config: Config, directory: Path | None = None) -> Scheme:
         source = section.source
         if read := _METHODS.get(method):
             scheme = read(section)
-            return evolve(scheme, notes=tuple(section.slips()))
+            return evolve(scheme, notes=tuple(section.slips_within().values()))
     except ModelError as error:
-        hint = HINT if error.hint == COMPARE else error.hint
+        slips = section.slips_within() if section else {}
+        hint = error.hint if error.hint != COMPARE else are_meant(*slips) if slips else HINT
         problem = ModelError(f"{error.message} (the method is {method!r:.60})" if method else error.message, hint)
         return Scheme(method=method or "unknown", is_known=bool(method), source=source, problem=problem)
     return Scheme(method=method or "unknown", is_known=method in _HEADERS_ONLY, source=source)
