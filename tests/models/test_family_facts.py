@@ -153,14 +153,7 @@ def test_nemotron_has_no_gate() -> None:
     """Nemotron (Minitron-8B): two matrices in the MLP, norms with biases, query heads wider than the hidden size."""
     config = {
         "model_type": "nemotron",
-        "vocab_size": 256000,
-        "hidden_size": 4096,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
+        **published.shape(vocab=256000, hidden=4096, dense=16384, layers=32, q=48, kv=8, head_dim=128, context=4096),
     }
     spec = spec_of(config)
     (block,) = spec.blocks
