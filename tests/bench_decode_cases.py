@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.common import random_checkpoint
 from benchmarks.decode.order import WARM, Order, prompts
+from tests.published import sizes
 from tpplan.decoder import Decoder, generate
 from tpplan.exec import compile as compile_plan
 from tpplan.weights import load_weights
@@ -26,14 +27,7 @@ if TYPE_CHECKING:
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 203,
-    "max_position_embeddings": 128,
+    **sizes(vocab=203, hidden=64, dense=96, layers=2, q=8, kv=4, head_dim=8, context=128),
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }

@@ -7,6 +7,7 @@ from math import prod
 from random import randbytes
 from typing import TYPE_CHECKING, Any
 
+from tests.published import sizes
 from tpplan.core.model import DTYPE_BITS
 
 if TYPE_CHECKING:
@@ -44,14 +45,7 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Tensor
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 320,
-    "max_position_embeddings": 128,
+    **sizes(vocab=320, hidden=256, dense=512, layers=3, q=6, kv=2, head_dim=64, context=128),
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
 }

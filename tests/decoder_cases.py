@@ -18,6 +18,7 @@ import tpplan
 from tests.family_models import SAME
 from tests.kept import digest_of, kept
 from tests.later import transformers
+from tests.published import sizes
 from tpplan.core.axes import Axis, bounds_of
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, Request
@@ -37,14 +38,7 @@ if TYPE_CHECKING:
 VOCAB, LENGTH, BATCH, MAX_ROWS, NEW = 203, 96, 2, 6, 64
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": LENGTH,
+    **sizes(vocab=VOCAB, hidden=48, dense=72, layers=3, q=8, kv=4, head_dim=8, context=LENGTH),
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,

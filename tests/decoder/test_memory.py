@@ -17,6 +17,7 @@ from tests.decoder.quantised_checkpoints import mxfp4, quantised, stored
 from tests.decoder_cases import CONFIGS, FURTHER, LATENT, OWN_STEPS, plan_of
 from tests.flash_cases import flash_calls
 from tests.later import transformers
+from tests.published import sizes
 from tests.watching import Watching
 from tests.weight_plans import fine_units
 from tpplan.core.axes import Axis, bounds_of
@@ -49,14 +50,7 @@ __all__ = ["fine_units", "flash_calls"]  # fixtures
 #: Shapes of activations that are to each other as those of models are, two or more passes of a prompt, and rows of
 #: every expert.
 _SIZES: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
+    **sizes(vocab=1024, hidden=256, dense=768, layers=2, q=8, kv=4, head_dim=32, context=128),
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,

@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoints import LLAMA, llama_layers, llama_outside, tensor_bytes, write_checkpoint
 from tests.family_models import build, hub_config, meta_model, save_model
 from tests.models.reader_cases import plain, small
-from tests.published import shape
+from tests.published import sizes
 from tpplan.core.device import Device
 from tpplan.core.model import NotPlanned
 from tpplan.errors import ModelError
@@ -30,7 +30,7 @@ QWEN3_VL: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "text_config": {
         "model_type": "qwen3_vl_text",
-        **shape(vocab=151_936, hidden=4096, dense=12_288, layers=36, q=32, kv=8, head_dim=128, context=262_144),
+        **sizes(vocab=151_936, hidden=4096, dense=12_288, layers=36, q=32, kv=8, head_dim=128, context=262_144),
     },
     "vision_config": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096},
 }

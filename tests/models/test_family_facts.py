@@ -153,7 +153,7 @@ def test_nemotron_has_no_gate() -> None:
     """Nemotron (Minitron-8B): two matrices in the MLP, norms with biases, query heads wider than the hidden size."""
     config = {
         "model_type": "nemotron",
-        **published.shape(vocab=256000, hidden=4096, dense=16384, layers=32, q=48, kv=8, head_dim=128, context=4096),
+        **published.sizes(vocab=256000, hidden=4096, dense=16384, layers=32, q=48, kv=8, head_dim=128, context=4096),
     }
     spec = spec_of(config)
     (block,) = spec.blocks

@@ -9,6 +9,7 @@ import pytest
 
 from tests.checkpoints import LINEAR, LLAMA, Tensors, llama_layers, llama_outside, tensor_bytes, write_checkpoint
 from tests.format_cases import CASES, CHANNEL, awq, exl2, fp8_channel, gptq, gptq_config, make, parameter, stored
+from tests.published import sizes
 from tpplan.core.axes import Axis
 from tpplan.core.model import Segment
 from tpplan.errors import ModelError
@@ -114,13 +115,7 @@ def test_layers_at_other_bit_rates_become_blocks_of_their_own(tmp_path: Path, ca
 PHI3: dict[str, Any] = {
     "architectures": ["Phi3ForCausalLM"],
     "model_type": "phi3",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 128,
+    **sizes(vocab=320, hidden=256, dense=512, layers=1, q=4, kv=2, context=128),
     "torch_dtype": "float16",
     "tie_word_embeddings": False,
 }

@@ -11,7 +11,7 @@ import torch
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.format_cases import exl2, gptq_config, parameter, stored
 from tests.later import transformers
-from tests.published import MODELS, example, shape
+from tests.published import MODELS, example, sizes
 from tpplan.core.axes import Axis
 from tpplan.core.model import Segment
 from tpplan.errors import ModelError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MIXTRAL: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
-    **shape(vocab=64, hidden=128, dense=256, layers=2, q=2, kv=1, top=2, context=128),
+    **sizes(vocab=64, hidden=128, dense=256, layers=2, q=2, kv=1, top=2, context=128),
     "num_local_experts": 4,
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
@@ -90,7 +90,7 @@ DEEPSEEK_V4 = MODELS["DeepSeek-V4-Flash"] | {
     },
 }
 SMALL_V4 = DEEPSEEK_V4 | {
-    **shape(vocab=320, hidden=256, expert=128, layers=4, q=8, head_dim=128, top=2, routed=3, context=1_048_576),
+    **sizes(vocab=320, hidden=256, expert=128, layers=4, q=8, head_dim=128, top=2, routed=3, context=1_048_576),
     "q_lora_rank": 128,
     "o_lora_rank": 128,
     "o_groups": 2,
@@ -242,7 +242,7 @@ def test_experts_that_are_not_converted_are_planned_in_16_bits(entry: str, in_16
 
 
 _STACKED = {
-    **shape(vocab=64, hidden=256, dense=256, layers=1, q=2, kv=1, head_dim=128, top=1, context=64),
+    **sizes(vocab=64, hidden=256, dense=256, layers=1, q=2, kv=1, head_dim=128, top=1, context=64),
     "num_local_experts": 4,
     "intermediate_size_mlp": 256,
 }

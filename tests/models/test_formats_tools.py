@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.checkpoints import write_checkpoint
 from tests.examples import examples
 from tests.format_cases import gptq_config, stored
-from tests.published import MODELS, example, shape
+from tests.published import MODELS, example, sizes
 from tpplan.errors import ModelError
 from tpplan.models.config import read_config
 from tpplan.models.formats import read_scheme
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    **shape(vocab=320, hidden=256, dense=768, layers=2, q=8, kv=2, head_dim=64, context=128),
+    **sizes(vocab=320, hidden=256, dense=768, layers=2, q=8, kv=2, head_dim=64, context=128),
     "tie_word_embeddings": False,
 }
 

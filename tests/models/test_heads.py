@@ -11,6 +11,7 @@ import tpplan
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.cli_cases import LLAMA_8B
 from tests.command import command
+from tests.published import sizes
 from tpplan.errors import ModelError
 from tpplan.models.families.drafts import DRAFTS, KINDS, is_head, states_of
 from tpplan.planner.draft import reserve_for_draft, split_draft
@@ -26,14 +27,7 @@ Shapes = dict[str, tuple[int, ...]]
 H, WIDE, VOCAB = 64, 96, 320
 _LAYERS: dict[str, Any] = {
     "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": H,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
+    **sizes(vocab=VOCAB, hidden=H, dense=WIDE, layers=1, q=4, kv=2, head_dim=16, context=128),
 }
 _ATTENTION: Shapes = {
     **{f"self_attn.{of}_proj.weight": (64, H) for of in "qo"},

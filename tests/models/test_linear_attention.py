@@ -11,6 +11,7 @@ from attrs import evolve
 import tpplan
 from tests.family_models import hub_config, spec_of
 from tests.later import transformers
+from tests.published import sizes
 from tpplan.core.axes import Axis
 from tpplan.core.device import Device
 from tpplan.core.plan import CACHE_KINDS, Cache, Request
@@ -30,14 +31,7 @@ MIB = 2**20
 
 #: Two layers of four key heads of 8 elements, with two value heads of 6 to each; behind each, a layer of attention.
 SMALL: dict[str, Any] = {
-    "vocab_size": 640,
-    "hidden_size": 64,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
+    **sizes(vocab=640, hidden=64, dense=512, layers=4, q=4, kv=2, head_dim=16, context=4096),
     "full_attention_interval": 2,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,

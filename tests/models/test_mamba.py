@@ -15,7 +15,7 @@ import tpplan
 from tests.examples import examples
 from tests.family_models import assert_same_tensors, hub_config, meta_model, saved_tensors, spec_of
 from tests.later import transformers
-from tests.published import shape
+from tests.published import sizes
 from tests.weight_plans import plan_of, request_of
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache, Request
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Two layers of Mamba-2 and one of attention: 8 heads of 32 channels, a state of 16 for each.
 SMALL: dict[str, Any] = {
     "model_type": "granitemoehybrid",
-    **shape(vocab=96, hidden=32, dense=16, layers=3, q=4, kv=2, context=512),
+    **sizes(vocab=96, hidden=32, dense=16, layers=3, q=4, kv=2, context=512),
     "shared_intermediate_size": 24,
     "num_local_experts": 0,
     "layer_types": ["mamba", "attention", "mamba"],
@@ -219,7 +219,7 @@ GRANITE_4_H_TINY: dict[str, Any] = {
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "model_type": "granitemoehybrid",
     "attention_bias": False,
-    **shape(vocab=100352, hidden=1536, dense=512, layers=40, q=12, kv=4, top=6, context=131072),
+    **sizes(vocab=100352, hidden=1536, dense=512, layers=40, q=12, kv=4, top=6, context=131072),
     "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
     "mamba_chunk_size": 256,
     "mamba_conv_bias": True,
@@ -244,7 +244,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         8_100_852_736,
         {
             "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-            **shape(vocab=131072, hidden=4096, dense=21504, layers=52, q=32, kv=8, head_dim=128, context=8192),
+            **sizes(vocab=131072, hidden=4096, dense=21504, layers=52, q=32, kv=8, head_dim=128, context=8192),
             "mamba_num_heads": 128,
             "mamba_head_dim": 64,
             "n_groups": 8,
@@ -259,14 +259,14 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "block_ffn_dim_multiplier": 1.0,
             "block_multiple_of": 256,
             "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-            **shape(vocab=65536, hidden=2048, layers=16, q=32, kv=8, context=128000),
+            **sizes(vocab=65536, hidden=2048, layers=16, q=32, kv=8, context=128000),
             "tie_embedding": True,
         },
     ),
     "falcon_h1": (
         33_642_221_312,
         {
-            **shape(vocab=261120, hidden=5120, dense=21504, layers=72, q=20, kv=4, head_dim=128, context=262144),
+            **sizes(vocab=261120, hidden=5120, dense=21504, layers=72, q=20, kv=4, head_dim=128, context=262144),
             "mamba_d_ssm": 4096,
             "mamba_n_heads": 32,
             "mamba_d_head": 128,

@@ -13,7 +13,7 @@ import tpplan
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.family_models import hub_config
 from tests.later import transformers
-from tests.published import MODELS, example, mla, shape
+from tests.published import MODELS, example, mla, sizes
 from tpplan.core.axes import Axis
 from tpplan.errors import ModelError
 from tpplan.models.families import LANGUAGE_MODELS
@@ -37,8 +37,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
     "GLM-4.5-Air": (MODELS["GLM-4.5-Air"] | _ONE, 110_468_824_832, 2 * 151_552 * 4096),
     "GLM-5": (
         {"model_type": "glm_moe_dsa", "index_n_heads": 32, "index_head_dim": 128, **_ONE}
-        | shape(vocab=154_880, hidden=6144, dense=12_288, expert=2048, layers=78, q=64, top=8, first=3, shared=1)
-        | shape(routed=256)
+        | sizes(vocab=154_880, hidden=6144, dense=12_288, expert=2048, layers=78, q=64, top=8, first=3, shared=1)
+        | sizes(routed=256)
         | mla(2048, 192, 256),
         753_864_139_008,
         0,
@@ -51,15 +51,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
     ),
     "Hy3": (
         {"model_type": "hy_v3", "num_experts": 192, "num_shared_experts": 1, **_ONE}
-        | shape(vocab=120_832, hidden=4096, dense=13_312, expert=1536, layers=80, q=64, kv=8, head_dim=128)
-        | shape(top=8, first=1, context=262_144),
+        | sizes(vocab=120_832, hidden=4096, dense=13_312, expert=1536, layers=80, q=64, kv=8, head_dim=128)
+        | sizes(top=8, first=1, context=262_144),
         298_786_155_776,
         0,
     ),
     "LongCat-Flash": (
         {"model_type": "longcat_flash", "num_layers": 28, "ffn_hidden_size": 12_288, "expert_ffn_hidden_size": 2048}
         | {"zero_expert_num": 256, "moe_topk": 12}
-        | shape(vocab=131_072, hidden=6144, q=64, routed=512)
+        | sizes(vocab=131_072, hidden=6144, q=64, routed=512)
         | mla(1536, 128, 128),
         561_862_880_256,
         131_072 * 6144,
@@ -70,7 +70,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         {"model_type": "step3p5", "num_attention_groups": 8, "moe_num_experts": 288, "moe_top_k": 8}
         | {"layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 12, "num_nextn_predict_layers": 3}
         | {"share_expert_dim": 1280, "sliding_window": 512, "attention_other_setting": {"num_attention_heads": 96}}
-        | shape(vocab=128_896, hidden=4096, dense=11_264, expert=1280, layers=45, q=64, head_dim=128, context=262_144),
+        | sizes(vocab=128_896, hidden=4096, dense=11_264, expert=1280, layers=45, q=64, head_dim=128, context=262_144),
         199_384_301_376,
         3 * 128_896 * 4096,
     ),
@@ -79,8 +79,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         {"model_type": "nemotron_h", "hybrid_override_pattern": _SUPER, "mtp_hybrid_override_pattern": "*E", **_ONE}
         | {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
         | {"moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376}
-        | shape(vocab=131_072, hidden=4096, dense=2688, expert=2688, q=32, kv=2, head_dim=128, top=22, routed=512)
-        | shape(context=262_144),
+        | sizes(vocab=131_072, hidden=4096, dense=2688, expert=2688, q=32, kv=2, head_dim=128, top=22, routed=512)
+        | sizes(context=262_144),
         123_611_012_096,
         -41 * 512,
     ),
@@ -125,14 +125,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 H, WIDE, EXPERT, SHARED, N = 64, 96, 32, 48, 2
 _SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": H,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
+    **sizes(vocab=96, hidden=H, dense=WIDE, layers=2, q=4, kv=2, head_dim=16, context=128),
     "torch_dtype": "bfloat16",
 }
 _MIXED: dict[str, Any] = {"num_experts": N, "num_experts_per_tok": 1, "moe_intermediate_size": EXPERT}

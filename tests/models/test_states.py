@@ -9,6 +9,7 @@ import torch
 
 from tests.family_configs import VISION
 from tests.family_models import build, hub_config, spec_of
+from tests.published import sizes
 from tests.weight_plans import request_of
 from tpplan.core.axes import Axis
 from tpplan.core.device import Device
@@ -17,13 +18,7 @@ from tpplan.planner.ledger import cache_bytes_per_token, demands, state_bytes
 from tpplan.planner.plan import plan
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
+    **sizes(vocab=96, hidden=32, dense=16, layers=4, q=4, kv=2, context=512),
     "pad_token_id": 0,
 }
 _MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 3}

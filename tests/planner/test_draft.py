@@ -19,7 +19,7 @@ from tests.cli_cases import LLAMA_8B, ROOT
 from tests.command import Done, command
 from tests.examples import examples
 from tests.planning_cases import case
-from tests.published import shape
+from tests.published import sizes
 from tpplan.core.plan import LAYOUTS, Draft, Reserve, reserves_told, rooms_told
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import ModelError
@@ -36,7 +36,7 @@ from tpplan.planner.recount import differences
 EAGLE3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
-    **shape(vocab=128256, hidden=4096, dense=14336, layers=1, q=32, kv=8, context=2048),
+    **sizes(vocab=128256, hidden=4096, dense=14336, layers=1, q=32, kv=8, context=2048),
     "draft_vocab_size": 32000,
     "torch_dtype": "float16",
     "tie_word_embeddings": False,
@@ -594,7 +594,7 @@ def test_prediction_layers_of_deepseek_v3() -> None:
 GLM: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"],
     "model_type": "glm4_moe",
-    **shape(vocab=96, hidden=64, dense=128, expert=32, layers=2, q=4, kv=2, head_dim=16, top=1, context=128),
+    **sizes(vocab=96, hidden=64, dense=128, expert=32, layers=2, q=4, kv=2, head_dim=16, top=1, context=128),
     "n_routed_experts": 2,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,

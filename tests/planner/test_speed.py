@@ -13,7 +13,7 @@ from attrs import evolve
 import tpplan
 from tests.models.test_formats_experts import DEEPSEEK_V4
 from tests.planning_cases import read_config, spec
-from tests.published import EXAMPLES, MODELS, shape
+from tests.published import EXAMPLES, MODELS, sizes
 from tests.render_cases import plain
 from tpplan.cli.plans import remake
 from tpplan.core.axes import Axis
@@ -90,7 +90,7 @@ MEASURED: list[tuple[str, dict[str, object], int, str, LinkSpeed, dict[int, int]
 HYBRID: dict[str, object] = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
-    **shape(vocab=248_320, hidden=5120, dense=17_408, layers=32, q=24, kv=4, head_dim=256, context=262_144),
+    **sizes(vocab=248_320, hidden=5120, dense=17_408, layers=32, q=24, kv=4, head_dim=256, context=262_144),
     "linear_num_value_heads": 48,
     "linear_num_key_heads": 16,
     "linear_key_head_dim": 128,
@@ -198,8 +198,8 @@ def test_states_are_read_and_written_whatever_is_cached(strategy: str) -> None:
     for step in speed.decode:
         states = [2 * step.rows * HYBRID_STATES * (end - start) / 16 for start, end in pairwise(heads)]
         cached = [step.rows * tokens * HYBRID_TOKEN * (end - start) / 4 for start, end in pairwise(of_keys)]
-        for device, *sizes in zip(step.devices, states, cached, strict=True):
-            assert device.cache_ns == pytest.approx(sum(sizes) / 2970, abs=3)
+        for device, *read in zip(step.devices, states, cached, strict=True):
+            assert device.cache_ns == pytest.approx(sum(read) / 2970, abs=3)
         assert step.total_ns - step.without_cache_ns <= max(cached) / 2970 + 1
     if strategy == "latency":  # both have half of everything, so that no stage waits
         for step in speed.decode:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import tpplan
 from tests.checkpoints import save_random, saved_values
+from tests.published import sizes
 from tests.weight_plans import even_plan, fine_units, loaded
 from tpplan.core.workspace import workspace_bytes
 from tpplan.errors import ExecutionError, ModelError, PlanError, RequestError
@@ -31,13 +32,7 @@ __all__ = ["fine_units"]  # a fixture
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 40,
-    "max_position_embeddings": 16,
+    **sizes(vocab=40, hidden=32, dense=48, layers=2, q=4, kv=2, context=16),
 }
 DOWN = "model.layers.1.mlp.down_proj.weight"
 

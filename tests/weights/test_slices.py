@@ -12,6 +12,7 @@ from attrs import evolve
 
 import tpplan
 from tests.family_models import hub_config, spec_of
+from tests.published import sizes
 from tests.weight_plans import fine_units, plan_of, request_of
 from tpplan.core.axes import Axis
 from tpplan.planner.ledger import demands
@@ -27,13 +28,7 @@ __all__ = ["fine_units"]  # a fixture
 
 #: Two layers of four KV heads of eight elements, and two query heads to each.
 SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 30,
-    "max_position_embeddings": 16,
+    **sizes(vocab=30, hidden=64, dense=24, layers=2, q=8, kv=4, context=16),
 }
 #: Three devices: one without heads, one without a part of the MLP, one without a part of the vocabulary.
 CUTS = {

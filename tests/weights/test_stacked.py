@@ -12,6 +12,7 @@ import tpplan
 from tests.checkpoints import Tensors, fill_random, saved_values, write_checkpoint
 from tests.examples import examples
 from tests.family_models import named, renamed, spec_of
+from tests.published import sizes
 from tests.weight_plans import assert_loaded, even_plan, fine_units, loaded, plans_of
 from tpplan.models import families
 from tpplan.models.config import Config
@@ -28,21 +29,13 @@ CONFIG: dict[str, Any] = {
     "model_type": "qwen3_5_moe",
     "text_config": {
         "model_type": "qwen3_5_moe_text",
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "max_position_embeddings": 64,
+        **sizes(vocab=32, hidden=16, expert=8, layers=2, q=4, kv=2, head_dim=4, top=2, context=64),
         "full_attention_interval": 2,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 4,
         "linear_value_head_dim": 3,
         "num_experts": 3,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
         "shared_expert_intermediate_size": 8,
     },
 }
