@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 from hashlib import sha256
 from pathlib import Path
@@ -159,24 +158,3 @@ def pytest_collection_finish() -> None:
 
 def _wants_gpu(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in ("gpu", "multi_gpu"))
-
-
-@pytest.fixture(scope="session")
-def llama_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of the config.json of a model as large as Llama-3.1-8B."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 128256,
-    }
-    path = tmp_path_factory.mktemp("models") / "config.json"
-    path.write_text(json.dumps(config))
-    return path

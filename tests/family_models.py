@@ -7,13 +7,13 @@ import json
 import re
 from fnmatch import fnmatch
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from tests.family_configs import REMOTE
 from tests.later import transformers
+from tests.published import EXAMPLES
 from tpplan.core.axes import Axis
 from tpplan.models import families
 from tpplan.models.config import Config, read_config
@@ -21,12 +21,11 @@ from tpplan.models.families.wrappers import VISION, WRAPPERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     import torch
 
     from tpplan.core.model import Block, ModelSpec, Parameter
-
-EXAMPLES = Path(__file__).parent.parent / "examples" / "models"
 
 MISTRAL = {
     "model_type": "mistral",

@@ -135,7 +135,12 @@ def _reached(i: int, following: list[list[int]]) -> set[int]:
 
 
 def assembled(text: str, capability: tuple[int, int]) -> str:
-    """Return what the assembler says of a kernel that it can make machine code of."""
+    """Return what the assembler says of a kernel that it can make machine code of.
+
+    The kernel has no arrays in local memory, and computes with no floats of 64 bits.
+    """
+    assert ".local" not in text
+    assert ".f64" not in text
 
     def make() -> bytes:
         code, log = kernel_cache.assemble(text, capability)

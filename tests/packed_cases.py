@@ -16,12 +16,18 @@ from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.weights.quantised import Float8Matrix, IntMatrix, Quantised
 
 if TYPE_CHECKING:
+    from tpplan.decoder.weights.quantised import Matrix
     from tpplan.decoder.weights.row_kernels import RowKernels
 
 #: What kernels call the dtypes of scales.
 FORMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 #: Warps of a multiprocessor, for up to eight rows and up to sixteen.
 WARPS = {8: 16, 16: 8}
+
+
+def dense_of(matrix: Matrix) -> torch.Tensor:
+    """Return a matrix of whatever in float32."""
+    return matrix.float() if isinstance(matrix, torch.Tensor) else matrix.dense(0, len(matrix), torch.float32)
 
 
 def int_matrix(  # noqa: PLR0917

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from tests.published import MODELS, example
 from tpplan.core.device import Device
 from tpplan.core.model import ModelSpec
 from tpplan.core.plan import Cache, Request
@@ -66,29 +67,12 @@ def read_config(config: dict[str, Any]) -> ModelSpec:
 
 
 #: True shapes: DeepSeek-V2-Lite, GLM-4.7-Flash, DeepSeek-V3.2 of fewer layers, Qwen3-Next, Gemma 3 12B.
-_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 1}
 _SHAPES: dict[str, dict[str, Any]] = {
-    "deepseek_v2": _LATENT
-    | {"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27}
-    | {"num_attention_heads": 16, "num_key_value_heads": 16, "n_shared_experts": 2, "n_routed_experts": 64}
-    | {"num_experts_per_tok": 6, "q_lora_rank": None, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    | {"vocab_size": 102400, "max_position_embeddings": 163840},
-    "glm4_moe_lite": _LATENT
-    | {"hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_hidden_layers": 47}
-    | {"num_attention_heads": 20, "num_key_value_heads": 20, "n_shared_experts": 1, "n_routed_experts": 64}
-    | {"num_experts_per_tok": 4, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
-    | {"vocab_size": 154880, "max_position_embeddings": 202752},
-    "deepseek_v32": _LATENT
-    | {"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 6}
-    | {"num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 32}
-    | {"num_experts_per_tok": 8, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
-    | {"vocab_size": 129280, "max_position_embeddings": 163840},
-    "qwen3_next": {"hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16}
-    | {"num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10}
-    | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "full_attention_interval": 4}
-    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
-    | {"linear_value_head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144},
+    "deepseek_v2": MODELS["DeepSeek-V2-Lite"],
+    "glm4_moe_lite": MODELS["GLM-4.7-Flash"],
+    "deepseek_v32": MODELS["DeepSeek-V3.2"]
+    | {"num_hidden_layers": 6, "n_routed_experts": 32, "first_k_dense_replace": 1},
+    "qwen3_next": example("Qwen3-Next-80B-A3B"),
     "gemma3_text": {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48, "head_dim": 256}
     | {"num_attention_heads": 16, "num_key_value_heads": 8, "sliding_window": 1024, "sliding_window_pattern": 6}
     | {"vocab_size": 262208, "max_position_embeddings": 131072},

@@ -109,6 +109,6 @@ def refusal(what: str, found: Sequence[Problem], hint: str = CORRECT) -> PlanErr
     return PlanError("\n".join(lines), hint, tuple(found))
 
 
-def malformed(what: str, message: str, path: str = "") -> PlanError:
+def malformed(what: str, message: str) -> PlanError:
     """Return the error for a document that cannot be read at all."""
-    return refusal(what, [Problem(FORM, path, message)])
+    return refusal(what, [Problem(FORM, "", message)])

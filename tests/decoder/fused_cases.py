@@ -57,14 +57,16 @@ class FakeChannel:
         self.parts.clear()
 
 
-class FakeGemv:
+class _FakeProducts:
     """Multiplies few rows as torch does, and counts.
 
     Attributes:
         calls: of all, by method and whether there was a norm.
+        names: under which it counts its methods.
     """
 
-    calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
+    calls: Counter[str]
+    names = {"joint": "joint", "linear": "linear", "add": "add"}  # noqa: RUF012 (of all, as said)
 
     def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
         """Take any device."""
@@ -74,8 +76,29 @@ class FakeGemv:
     def joint(self, to: Tensor, x: Tensor, weight: Tensor, channel: FakeChannel, device: int) -> None:
         """Multiply, and leave the rest to a channel."""
         assert self._is_joint
-        self.calls["joint"] += 1
+        self.calls[self.names["joint"]] += 1
         channel.take(device, to, x, weight)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Multiply."""
+        self.calls[self.names["linear"]] += 1
+        found = torch.nn.functional.linear(x, weight, bias)
+        return found if out is None else out.copy_(found)
+
+    def add(self, to: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Add a product."""
+        self.calls[self.names["add"]] += 1
+        to.addmm_(x, weight.mT)
+
+    def _takes(self, x: Tensor, weight: Matrix, most: int) -> bool:
+        """Tell whether it takes rows, so many at most."""
+        return isinstance(weight, Tensor) and len(x) <= most and x.dtype == weight.dtype == self._dtype
+
+
+class FakeGemv(_FakeProducts):
+    """Takes few rows."""
+
+    calls: Counter[str] = Counter()  # noqa: RUF012
 
     def takes_normed(self, x: Tensor, weight: Matrix, norm: Norm, *, gated: bool = False) -> bool:  # noqa: ARG002
         """Take few rows."""
@@ -83,29 +106,16 @@ class FakeGemv:
 
     def takes(self, x: Tensor, weight: Matrix, *, gated: bool = False) -> bool:
         """Take few rows, but gates, which are left to the other kernels."""
-        return (
-            not gated and isinstance(weight, Tensor) and len(x) <= MOST_ROWS and x.dtype == weight.dtype == self._dtype
-        )
+        return not gated and self._takes(x, weight, MOST_ROWS)
 
     def adds_up(self, x: Tensor, weight: Matrix) -> bool:
         """Take the same."""
         return self.takes(x, weight)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Multiply."""
-        self.calls["linear"] += 1
-        found = torch.nn.functional.linear(x, weight, bias)
-        return found if out is None else out.copy_(found)
-
     def normed(self, x: Tensor, weight: Tensor, norm: Norm, bias: Tensor | None = None) -> Tensor:
         """Multiply rows behind a norm."""
         self.calls["linear of a norm"] += 1
         return torch.nn.functional.linear(rms_norm(x, norm.weight, norm.eps, norm.offset), weight, bias)
-
-    def add(self, to: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Add a product."""
-        self.calls["add"] += 1
-        to.addmm_(x, weight.mT)
 
     def normed_gated(self, x: Tensor, weight: Tensor, gate: str, norm: Norm, bias: Tensor | None = None) -> Tensor:
         """Multiply halves."""
@@ -115,44 +125,19 @@ class FakeGemv:
         return ACTIVATIONS[gate](gates).mul_(ups)
 
 
-class FakeSkinny:
-    """Multiplies more of them, and counts.
+class FakeSkinny(_FakeProducts):
+    """Takes more of them."""
 
-    Attributes:
-        calls: of all, by method.
-    """
-
-    calls: Counter[str] = Counter()  # noqa: RUF012 (of all, as said)
-
-    def __init__(self, place: torch.device, dtype: torch.dtype, *, joint: bool = False) -> None:
-        """Take any device."""
-        assert isinstance(place, torch.device)
-        self._dtype, self._is_joint = dtype, joint
+    calls: Counter[str] = Counter()  # noqa: RUF012
+    names = {"joint": "few rows, joint", "linear": "few rows", "add": "few rows, added"}  # noqa: RUF012
 
     def takes(self, x: Tensor, weight: Matrix, *, gated: bool = False) -> bool:  # noqa: ARG002
         """Take few rows."""
-        return isinstance(weight, Tensor) and len(x) <= skinny.MOST_ROWS and x.dtype == weight.dtype == self._dtype
+        return self._takes(x, weight, skinny.MOST_ROWS)
 
     def adds_up(self, x: Tensor, weight: Matrix) -> bool:
         """Take fewer."""
-        return isinstance(weight, Tensor) and len(x) <= skinny.MOST_JOINT and x.dtype == weight.dtype == self._dtype
-
-    def joint(self, to: Tensor, x: Tensor, weight: Tensor, channel: FakeChannel, device: int) -> None:
-        """Multiply, and leave the rest to a channel."""
-        assert self._is_joint
-        self.calls["few rows, joint"] += 1
-        channel.take(device, to, x, weight)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Multiply."""
-        self.calls["few rows"] += 1
-        found = torch.nn.functional.linear(x, weight, bias)
-        return found if out is None else out.copy_(found)
-
-    def add(self, to: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Add a product."""
-        self.calls["few rows, added"] += 1
-        to.addmm_(x, weight.mT)
+        return self._takes(x, weight, skinny.MOST_JOINT)
 
     def gated(self, x: Tensor, weight: Tensor, gate: str, bias: Tensor | None = None) -> Tensor:
         """Multiply halves."""
@@ -166,9 +151,11 @@ class FakeExperts:
 
     Attributes:
         calls: of all, by method.
+        prefix: with which it counts its methods.
     """
 
     calls: Counter[str] = Counter()  # noqa: RUF012
+    prefix = ""
 
     def __init__(self, place: torch.device, dtype: torch.dtype, activation: str, codes: Collection[str] = ()) -> None:
         """Take any device."""
@@ -186,21 +173,25 @@ class FakeExperts:
     def up(self, x: Tensor, gate: Projection, up: Projection, choice: Tensor) -> Tensor | None:
         """Multiply by matrices of what is chosen."""
         assert x.dtype == self._dtype
-        if choice.numel() > 2 * len(gate) or not all(self._is_known(each.matrix) for each in (gate, up)):
+        if not self._takes(choice, gate, up):
             return None
-        self.calls["up"] += 1
+        self.calls[f"{self.prefix}up"] += 1
         numbers = choice.chunk(2, dim=1)[1].long()
-        return experts.up(x, gate, up, numbers, partial(gated, self._act), fixed=True)
+        return experts.up(x, gate, up, numbers, partial(gated, self._act), fixed=not self.prefix)
 
     def down(self, h: Tensor, down: Projection, choice: Tensor, to: Tensor | None = None) -> Tensor | None:
         """Multiply by the last ones, and add up."""
         assert h.dtype == self._dtype
-        if choice.numel() > 2 * len(down) or not self._is_known(down.matrix):
+        if not self._takes(choice, down):
             return None
-        self.calls["down" if to is None else "down and add"] += 1
+        self.calls[f"{self.prefix}down" if to is None or self.prefix else "down and add"] += 1
         weights, numbers = choice.chunk(2, dim=1)
-        found = experts.down(h, down, numbers.long(), weights, fixed=True)
+        found = experts.down(h, down, numbers.long(), weights, fixed=not self.prefix)
         return found if to is None else to.add_(found)
+
+    def _takes(self, choice: Tensor, *projections: Projection) -> bool:
+        """Tell whether it multiplies what is chosen by such matrices."""
+        return choice.numel() <= 2 * len(projections[0]) and all(self._is_known(each.matrix) for each in projections)
 
     def _is_known(self, matrix: Tensor | Stacked) -> bool:
         """Tell whether there would be a kernel for a matrix: of 16 bits, or if that was asked for of codes."""
@@ -218,6 +209,7 @@ class FakeGrouped(FakeExperts):
     """
 
     is_on = False
+    prefix = "grouped, "
 
     def takes_up(self, rows: int, chosen: int, gates: Projection, ups: Projection) -> bool:
         """Tell whether it would."""
@@ -227,26 +219,10 @@ class FakeGrouped(FakeExperts):
         """Tell whether it would."""
         return self.is_on and self._is_known(downs.matrix) and rows * chosen > len(downs)
 
-    def up(self, x: Tensor, gate: Projection, up: Projection, choice: Tensor) -> Tensor | None:
-        """Multiply by matrices of what is chosen."""
-        if (
-            not self.is_on
-            or choice.numel() <= 2 * len(gate)
-            or not all(self._is_known(each.matrix) for each in (gate, up))
-        ):
-            return None
-        self.calls["grouped, up"] += 1
-        numbers = choice.chunk(2, dim=1)[1].long()
-        return experts.up(x, gate, up, numbers, partial(gated, self._act), fixed=False)
-
-    def down(self, h: Tensor, down: Projection, choice: Tensor, to: Tensor | None = None) -> Tensor | None:
-        """Multiply by the last ones, and add up."""
-        if not self.is_on or choice.numel() <= 2 * len(down) or not self._is_known(down.matrix):
-            return None
-        self.calls["grouped, down"] += 1
-        weights, numbers = choice.chunk(2, dim=1)
-        found = experts.down(h, down, numbers.long(), weights, fixed=False)
-        return found if to is None else to.add_(found)
+    def _takes(self, choice: Tensor, *projections: Projection) -> bool:
+        """Tell whether it multiplies what is chosen by such matrices."""
+        are_many = choice.numel() > 2 * len(projections[0])
+        return self.is_on and are_many and all(self._is_known(each.matrix) for each in projections)
 
 
 class FakeAttention:

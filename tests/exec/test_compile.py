@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import timedelta
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from tests import contexts
 from tests.edited_plans import EDITS, recut
 from tests.exec.reference import same
 from tests.planning_cases import spec
+from tests.published import EXAMPLES
 from tpplan import exec as tpx
 from tpplan.core.axes import Axis
 from tpplan.core.device import Device
@@ -31,9 +32,6 @@ from tpplan.exec.rope.scaling import Default
 from tpplan.exec.rope.tables import Rope
 from tpplan.planfile.codec import fingerprint
 from tpplan.reports.check import check
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MIB = 2**20
 #: What is no time-out.
@@ -181,11 +179,12 @@ def test_a_workspace_that_takes_more_than_is_counted(rows: int, dtype: str, plan
     ]
 
 
-def test_the_model_may_be_given(plan: SplitPlan, llama_config: Path) -> None:
+def test_the_model_may_be_given(plan: SplitPlan) -> None:
     """The model that the plan was made for passes, as an object; a directory's is read and told apart."""
     tpx.compile(plan, backend="cpu", model=spec()).close()
-    right = tpplan.read_model(llama_config)
-    assert refusal(plan, backend="cpu", model=llama_config) == [
+    model = EXAMPLES / "Llama-3.1-8B"
+    right = tpplan.read_model(model)
+    assert refusal(plan, backend="cpu", model=model) == [
         f"model.fingerprint is {plan.model.fingerprint}, expected {fingerprint(right)}",
         f"model.layers is {plan.model.layers}, expected {right.layer_count}",
     ]

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.contexts import BACKENDS, MAX_ROWS, PLANS, REPLICATED, UNEVEN, context, little_room, plans, widest
 from tests.examples import examples
 from tests.exec.caller import total
+from tests.exec.processes.asked import cuts
 from tests.exec.reference import ADDABLE, ADDING, DTYPES, FORMS, LEADS, OPERATIONS, Exam, same, values
-from tpplan.core.axes import Axis, parse_layers
+from tpplan.core.axes import Axis
 from tpplan.errors import ExecutionError
 from tpplan.exec import HOST
 from tpplan.exec.options import TRANSPORTS
@@ -24,11 +25,6 @@ if TYPE_CHECKING:
     from tpplan.core.plan import SplitPlan
 
 __all__ = ["little_room"]  # a fixture
-
-
-def cuts(plan: SplitPlan) -> list[tuple[Axis, int | None]]:
-    """Return every axis of a plan with a layer for each way that it is cut."""
-    return [(s.axis, min(parse_layers(s.layers)) if s.layers else None) for s in plan.splits]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.export_cases import ALIKE, EVEN, NAMES, ROOT, data_of, made, plan_of
-from tests.family_models import INCOMPLETE_DEFAULTS, NOT_IN_TRANSFORMERS, SAME, build, hub_config
+from tests.family_models import INCOMPLETE_DEFAULTS, NOT_IN_TRANSFORMERS, SAME, hub_config, meta_model
 from tests.later import transformers
 from tpplan.core.plan import Cache
 from tpplan.export.accelerate import family_of, modules
@@ -38,18 +38,11 @@ def _loaded(plan: tpplan.SplitPlan, engine: str, auto: str = "AutoModelForCausal
     return keys
 
 
-def _meta(config: Any) -> Any:
-    import torch  # noqa: PLC0415 (where it is not installed, the tests without models run)
-
-    with torch.device("meta"):
-        return build(config)
-
-
 @pytest.fixture(scope="module", params=sorted({name.partition("/")[0] for name in NAMES}))
 def model(request: pytest.FixtureRequest) -> tuple[str, Any]:
     """Return an example model without its weights."""
     config = transformers.AutoConfig.from_pretrained(ROOT / "examples/models" / request.param)
-    return request.param, _meta(config)
+    return request.param, meta_model(config)
 
 
 def test_maps_cover_the_examples(model: tuple[str, Any]) -> None:
@@ -83,7 +76,7 @@ def test_accelerate_takes_the_maps(model: tuple[str, Any]) -> None:
 def test_modules_of_the_families(model_type: str) -> None:
     """What is outside the layers of transformers' model is what the map names, of every family."""
     keys = {"model_type": model_type} | INCOMPLETE_DEFAULTS.get(model_type, {})
-    found = _meta(hub_config(keys | {"model_type": SAME.get(model_type, model_type)}))
+    found = meta_model(hub_config(keys | {"model_type": SAME.get(model_type, model_type)}))
     family = FAMILIES[model_type]
     layers = re.compile(re.escape(f"{family.root}{family.layers}").replace(re.escape("{layer}"), "[0-9]+"))
     for architecture in family.architectures:

@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoints import LLAMA, llama_layers, llama_outside, tensor_bytes, write_checkpoint
 from tests.family_models import build, hub_config, meta_model, save_model
 from tests.models.reader_cases import plain, small
+from tests.published import shape
 from tpplan.core.device import Device
 from tpplan.core.model import NotPlanned
 from tpplan.errors import ModelError
@@ -29,14 +30,7 @@ QWEN3_VL: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "text_config": {
         "model_type": "qwen3_vl_text",
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 262_144,
+        **shape(vocab=151_936, hidden=4096, dense=12_288, layers=36, q=32, kv=8, head_dim=128, context=262_144),
     },
     "vision_config": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096},
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests import published
 from tests.family_models import MISTRAL, example, hub_config, parameters_of, spec_of
 from tpplan.core.axes import Axis
 
@@ -133,21 +134,8 @@ def test_mistral_tells_missing_from_null(extra: dict[str, Any], kv_heads: int, w
 
 def test_gpt_oss_is_not_a_multiple_of_128_and_alternates() -> None:
     """gpt-oss-20b: 2880 wide, even layers see 128 tokens, all experts in one tensor with gate and up interleaved."""
-    config = {
-        "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "sliding_window_pattern": 3,  # which transformers does not read here
-        "max_position_embeddings": 131072,
-    }
+    config = published.example("gpt-oss-20b") | {"layer_types": None}
+    config["sliding_window_pattern"] = 3  # which transformers does not read here
     spec = spec_of(config)
     sliding, full = spec.blocks
     assert sliding.layers == tuple(range(0, 24, 2))
@@ -165,14 +153,7 @@ def test_nemotron_has_no_gate() -> None:
     """Nemotron (Minitron-8B): two matrices in the MLP, norms with biases, query heads wider than the hidden size."""
     config = {
         "model_type": "nemotron",
-        "vocab_size": 256000,
-        "hidden_size": 4096,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
+        **published.shape(vocab=256000, hidden=4096, dense=16384, layers=32, q=48, kv=8, head_dim=128, context=4096),
     }
     spec = spec_of(config)
     (block,) = spec.blocks

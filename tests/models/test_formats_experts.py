@@ -11,6 +11,7 @@ import torch
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.format_cases import exl2, gptq_config, parameter, stored
 from tests.later import transformers
+from tests.published import MODELS, example, shape
 from tpplan.core.axes import Axis
 from tpplan.core.model import Segment
 from tpplan.errors import ModelError
@@ -26,15 +27,8 @@ if TYPE_CHECKING:
 MIXTRAL: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    **shape(vocab=64, hidden=128, dense=256, layers=2, q=2, kv=1, top=2, context=128),
     "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
 }
@@ -80,55 +74,13 @@ def test_routers_are_never_quantised(tmp_path: Path) -> None:
     assert "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.qweight" in names
 
 
-GPT_OSS_20B: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "vocab_size": 201088,
-    "max_position_embeddings": 131072,
-    "attention_bias": True,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+GPT_OSS_20B = example("gpt-oss-20b") | {
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 }
 
 
 #: DeepSeek-V4-Flash as on the hub; and with fewer and narrower layers, one of each kind.
-DEEPSEEK_V4: dict[str, Any] = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "torch_dtype": "bfloat16",
-    "vocab_size": 129280,
-    "hidden_size": 4096,
-    "num_hidden_layers": 43,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "q_lora_rank": 1024,
-    "qk_rope_head_dim": 64,
-    "o_lora_rank": 1024,
-    "o_groups": 8,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 2048,
-    "n_shared_experts": 1,
-    "num_hash_layers": 3,
-    "sliding_window": 128,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "hc_mult": 4,
-    "expert_dtype": "fp4",
-    "max_position_embeddings": 1048576,
-    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
-    "tie_word_embeddings": False,
+DEEPSEEK_V4 = MODELS["DeepSeek-V4-Flash"] | {
     "quantization_config": {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -138,17 +90,10 @@ DEEPSEEK_V4: dict[str, Any] = {
     },
 }
 SMALL_V4 = DEEPSEEK_V4 | {
-    "vocab_size": 320,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "head_dim": 128,
+    **shape(vocab=320, hidden=256, expert=128, layers=4, q=8, head_dim=128, top=2, routed=3, context=1_048_576),
     "q_lora_rank": 128,
     "o_lora_rank": 128,
     "o_groups": 2,
-    "n_routed_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
     "index_n_heads": 2,
     "index_head_dim": 128,
     "compress_ratios": [0, 0, 4, 128, 0],
@@ -297,16 +242,8 @@ def test_experts_that_are_not_converted_are_planned_in_16_bits(entry: str, in_16
 
 
 _STACKED = {
-    "hidden_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
+    **shape(vocab=64, hidden=256, dense=256, layers=1, q=2, kv=1, head_dim=128, top=1, context=64),
     "num_local_experts": 4,
-    "num_experts_per_tok": 1,
-    "intermediate_size": 256,
-    "head_dim": 128,
     "intermediate_size_mlp": 256,
 }
 

@@ -8,7 +8,6 @@ auto-round 0.4 wrote is that and the groups of inputs, which its modules have as
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from tests.checkpoints import write_checkpoint
 from tests.examples import examples
 from tests.format_cases import gptq_config, stored
+from tests.published import MODELS, example, shape
 from tpplan.errors import ModelError
 from tpplan.models.config import read_config
 from tpplan.models.formats import read_scheme
@@ -25,19 +25,12 @@ from tpplan.models.reader import read_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 320,
-    "max_position_embeddings": 128,
+    **shape(vocab=320, hidden=256, dense=768, layers=2, q=8, kv=2, head_dim=64, context=128),
     "tie_word_embeddings": False,
 }
 
@@ -56,16 +49,45 @@ def compressed(
     }
 
 
+def weights(bits: int, strategy: str, kind: str = "int", *, symmetric: bool = True, **more: object) -> dict[str, Any]:
+    """Return what compressed-tensors says of weights."""
+    return {"num_bits": bits, "strategy": strategy, "type": kind, "symmetric": symmetric, **more}
+
+
+def quark(weight: dict[str, Any], layers: dict[str, Any] | None = None, **more: object) -> dict[str, Any]:
+    """Return what Quark says of weights, and of more, of all linear layers but the head."""
+    return {
+        "exclude": ["lm_head"],
+        "global_quant_config": {"weight": weight, **more},
+        "layer_quant_config": layers or {},
+        "quant_method": "quark",
+    }
+
+
+def auto_round(packing: str, kind: str = "int", group_size: int = 128, **more: object) -> dict[str, Any]:
+    """Return what auto-round says of 4 bits."""
+    return {
+        "bits": 4,
+        "block_name_to_quantize": "model.layers",
+        "data_type": kind,
+        "group_size": group_size,
+        "packing_format": f"auto_round:{packing}",
+        "quant_method": "auto-round",
+        "sym": True,
+        **more,
+    }
+
+
+_STATIC = {"dynamic": False, "symmetric": True}
+_DYNAMIC = {"dynamic": True, "symmetric": True}
+_UNQUANTISED = {"exclude_modules": ["lm_head", "model.embed_tokens"]}
+_MXFP4 = {"ch_axis": -1, "dtype": "fp4", "group_size": 32, "qscheme": "per_group", "scale_format": "e8m0"}
 _FP8 = {"dtype": "fp8_e4m3", "is_dynamic": False, "qscheme": "per_tensor", "symmetric": True}
 
 #: What the tool said, the bytes of all tensors that it wrote, and some of them.
 WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
     "pack-quantized": (
-        compressed(
-            "pack-quantized",
-            {"group_size": 128, "num_bits": 4, "strategy": "group", "symmetric": True, "type": "int"},
-            None,
-        ),
+        compressed("pack-quantized", weights(4, "group", group_size=128), None),
         1276640,
         """
         down_proj.weight_packed I32 256 96
@@ -77,11 +99,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "pack-quantized, zero points": (
-        compressed(
-            "pack-quantized",
-            {"group_size": 128, "num_bits": 4, "strategy": "group", "symmetric": False, "type": "int"},
-            None,
-        ),
+        compressed("pack-quantized", weights(4, "group", symmetric=False, group_size=128), None),
         1283808,
         """
         down_proj.weight_packed I32 256 96
@@ -95,11 +113,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "pack-quantized, 8 bits": (
-        compressed(
-            "pack-quantized",
-            {"group_size": 128, "num_bits": 8, "strategy": "group", "symmetric": True, "type": "int"},
-            None,
-        ),
+        compressed("pack-quantized", weights(8, "group", group_size=128), None),
         2194144,
         """
         down_proj.weight_packed I32 256 192
@@ -111,7 +125,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "pack-quantized, channels": (
-        compressed("pack-quantized", {"num_bits": 4, "strategy": "channel", "symmetric": True, "type": "int"}, None),
+        compressed("pack-quantized", weights(4, "channel"), None),
         1259232,
         """
         down_proj.weight_packed I32 256 96
@@ -123,11 +137,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "int-quantized": (
-        compressed(
-            "int-quantized",
-            {"num_bits": 8, "strategy": "channel", "symmetric": True, "type": "int"},
-            {"dynamic": True, "symmetric": True},
-        ),
+        compressed("int-quantized", weights(8, "channel"), _DYNAMIC),
         2176512,
         """
         down_proj.weight I8 256 768
@@ -137,11 +147,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "int-quantized, tensor": (
-        compressed(
-            "int-quantized",
-            {"num_bits": 8, "strategy": "tensor", "symmetric": True, "type": "int"},
-            {"dynamic": False, "symmetric": False},
-        ),
+        compressed("int-quantized", weights(8, "tensor"), {"dynamic": False, "symmetric": False}),
         2165318,
         """
         down_proj.input_scale F16 1
@@ -155,11 +161,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "int-quantized, zero points": (
-        compressed(
-            "int-quantized",
-            {"num_bits": 8, "strategy": "channel", "symmetric": False, "type": "int"},
-            {"dynamic": True, "symmetric": True},
-        ),
+        compressed("int-quantized", weights(8, "channel", symmetric=False), _DYNAMIC),
         2182144,
         """
         down_proj.weight I8 256 768
@@ -171,11 +173,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "float-quantized, tensor": (
-        compressed(
-            "float-quantized",
-            {"num_bits": 8, "strategy": "tensor", "symmetric": True, "type": "float"},
-            {"dynamic": False, "symmetric": True},
-        ),
+        compressed("float-quantized", weights(8, "tensor", "float"), _STATIC),
         2165304,
         """
         down_proj.input_scale F16 1
@@ -187,11 +185,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "float-quantized, channel": (
-        compressed(
-            "float-quantized",
-            {"num_bits": 8, "strategy": "channel", "symmetric": True, "type": "float"},
-            {"dynamic": True, "symmetric": True},
-        ),
+        compressed("float-quantized", weights(8, "channel", "float"), _DYNAMIC),
         2176512,
         """
         down_proj.weight F8_E4M3 256 768
@@ -201,11 +195,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "float-quantized, block": (
-        compressed(
-            "float-quantized",
-            {"block_structure": [128, 128], "num_bits": 8, "strategy": "block", "symmetric": True, "type": "float"},
-            {"dynamic": True, "symmetric": True},
-        ),
+        compressed("float-quantized", weights(8, "block", "float", block_structure=[128, 128]), _DYNAMIC),
         2165472,
         """
         down_proj.weight F8_E4M3 256 768
@@ -215,11 +205,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "naive-quantized": (
-        compressed(
-            "naive-quantized",
-            {"num_bits": 8, "strategy": "tensor", "symmetric": True, "type": "float"},
-            {"dynamic": False, "symmetric": True},
-        ),
+        compressed("naive-quantized", weights(8, "tensor", "float"), _STATIC),
         2165304,
         """
         down_proj.input_scale F16 1
@@ -233,7 +219,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
     "nvfp4-pack-quantized": (
         compressed(
             "nvfp4-pack-quantized",
-            {"group_size": 16, "num_bits": 4, "strategy": "tensor_group", "symmetric": True, "type": "float"},
+            weights(4, "tensor_group", "float", group_size=16),
             {"dynamic": "local", "symmetric": True},
         ),
         1362544,
@@ -249,11 +235,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "nvfp4-pack-quantized, weights only": (
-        compressed(
-            "nvfp4-pack-quantized",
-            {"group_size": 16, "num_bits": 4, "strategy": "tensor_group", "symmetric": True, "type": "float"},
-            None,
-        ),
+        compressed("nvfp4-pack-quantized", weights(4, "tensor_group", "float", group_size=16), None),
         1362488,
         """
         down_proj.weight_global_scale F32 1
@@ -265,11 +247,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "mxfp4-pack-quantized": (
-        compressed(
-            "mxfp4-pack-quantized",
-            {"group_size": 32, "num_bits": 4, "strategy": "group", "symmetric": True, "type": "float"},
-            {"dynamic": True, "symmetric": True},
-        ),
+        compressed("mxfp4-pack-quantized", weights(4, "group", "float", group_size=32), _DYNAMIC),
         1305088,
         """
         down_proj.weight_packed U8 256 384
@@ -279,11 +257,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "mxfp8-quantized": (
-        compressed(
-            "mxfp8-quantized",
-            {"group_size": 32, "num_bits": 8, "strategy": "group", "symmetric": True, "type": "float"},
-            {"dynamic": True, "symmetric": True},
-        ),
+        compressed("mxfp8-quantized", weights(8, "group", "float", group_size=32), _DYNAMIC),
         2222592,
         """
         down_proj.weight F8_E4M3 256 768
@@ -297,33 +271,14 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
             "config_groups": {
                 "group_0": {
                     "format": "float-quantized",
-                    "input_activations": {
-                        "dynamic": True,
-                        "num_bits": 8,
-                        "strategy": "token",
-                        "symmetric": True,
-                        "type": "float",
-                    },
+                    "input_activations": weights(8, "token", "float", dynamic=True),
                     "targets": ["re:.*self_attn.*"],
-                    "weights": {
-                        "dynamic": False,
-                        "num_bits": 8,
-                        "strategy": "channel",
-                        "symmetric": True,
-                        "type": "float",
-                    },
+                    "weights": weights(8, "channel", "float", dynamic=False),
                 },
                 "group_1": {
                     "format": "pack-quantized",
                     "targets": ["re:.*mlp.*"],
-                    "weights": {
-                        "dynamic": False,
-                        "group_size": 128,
-                        "num_bits": 4,
-                        "strategy": "group",
-                        "symmetric": True,
-                        "type": "int",
-                    },
+                    "weights": weights(4, "group", dynamic=False, group_size=128),
                 },
             },
             "format": "mixed-precision",
@@ -340,12 +295,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "float-quantized, output too": (
-        compressed(
-            "float-quantized",
-            {"num_bits": 8, "strategy": "channel", "symmetric": True, "type": "float"},
-            {"dynamic": True, "symmetric": True},
-            ignore=(),
-        ),
+        compressed("float-quantized", weights(8, "channel", "float"), _DYNAMIC, ignore=()),
         2095232,
         """
         lm_head.weight F8_E4M3 320 256
@@ -357,7 +307,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "ModelOpt FP8": (
-        {"quant_algo": "FP8", "exclude_modules": ["lm_head", "model.embed_tokens"]},
+        {"quant_algo": "FP8"} | _UNQUANTISED,
         2165360,
         """
         down_proj.input_scale F32
@@ -369,7 +319,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "ModelOpt FP8 and cache": (
-        {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "model.embed_tokens"]},
+        {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"} | _UNQUANTISED,
         2165376,
         """
         down_proj.input_scale F32
@@ -383,7 +333,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "ModelOpt NVFP4": (
-        {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "model.embed_tokens"]},
+        {"quant_algo": "NVFP4", "group_size": 16} | _UNQUANTISED,
         1362544,
         """
         down_proj.input_scale F32
@@ -397,7 +347,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "ModelOpt FP8 per channel": (
-        {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "exclude_modules": ["lm_head", "model.embed_tokens"]},
+        {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"} | _UNQUANTISED,
         2187776,
         """
         down_proj.weight F8_E4M3 256 768
@@ -407,7 +357,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "ModelOpt FP8 blocks": (
-        {"quant_algo": "fp8_pb_wo", "exclude_modules": ["lm_head", "model.embed_tokens"]},
+        {"quant_algo": "fp8_pb_wo"} | _UNQUANTISED,
         2165696,
         """
         down_proj.weight F8_E4M3 256 768
@@ -417,7 +367,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "ModelOpt MXFP8": (
-        {"quant_algo": "MXFP8", "group_size": 32, "exclude_modules": ["lm_head", "model.embed_tokens"]},
+        {"quant_algo": "MXFP8", "group_size": 32} | _UNQUANTISED,
         2222592,
         """
         down_proj.weight F8_E4M3 256 768
@@ -427,7 +377,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "ModelOpt MXFP4": (
-        {"quant_algo": "mxfp4", "exclude_modules": ["lm_head", "model.embed_tokens"]},
+        {"quant_algo": "mxfp4"} | _UNQUANTISED,
         1305088,
         """
         down_proj.weight U8 256 384
@@ -437,12 +387,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "Quark FP8": (
-        {
-            "exclude": ["lm_head"],
-            "global_quant_config": {"input_tensors": _FP8, "weight": _FP8},
-            "layer_quant_config": {},
-            "quant_method": "quark",
-        },
+        quark(_FP8, input_tensors=_FP8),
         2165304,
         """
         down_proj.input_scale BF16
@@ -454,15 +399,11 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "Quark FP8 and cache": (
-        {
-            "exclude": ["lm_head"],
-            "global_quant_config": {"input_tensors": _FP8, "weight": _FP8},
-            "layer_quant_config": {
-                "*k_proj": {"input_tensors": _FP8, "output_tensors": _FP8, "weight": _FP8},
-                "*v_proj": {"input_tensors": _FP8, "output_tensors": _FP8, "weight": _FP8},
-            },
-            "quant_method": "quark",
-        },
+        quark(
+            _FP8,
+            {name: {"input_tensors": _FP8, "output_tensors": _FP8, "weight": _FP8} for name in ("*k_proj", "*v_proj")},
+            input_tensors=_FP8,
+        ),
         2165312,
         """
         down_proj.input_scale BF16
@@ -476,20 +417,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "Quark FP8 per channel": (
-        {
-            "exclude": ["lm_head"],
-            "global_quant_config": {
-                "weight": {
-                    "ch_axis": 0,
-                    "dtype": "fp8_e4m3",
-                    "is_dynamic": False,
-                    "qscheme": "per_channel",
-                    "symmetric": True,
-                }
-            },
-            "layer_quant_config": {},
-            "quant_method": "quark",
-        },
+        quark(_FP8 | {"ch_axis": 0, "qscheme": "per_channel"}),
         2176512,
         """
         down_proj.weight F8_E4M3 256 768
@@ -499,29 +427,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "Quark MXFP4": (
-        {
-            "exclude": ["lm_head"],
-            "global_quant_config": {
-                "input_tensors": {
-                    "ch_axis": -1,
-                    "dtype": "fp4",
-                    "group_size": 32,
-                    "is_dynamic": True,
-                    "qscheme": "per_group",
-                    "scale_format": "e8m0",
-                },
-                "weight": {
-                    "ch_axis": -1,
-                    "dtype": "fp4",
-                    "group_size": 32,
-                    "is_dynamic": False,
-                    "qscheme": "per_group",
-                    "scale_format": "e8m0",
-                },
-            },
-            "layer_quant_config": {},
-            "quant_method": "quark",
-        },
+        quark(_MXFP4 | {"is_dynamic": False}, input_tensors=_MXFP4 | {"is_dynamic": True}),
         1305088,
         """
         down_proj.weight U8 256 384
@@ -531,21 +437,16 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "Quark INT4": (
-        {
-            "exclude": ["lm_head"],
-            "global_quant_config": {
-                "weight": {
-                    "ch_axis": -1,
-                    "dtype": "int4",
-                    "group_size": 128,
-                    "is_dynamic": False,
-                    "qscheme": "per_group",
-                    "symmetric": True,
-                }
-            },
-            "layer_quant_config": {},
-            "quant_method": "quark",
-        },
+        quark(
+            {
+                "ch_axis": -1,
+                "dtype": "int4",
+                "group_size": 128,
+                "is_dynamic": False,
+                "qscheme": "per_group",
+                "symmetric": True,
+            }
+        ),
         1283584,
         """
         down_proj.weight I32 768 32
@@ -557,15 +458,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "auto-round, GPTQ": (
-        {
-            "bits": 4,
-            "block_name_to_quantize": "model.layers",
-            "data_type": "int",
-            "group_size": 128,
-            "packing_format": "auto_round:auto_gptq",
-            "quant_method": "auto-round",
-            "sym": True,
-        },
+        auto_round("auto_gptq"),
         1283584,
         """
         down_proj.qweight I32 96 256
@@ -599,15 +492,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "auto-round, AWQ": (
-        {
-            "bits": 4,
-            "block_name_to_quantize": "model.layers",
-            "data_type": "int",
-            "group_size": 128,
-            "packing_format": "auto_round:auto_awq",
-            "quant_method": "auto-round",
-            "sym": True,
-        },
+        auto_round("auto_awq"),
         1283584,
         """
         down_proj.qweight I32 768 32
@@ -619,16 +504,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], int, str]] = {
         """,
     ),
     "auto-round, MXFP4": (
-        {
-            "act_bits": 4,
-            "bits": 4,
-            "block_name_to_quantize": "model.layers",
-            "data_type": "mx_fp",
-            "group_size": 32,
-            "packing_format": "auto_round:llm_compressor",
-            "quant_method": "auto-round",
-            "sym": True,
-        },
+        auto_round("llm_compressor", "mx_fp", 32, act_bits=4),
         1305088,
         """
         down_proj.weight_packed U8 256 384
@@ -678,29 +554,6 @@ def test_headers_give_the_same_model(tmp_path: Path, case: str) -> None:
     assert read_model(path) == spec
 
 
-def example(name: str) -> dict[str, Any]:
-    """Return the config.json of an example, without its quantisation."""
-    config = json.loads((EXAMPLES / name / "config.json").read_text())
-    return {key: value for key, value in config.items() if key != "quantization_config"}
-
-
-QWEN3_235B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1536,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "torch_dtype": "bfloat16",
-}
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 #: Published checkpoints: config, what hf_quant_config.json says, and GiB of all files.
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
@@ -720,7 +573,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
         359.8,
     ),
     "Qwen3-235B-A22B NVFP4": (
-        QWEN3_235B,
+        MODELS["Qwen3-235B-A22B"] | {"torch_dtype": "bfloat16"},
         {
             "quant_algo": "NVFP4",
             "kv_cache_quant_algo": "FP8",

@@ -15,6 +15,7 @@ import tpplan
 from tests.examples import examples
 from tests.family_models import assert_same_tensors, hub_config, meta_model, saved_tensors, spec_of
 from tests.later import transformers
+from tests.published import shape
 from tests.weight_plans import plan_of, request_of
 from tpplan.core.axes import Axis
 from tpplan.core.plan import Cache, Request
@@ -28,15 +29,9 @@ if TYPE_CHECKING:
 #: Two layers of Mamba-2 and one of attention: 8 heads of 32 channels, a state of 16 for each.
 SMALL: dict[str, Any] = {
     "model_type": "granitemoehybrid",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 16,
+    **shape(vocab=96, hidden=32, dense=16, layers=3, q=4, kv=2, context=512),
     "shared_intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "num_local_experts": 0,
-    "max_position_embeddings": 512,
     "layer_types": ["mamba", "attention", "mamba"],
     "mamba_n_heads": 8,
     "mamba_n_groups": 1,
@@ -224,8 +219,7 @@ GRANITE_4_H_TINY: dict[str, Any] = {
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "model_type": "granitemoehybrid",
     "attention_bias": False,
-    "hidden_size": 1536,
-    "intermediate_size": 512,
+    **shape(vocab=100352, hidden=1536, dense=512, layers=40, q=12, kv=4, top=6, context=131072),
     "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
     "mamba_chunk_size": 256,
     "mamba_conv_bias": True,
@@ -236,17 +230,11 @@ GRANITE_4_H_TINY: dict[str, Any] = {
     "mamba_n_groups": 1,
     "mamba_n_heads": 48,
     "mamba_proj_bias": False,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 12,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 4,
     "num_local_experts": 64,
     "position_embedding_type": "nope",
     "shared_intermediate_size": 1024,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
-    "vocab_size": 100352,
 }
 
 
@@ -256,18 +244,11 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         8_100_852_736,
         {
             "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-            "num_hidden_layers": 52,
-            "hidden_size": 4096,
-            "intermediate_size": 21504,
-            "vocab_size": 131072,
-            "num_attention_heads": 32,
-            "head_dim": 128,
-            "num_key_value_heads": 8,
+            **shape(vocab=131072, hidden=4096, dense=21504, layers=52, q=32, kv=8, head_dim=128, context=8192),
             "mamba_num_heads": 128,
             "mamba_head_dim": 64,
             "n_groups": 8,
             "ssm_state_size": 128,
-            "max_position_embeddings": 8192,
         },
     ),
     "lfm2": (
@@ -278,31 +259,19 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "block_ffn_dim_multiplier": 1.0,
             "block_multiple_of": 256,
             "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-            "hidden_size": 2048,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 128000,
-            "vocab_size": 65536,
+            **shape(vocab=65536, hidden=2048, layers=16, q=32, kv=8, context=128000),
             "tie_embedding": True,
         },
     ),
     "falcon_h1": (
         33_642_221_312,
         {
-            "hidden_size": 5120,
-            "intermediate_size": 21504,
-            "num_hidden_layers": 72,
-            "num_attention_heads": 20,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
+            **shape(vocab=261120, hidden=5120, dense=21504, layers=72, q=20, kv=4, head_dim=128, context=262144),
             "mamba_d_ssm": 4096,
             "mamba_n_heads": 32,
             "mamba_d_head": 128,
             "mamba_n_groups": 2,
             "mamba_d_state": 256,
-            "max_position_embeddings": 262144,
-            "vocab_size": 261120,
         },
     ),
     "kimi_linear": (

@@ -13,6 +13,7 @@ import tpplan
 from tests.checkpoints import Tensors, tensor_bytes, write_checkpoint
 from tests.family_models import hub_config
 from tests.later import transformers
+from tests.published import MODELS, example, mla, shape
 from tpplan.core.axes import Axis
 from tpplan.errors import ModelError
 from tpplan.models.families import LANGUAGE_MODELS
@@ -25,202 +26,61 @@ from tpplan.planner.plan import plan_request
 if TYPE_CHECKING:
     from pathlib import Path
 
-_GLM: dict[str, Any] = {
-    "model_type": "glm4_moe",
-    "vocab_size": 151_552,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "attention_bias": True,
-    "max_position_embeddings": 131_072,
-    "num_nextn_predict_layers": 1,
-}
-_MLA: dict[str, Any] = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "num_experts_per_tok": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 2048,
-    "first_k_dense_replace": 3,
-    "index_head_dim": 128,
-    "max_position_embeddings": 163_840,
-    "num_nextn_predict_layers": 1,
-}
+_ONE = {"num_nextn_predict_layers": 1}
 #: Kinds of the 88 layers of Nemotron 3 Super.
 _SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
 
 #: The config.json of models as far as it tells of shapes; how many parameters the hub counts in their files; and how
 #: many of these are copies of the embedding and the output matrix, or further parts.
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
-    "GLM-4.5": (
-        _GLM
-        | {"hidden_size": 5120, "intermediate_size": 12_288, "num_hidden_layers": 92, "use_qk_norm": True}
-        | {"n_routed_experts": 160, "moe_intermediate_size": 1536, "first_k_dense_replace": 3},
-        358_337_791_296,
-        2 * 151_552 * 5120,
-    ),
-    "GLM-4.5-Air": (
-        _GLM
-        | {"hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46}
-        | {"n_routed_experts": 128, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
-        110_468_824_832,
-        2 * 151_552 * 4096,
-    ),
+    "GLM-4.5": (MODELS["GLM-4.6"] | _ONE, 358_337_791_296, 2 * 151_552 * 5120),
+    "GLM-4.5-Air": (MODELS["GLM-4.5-Air"] | _ONE, 110_468_824_832, 2 * 151_552 * 4096),
     "GLM-5": (
-        _MLA
-        | {"model_type": "glm_moe_dsa", "vocab_size": 154_880, "hidden_size": 6144, "intermediate_size": 12_288}
-        | {"num_hidden_layers": 78, "num_attention_heads": 64, "q_lora_rank": 2048, "qk_nope_head_dim": 192}
-        | {"v_head_dim": 256, "index_n_heads": 32},
+        {"model_type": "glm_moe_dsa", "index_n_heads": 32, "index_head_dim": 128, **_ONE}
+        | shape(vocab=154_880, hidden=6144, dense=12_288, expert=2048, layers=78, q=64, top=8, first=3, shared=1)
+        | shape(routed=256)
+        | mla(2048, 192, 256),
         753_864_139_008,
         0,
     ),
-    "DeepSeek-V3.2": (
-        _MLA
-        | {"model_type": "deepseek_v32", "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432}
-        | {"num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536, "qk_nope_head_dim": 128}
-        | {"v_head_dim": 128, "index_n_heads": 64},
-        685_355_329_792,
-        2 * 129_280 * 7168,
-    ),
+    "DeepSeek-V3.2": (MODELS["DeepSeek-V3.2"] | _ONE, 685_355_329_792, 2 * 129_280 * 7168),
     "DeepSeek-V4-Flash": (
-        {
-            "model_type": "deepseek_v4",
-            "vocab_size": 129_280,
-            "hidden_size": 4096,
-            "num_hidden_layers": 43,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 1,
-            "head_dim": 512,
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": 2048,
-            "q_lora_rank": 1024,
-            "o_lora_rank": 1024,
-            "o_groups": 8,
-            "index_n_heads": 64,
-            "index_head_dim": 128,
-            "max_position_embeddings": 1_048_576,
-            "num_nextn_predict_layers": 1,
-            "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
-            "sliding_window": 128,
-        },
+        {key: value for key, value in MODELS["DeepSeek-V4-Flash"].items() if key != "expert_dtype"} | _ONE,
         290_944_616_402,
         0,
     ),
     "Hy3": (
-        {
-            "model_type": "hy_v3",
-            "vocab_size": 120_832,
-            "hidden_size": 4096,
-            "intermediate_size": 13_312,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "num_experts": 192,
-            "num_experts_per_tok": 8,
-            "num_shared_experts": 1,
-            "moe_intermediate_size": 1536,
-            "first_k_dense_replace": 1,
-            "max_position_embeddings": 262_144,
-            "num_nextn_predict_layers": 1,
-        },
+        {"model_type": "hy_v3", "num_experts": 192, "num_shared_experts": 1, **_ONE}
+        | shape(vocab=120_832, hidden=4096, dense=13_312, expert=1536, layers=80, q=64, kv=8, head_dim=128)
+        | shape(top=8, first=1, context=262_144),
         298_786_155_776,
         0,
     ),
     "LongCat-Flash": (
-        {
-            "model_type": "longcat_flash",
-            "vocab_size": 131_072,
-            "hidden_size": 6144,
-            "num_layers": 28,
-            "num_attention_heads": 64,
-            "ffn_hidden_size": 12_288,
-            "expert_ffn_hidden_size": 2048,
-            "n_routed_experts": 512,
-            "zero_expert_num": 256,
-            "moe_topk": 12,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "max_position_embeddings": 131_072,
-        },
+        {"model_type": "longcat_flash", "num_layers": 28, "ffn_hidden_size": 12_288, "expert_ffn_hidden_size": 2048}
+        | {"zero_expert_num": 256, "moe_topk": 12}
+        | shape(vocab=131_072, hidden=6144, q=64, routed=512)
+        | mla(1536, 128, 128),
         561_862_880_256,
         131_072 * 6144,
     ),
-    "Qwen3-Next-80B-A3B": (
-        {
-            "model_type": "qwen3_next",
-            "vocab_size": 151_936,
-            "hidden_size": 2048,
-            "intermediate_size": 5120,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "max_position_embeddings": 262_144,
-        },
-        81_324_862_720,
-        0,
-    ),
+    "Qwen3-Next-80B-A3B": (example("Qwen3-Next-80B-A3B"), 81_324_862_720, 0),
     # Each of its three layers has an output matrix of its own, and an embedding is in no layer.
     "Step-3.5-Flash": (
-        {
-            "model_type": "step3p5",
-            "vocab_size": 128_896,
-            "hidden_size": 4096,
-            "intermediate_size": 11_264,
-            "num_hidden_layers": 45,
-            "num_attention_heads": 64,
-            "num_attention_groups": 8,
-            "head_dim": 128,
-            "moe_num_experts": 288,
-            "moe_top_k": 8,
-            "moe_intermediate_size": 1280,
-            "share_expert_dim": 1280,
-            "max_position_embeddings": 262_144,
-            "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 12,
-            "num_nextn_predict_layers": 3,
-            "sliding_window": 512,
-            "attention_other_setting": {"num_attention_heads": 96},
-        },
+        {"model_type": "step3p5", "num_attention_groups": 8, "moe_num_experts": 288, "moe_top_k": 8}
+        | {"layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 12, "num_nextn_predict_layers": 3}
+        | {"share_expert_dim": 1280, "sliding_window": 512, "attention_other_setting": {"num_attention_heads": 96}}
+        | shape(vocab=128_896, hidden=4096, dense=11_264, expert=1280, layers=45, q=64, head_dim=128, context=262_144),
         199_384_301_376,
         3 * 128_896 * 4096,
     ),
     # Without the corrections of its routers, which are in 32 bits: of 512 experts in 41 layers.
     "Nemotron-3-Super": (
-        {
-            "model_type": "nemotron_h",
-            "vocab_size": 131_072,
-            "hidden_size": 4096,
-            "intermediate_size": 2688,
-            "hybrid_override_pattern": _SUPER,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "n_groups": 8,
-            "ssm_state_size": 128,
-            "conv_kernel": 4,
-            "n_routed_experts": 512,
-            "num_experts_per_tok": 22,
-            "moe_intermediate_size": 2688,
-            "moe_latent_size": 1024,
-            "moe_shared_expert_intermediate_size": 5376,
-            "num_nextn_predict_layers": 1,
-            "mtp_hybrid_override_pattern": "*E",
-            "max_position_embeddings": 262_144,
-        },
+        {"model_type": "nemotron_h", "hybrid_override_pattern": _SUPER, "mtp_hybrid_override_pattern": "*E", **_ONE}
+        | {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
+        | {"moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376}
+        | shape(vocab=131_072, hidden=4096, dense=2688, expert=2688, q=32, kv=2, head_dim=128, top=22, routed=512)
+        | shape(context=262_144),
         123_611_012_096,
         -41 * 512,
     ),
@@ -254,21 +114,7 @@ def test_ling_3_flash_as_published(tmp_path: Path) -> None:
 
 def test_a_config_that_tells_of_layers_that_were_not_published(tmp_path: Path) -> None:
     """MiniMax-M2's files have as many parameters as the model without the three that its config.json tells of."""
-    config = {
-        "model_type": "minimax_m2",
-        "vocab_size": 200_064,
-        "hidden_size": 3072,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-        "max_position_embeddings": 196_608,
-        "num_mtp_modules": 3,
-    }
-    path = alone(config, tmp_path)
+    path = alone(MODELS["MiniMax-M2"] | {"num_mtp_modules": 3}, tmp_path)
     assert tpplan.read_model(path).parameter_count == 228_689_764_864
     with pytest.raises(ModelError, match="no published files of minimax_m2 have the prediction layers") as caught:
         read_prediction_layers(path)

@@ -19,6 +19,7 @@ from tests.cli_cases import LLAMA_8B, ROOT
 from tests.command import Done, command
 from tests.examples import examples
 from tests.planning_cases import case
+from tests.published import shape
 from tpplan.core.plan import LAYOUTS, Draft, Reserve, reserves_told, rooms_told
 from tpplan.core.sizes import format_bytes
 from tpplan.errors import ModelError
@@ -35,14 +36,8 @@ from tpplan.planner.recount import differences
 EAGLE3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
+    **shape(vocab=128256, hidden=4096, dense=14336, layers=1, q=32, kv=8, context=2048),
     "draft_vocab_size": 32000,
-    "max_position_embeddings": 2048,
     "torch_dtype": "float16",
     "tie_word_embeddings": False,
 }
@@ -599,19 +594,10 @@ def test_prediction_layers_of_deepseek_v3() -> None:
 GLM: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"],
     "model_type": "glm4_moe",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "moe_intermediate_size": 32,
+    **shape(vocab=96, hidden=64, dense=128, expert=32, layers=2, q=4, kv=2, head_dim=16, top=1, context=128),
     "n_routed_experts": 2,
     "n_shared_experts": 1,
-    "num_experts_per_tok": 1,
     "first_k_dense_replace": 1,
-    "max_position_embeddings": 128,
     "num_nextn_predict_layers": 1,
     "torch_dtype": "bfloat16",
 }

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.planning_cases import read_config
+from tests.published import MODELS, mla
 from tpplan.core.axes import Axis, minimum_units
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, SplitPlan
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 FAMILIES = ("qwen2_moe", "deepseek_v3", "glm4_moe", "kimi_k2")
-_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 #: Routed experts in 4 bits, everything else in 16.
 INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -43,21 +43,9 @@ INT4: dict[str, Any] = {
 #: All but the output matrix and the router in blocks of 8 bits.
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 #: As on the hub.
-KIMI_K2_THINKING = _LATENT | {
+KIMI_K2_THINKING = MODELS["Kimi-K2"] | {
     "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "kimi_k2",
-    "vocab_size": 163840,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "n_shared_experts": 1,
-    "n_routed_experts": 384,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 262144,
+    "max_position_embeddings": 262_144,
     "torch_dtype": "bfloat16",
     "quantization_config": INT4,
 }
@@ -112,7 +100,7 @@ class Mixture:
         else:
             config |= {"n_routed_experts": self.experts, "n_shared_experts": self.shared, "first_k_dense_replace": 1}
         if self.family in {"deepseek_v3", "kimi_k2"}:
-            config |= _LATENT
+            config |= mla(1536, 128, 128)
         return read_config(config | ({"quantization_config": self.quantisation} if self.quantisation else {}))
 
     def times(self, routed: int, shared: int) -> float:

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from tests.planner.memory_models import BITS, MLA
-from tests.planning_cases import spec
+from tests.family_models import example
+from tests.planner.memory_models import BITS
 from tpplan.core.axes import Axis
 from tpplan.core.device import Device
 from tpplan.core.plan import Cache, Request
 from tpplan.planner.ledger import cache_bytes_per_token, demands, ledger
-
-if TYPE_CHECKING:
-    from tpplan.core.model import ModelSpec
-
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "head_dim": 128,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +24,7 @@ LLAMA_8B = {
 def test_llama_8b_by_hand(layout: str, residual_0: int, residual_1: int) -> None:
     """Two devices with 6 and 2 KV heads, every matrix written out."""
     request = Request(layout, "balanced", Cache("fp16", 8192), 1, 1, "idle")
-    wanted = demands(spec(**LLAMA_8B), request, 2)
+    wanted = demands(example("Llama-3.1-8B"), request, 2)
     cuts = {
         Axis.KV_HEADS: (0, 6, 8),
         Axis.INTERMEDIATE: (0, 9984, 14336),
@@ -59,30 +43,12 @@ def test_llama_8b_by_hand(layout: str, residual_0: int, residual_1: int) -> None
     assert second.cache_bytes == 8192 * 32 * 2 * 2 * 128 * 2
 
 
-DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 128,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "head_dim": None,
-    **MLA,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-}
-
-
 @pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [
-        (spec(**LLAMA_8B), 131_072),
-        (spec(**LLAMA_8B | {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}), 327_680),
-        (spec(**DEEPSEEK), 70_272),
-    ],
+    ("name", "expected"), [("Llama-3.1-8B", 131_072), ("Llama-3.1-70B", 327_680), ("DeepSeek-V3", 70_272)]
 )
-def test_cache_bytes_per_token_are_the_published_ones(chosen: ModelSpec, expected: int) -> None:
+def test_cache_bytes_per_token_are_the_published_ones(name: str, expected: int) -> None:
     """Llama-3.1-8B, Llama-3.1-70B and DeepSeek-V3 in 16 bits, and all kinds in proportion to their bits."""
+    chosen = example(name)
     assert {kind: cache_bytes_per_token(chosen, kind) for kind in BITS} == {
         kind: expected * bits / 16 for kind, bits in BITS.items()
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from itertools import accumulate, pairwise, product
 from math import exp
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +13,7 @@ from attrs import evolve
 import tpplan
 from tests.models.test_formats_experts import DEEPSEEK_V4
 from tests.planning_cases import read_config, spec
+from tests.published import EXAMPLES, MODELS, shape
 from tests.render_cases import plain
 from tpplan.cli.plans import remake
 from tpplan.core.axes import Axis
@@ -36,9 +36,10 @@ from tpplan.render.show import show
 from tpplan.reports.show import faster_with_fewer, of_other_strategy, show_report
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tpplan.core.model import ModelSpec
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
 GIB = 2**30
 
 #: What ``tpplan devices --measure`` said of two H100, of their sums over NVLink, and of sums without peer access.
@@ -89,20 +90,13 @@ MEASURED: list[tuple[str, dict[str, object], int, str, LinkSpeed, dict[int, int]
 HYBRID: dict[str, object] = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
-    "hidden_size": 5120,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
+    **shape(vocab=248_320, hidden=5120, dense=17_408, layers=32, q=24, kv=4, head_dim=256, context=262_144),
     "linear_num_value_heads": 48,
     "linear_num_key_heads": 16,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 4,
-    "intermediate_size": 17408,
-    "vocab_size": 248320,
-    "max_position_embeddings": 262144,
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
@@ -119,36 +113,14 @@ HYBRID_H100 = evolve(H100, read_bytes_per_second=2_970 * 10**9)
 HYBRID_PROMPTS = {1: 18474, 2: 29077}
 
 #: DeepSeek-V2-Lite.
-LATENT: dict[str, object] = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 2048,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "vocab_size": 102400,
-    "max_position_embeddings": 163840,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+LATENT = MODELS["DeepSeek-V2-Lite"] | {"architectures": ["DeepseekV2ForCausalLM"], "torch_dtype": "bfloat16"}
 #: By the share of the limit that its rates were: 44, 68 and 73 % of what reading weights once would allow.
 LATENT_H100 = evolve(H100, read_bytes_per_second=2_990 * 10**9)
 
 
 def model_of(name: str, quantisation: dict[str, object], folder: Path) -> ModelSpec:
     """Read an example's config, quantised otherwise."""
-    config = json.loads((MODELS / name / "config.json").read_text())
+    config = json.loads((EXAMPLES / name / "config.json").read_text())
     config |= {"quantization_config": quantisation} if quantisation else {}
     (folder / "config.json").write_text(json.dumps(config))
     return tpplan.read_model(folder)
@@ -239,7 +211,7 @@ def test_states_are_read_and_written_whatever_is_cached(strategy: str) -> None:
 
 def test_states_are_counted_once_beside_several_kinds_of_weights() -> None:
     """Qwen3-Next has experts and other matrices, here in 4 bits, and 36 layers of 32 heads with a state."""
-    model = tpplan.read_model(MODELS / "Qwen3-Next-80B-A3B")
+    model = tpplan.read_model(EXAMPLES / "Qwen3-Next-80B-A3B")
     made = plan(model, [evolve(H100, budget_bytes=200 * GIB)], cache=Cache(tokens=8 * 128), batch=8)
     states = 36 * (32 * 128 * 128 * 4 + 4 * (32 + 2 * 16) * 128 * 2)
     for parts in ((), quantised(model, 450)):
@@ -254,7 +226,7 @@ def test_states_are_counted_once_beside_several_kinds_of_weights() -> None:
 def test_latency_counts_what_predictions_do(name: str) -> None:
     """Of weights and cache, for a step of the batch; states count twice, and so does what waits to be compressed."""
     configs = {"Qwen3.5": HYBRID, "DeepSeek-V4": DEEPSEEK_V4}
-    model = read_config(configs[name]) if name in configs else tpplan.read_model(MODELS / name)
+    model = read_config(configs[name]) if name in configs else tpplan.read_model(EXAMPLES / name)
     device = evolve(H100, budget_bytes=400 * GIB)
     made = plan(model, [device], cache=Cache(tokens=64 * 1024), batch=64, strategy="latency")
     speed, wanted = predict(made, model), demands(model, made.request, 1)
@@ -271,7 +243,7 @@ def test_latency_counts_what_predictions_do(name: str) -> None:
 
 def test_devices_wait_for_each_other_after_every_stage() -> None:
     """Attention, the MLP and the logits each take as long as their slowest device, counted by hand from the shapes."""
-    model = tpplan.read_model(MODELS / "Llama-3.1-8B")
+    model = tpplan.read_model(EXAMPLES / "Llama-3.1-8B")
     rates = (1_500_000_000_000, 1_000_000_000_000)
     devices = [
         evolve(H100, name=str(rate), budget_bytes=budget * GIB, read_bytes_per_second=rate)
@@ -302,7 +274,7 @@ def test_devices_wait_for_each_other_after_every_stage() -> None:
 @pytest.mark.parametrize(("gpus", "batch"), [("H200,4xRTX3060", 4), ("H200,5xRTX3060", 1)])
 def test_replicated_heads_that_every_device_has_count(gpus: str, batch: int) -> None:
     """Of all cuts by which each small card has one to three heads, none is faster than the plan's."""
-    model, devices = tpplan.read_model(MODELS / "Qwen2.5-7B"), parse_devices(gpus)
+    model, devices = tpplan.read_model(EXAMPLES / "Qwen2.5-7B"), parse_devices(gpus)
     cache = Cache(tokens=32768 * batch)
     made = plan(model, devices, cache=cache, batch=batch, strategy="latency", kv="replicate")
 
@@ -321,7 +293,7 @@ def test_replicated_heads_that_every_device_has_count(gpus: str, batch: int) -> 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "Llama-3.1-8B"])
 def test_a_shorter_context_is_no_slower(name: str, gpus: str) -> None:
     """Plans by ``auto`` read less of a shorter cache; strategies within 3 % are a tie, which may cost that much."""
-    model, rates = tpplan.read_model(MODELS / name), []
+    model, rates = tpplan.read_model(EXAMPLES / name), []
     for tokens in (4096, 16384, 32768, 65536):
         made = plan(model, parse_devices(gpus), cache=Cache(tokens=tokens), strategy="auto")
         assert made.speed
@@ -331,7 +303,7 @@ def test_a_shorter_context_is_no_slower(name: str, gpus: str) -> None:
 
 def test_latency_cuts_every_stage_by_bandwidth() -> None:
     """Where memory is plentiful, nothing makes up for coarse heads, since a device that is done early only waits."""
-    model = tpplan.read_model(MODELS / "Llama-3.1-8B")
+    model = tpplan.read_model(EXAMPLES / "Llama-3.1-8B")
     devices = [
         Device(name=str(speed), budget_bytes=80 * GIB, bandwidth_bytes_per_second=speed * 10**9) for speed in (900, 500)
     ]
@@ -343,7 +315,7 @@ def test_latency_cuts_every_stage_by_bandwidth() -> None:
 
 def test_weights_and_cache_by_hand() -> None:
     """Bytes over bandwidth: all tensors of Llama-3.1-8B but the embedding, and 4,096 tokens of 131,072 bytes."""
-    model = tpplan.read_model(MODELS / "Llama-3.1-8B")
+    model = tpplan.read_model(EXAMPLES / "Llama-3.1-8B")
     made = plan(model, [H100], cache=Cache(tokens=4096), strategy="auto")
     assert made.speed
     (one,) = made.speed.decode[0].devices
@@ -357,7 +329,7 @@ def test_weights_and_cache_by_hand() -> None:
 
 def test_experts_that_a_batch_reads() -> None:
     """Of 32 experts of which each of eight tokens takes four, 1 - (7/8)^8 are expected to be read."""
-    model = tpplan.read_model(MODELS / "gpt-oss-20b")
+    model = tpplan.read_model(EXAMPLES / "gpt-oss-20b")
     made = plan(model, [H100], cache=Cache(tokens=8 * 128), batch=8, strategy="auto")
     assert made.speed
     steps = {one.rows: one.devices[0].weights_ns for one in made.speed.decode}
@@ -526,7 +498,7 @@ def test_what_little_effort_finds_is_not_taken(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_pool_is_read_as_far_as_sequences_fill_it() -> None:
     """One sequence reads its context of 4,096 tokens, four read the 6,000 of the pool, by 131,072 bytes a token."""
-    model = tpplan.read_model(MODELS / "Llama-3.1-8B")
+    model = tpplan.read_model(EXAMPLES / "Llama-3.1-8B")
     made = plan(model, [H100], cache=Cache(tokens=6000), context=4096, batch=4, strategy="auto")
     assert made.speed
     for step, tokens in zip(made.speed.decode, (4096, 6000), strict=True):
@@ -544,10 +516,10 @@ def test_a_device_that_multiplies_once_a_second() -> None:
     with pytest.raises(RequestError, match=r"device 0 \(H100\) multiplies 1 a second"):
         plan(model, [slow], cache=Cache(tokens=2048), strategy="auto")
     with pytest.raises(RequestError, match=r"device 0 \(H100\) reads 1 a second"):
-        plan(tpplan.read_model(MODELS / "Llama-3.1-8B"), [evolve(H100, read_bytes_per_second=1)], strategy="auto")
+        plan(tpplan.read_model(EXAMPLES / "Llama-3.1-8B"), [evolve(H100, read_bytes_per_second=1)], strategy="auto")
     stuck = LinkSpeed(first=0, second=1, latency_ns=2**62, bytes_per_second=10**9)
     with pytest.raises(RequestError, match=f"the longest wait {2**62} ns"):
-        plan(tpplan.read_model(MODELS / "Llama-3.1-8B"), [H100] * 2, strategy="auto", links=[stuck])
+        plan(tpplan.read_model(EXAMPLES / "Llama-3.1-8B"), [H100] * 2, strategy="auto", links=[stuck])
 
 
 def test_the_slowest_as_measured_is_left_out_first() -> None:
@@ -575,7 +547,7 @@ def test_experts_of_millions_of_sequences() -> None:
 
 def test_the_page_and_the_screen_tell_speed() -> None:
     """Tokens a second and milliseconds by cause, the same on both; a plan without a prediction has neither."""
-    model = tpplan.read_model(MODELS / "Llama-3.1-8B")
+    model = tpplan.read_model(EXAMPLES / "Llama-3.1-8B")
     made = plan(model, [H100] * 2, cache=Cache(tokens=8 * 2048), batch=8, strategy="auto", links=[NVLINK])
     assert made.speed
     report = unstructure(show_report(made))

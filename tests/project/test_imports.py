@@ -15,8 +15,10 @@ import tpplan.decoder
 import tpplan.exec
 import tpplan.exllamav2
 import tpplan.weights
+from tests.published import EXAMPLES
 from tpplan.core.missing import install_command
 
+MODEL = EXAMPLES / "Llama-3.1-8B" / "config.json"
 HEAVY = {"jsonschema", "msgspec", "numba", "numpy", "safetensors", "scipy", "torch", "transformers"}
 
 #: Runs the command line like the installed script, and last says which heavy packages it has loaded.
@@ -56,11 +58,11 @@ def _python(code: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[str
 
 
 @pytest.fixture(scope="module")
-def plans(llama_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the plans a.json and b.json."""
     folder = tmp_path_factory.mktemp("plans")
     for name, gpus in {"a.json": "24GiB,12GiB", "b.json": "24GiB,24GiB"}.items():
-        args = ("plan", str(llama_config), "--gpus", gpus, "--context", "4096", "-o", name)
+        args = ("plan", str(MODEL), "--gpus", gpus, "--context", "4096", "-o", name)
         assert (done := _python(PROBE, *args, cwd=folder)).returncode == 0, done.stderr
     return folder
 
@@ -126,9 +128,9 @@ def test_what_to_install_is_told(code: str, last: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("args", "code"), COMMANDS.values(), ids=COMMANDS)
-def test_command_is_light(args: list[str], code: int, plans: Path, llama_config: Path) -> None:
+def test_command_is_light(args: list[str], code: int, plans: Path) -> None:
     """A command of the plan half does its work, and others refuse what cannot be, without any of the heavy packages."""
-    done = _python(PROBE, *(str(llama_config) if arg == "MODEL" else arg for arg in args), cwd=plans)
+    done = _python(PROBE, *(str(MODEL) if arg == "MODEL" else arg for arg in args), cwd=plans)
     assert done.returncode == code, done.stderr
     assert done.stderr.splitlines()[-1] == "loaded:"
 

@@ -75,9 +75,10 @@ def test_installed_command_tells_its_version(installed: Callable[..., str]) -> N
     assert tpplan.__version__ in installed("tpplan", "--version")
 
 
-def test_installed_command_plans_and_shows(installed: Callable[..., str], llama_config: Path) -> None:
+def test_installed_command_plans_and_shows(installed: Callable[..., str]) -> None:
     """From an empty directory the wheel plans a model for uneven GPUs and reads its own file back."""
-    installed("tpplan", "plan", llama_config, "--gpus", "24GiB,12GiB", "--context", "8192", "-o", "plan.json")
+    model = ROOT / "examples" / "models" / "Llama-3.1-8B"
+    installed("tpplan", "plan", model, "--gpus", "24GiB,12GiB", "--context", "8192", "-o", "plan.json")
     shown = json.loads(installed("tpplan", "show", "plan.json", "--json"))
     budgets = [device["budget_bytes"] for device in shown["plan"]["devices"]]
     assert budgets == [24 * 2**30, 12 * 2**30]

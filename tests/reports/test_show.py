@@ -10,7 +10,7 @@ from hypothesis import given
 
 import tpplan
 from tests.codec_cases import PLAN
-from tests.family_models import EXAMPLES
+from tests.published import EXAMPLES
 from tests.render_cases import plain
 from tests.strategies import plans
 from tpplan.core.plan import DeviceMemory, SplitPlan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from tpplan.decoder.math import rms_norm
 from tpplan.decoder.weights.row_kernels import GATES
 
 if TYPE_CHECKING:
-    from tpplan.decoder.fast.launches.skinny import SkinnyGemm
+    from tpplan.decoder.weights.quantised import Matrix
+    from tpplan.decoder.weights.row_kernels import RowKernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", DTYPES)]
 EPS = 1e-5
@@ -40,7 +41,7 @@ def check(found: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def check_plain(
-    run: Gemv | SkinnyGemm, x_RK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor, exact: torch.Tensor
+    run: RowKernels[Any], x_RK: torch.Tensor, weight_NK: Matrix, bias_N: torch.Tensor, exact: torch.Tensor
 ) -> None:
     """Compare products, twice the same, with a bias, and added to the middle of longer rows."""
     rows, size = exact.shape

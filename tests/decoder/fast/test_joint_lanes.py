@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.packed_cases import matrix_of
+from tests.packed_cases import dense_of, matrix_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, bits_of
 from tpplan.decoder.weights.quantised import IntMatrix, Matrix
 from tpplan.exec.cuda.channel import adders_on
@@ -39,10 +39,6 @@ def _matrix(name: str, size: int, width: int, dtype: torch.dtype) -> Matrix:
     return torch.randn(size, width).div(width**0.5).to(dtype)
 
 
-def _dense(matrix: Matrix) -> torch.Tensor:
-    return matrix.float() if isinstance(matrix, torch.Tensor) else matrix.dense(0, len(matrix), torch.float32)
-
-
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of the last number, as is meant
 @pytest.mark.parametrize(
     "case",  # warps are of a team, and teams of a block
@@ -65,7 +61,7 @@ def test_lanes_of_two_devices_agree(case: _Case) -> None:
     modules = {"gemv": gemv_kernels, "packed": packed_kernels, "skinny": skinny_kernels}
     kernel = getattr(modules[name.partition("_")[0]], name.upper())
     matrices = [(torch.randn(rows, width).to(dtype), _matrix(name, size, width, dtype)) for width in widths]
-    parts = [x_RK.float() @ _dense(matrix).mT for x_RK, matrix in matrices]
+    parts = [x_RK.float() @ dense_of(matrix).mT for x_RK, matrix in matrices]
     start_RN, elements, parity = torch.randn(rows, size).to(dtype), rows * size + 5, number % 2
     memories = [torch.zeros(2, 2, elements, 2, dtype=torch.int32) for _ in matrices]  # sets, slots
     sent = [memory[parity, :, : rows * size] for memory in memories]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.decoder.fast.test_gemv_cuda import check
+from tests.decoder.fast.test_gemv_cuda import check, check_plain
 from tests.packed_cases import gates_of, matrix_of
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.norms import MOST_BYTES, Norm
@@ -49,16 +49,7 @@ def test_products(case: tuple[str, int, int, int, torch.dtype, int | None], rows
     assert run.takes(x_RK, matrix)
     assert run.adds_up(x_RK, matrix) == (rows <= MOST_JOINT)
     exact = (x_RK.double() @ matrix.dense(0, size, torch.float32).double().mT).float()
-    found = run.linear(x_RK, matrix)
-    check(found, exact)
-    assert torch.equal(found, run.linear(x_RK, matrix))
-    check(run.linear(x_RK, matrix, bias_N), exact + bias_N)
-    to_RN = torch.randn(rows, size + 3, device="cuda").to(dtype)
-    before = to_RN.clone()
-    run.add(to_RN[:, 1:-2], x_RK, matrix)
-    check(to_RN[:, 1:-2], before[:, 1:-2] + exact)
-    assert torch.equal(to_RN[:, 0], before[:, 0])
-    assert torch.equal(to_RN[:, -2:], before[:, -2:])
+    check_plain(run, x_RK, matrix, bias_N, exact)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -71,8 +71,6 @@ def test_they_multiply_codes_as_they_are(name: str, capability: tuple[int, int])
         first = text.rindex(programmatic, 0, waits)
         assert first < waits < min(map(text.index, later))
         assert (text.find(programmatic, waits) > 0) == is_shared
-    assert ".f64" not in text
-    assert ".local" not in text
     assert registers(check_code(text, capability)) * 32 * WARPS[rows] <= 2**16
 
 

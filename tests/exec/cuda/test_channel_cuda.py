@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.exec.cuda.cuda_cases import GPUS, plan_for
-from tests.packed_cases import matrix_of
+from tests.packed_cases import dense_of, matrix_of
 from tpplan import exec as tpx
 from tpplan.decoder.fast.launches import gemv, norms, packed, skinny
 from tpplan.decoder.fast.launches.gemv import Gemv
@@ -38,10 +38,6 @@ CASES = [
     *((rows, size, "e4m3") for rows, size in [(1, _SIZE), (8, 1001)]),
     (4, _SIZE, "8"),
 ]  # fmt: skip
-
-
-def _dense(matrix: Matrix) -> torch.Tensor:
-    return matrix.float() if isinstance(matrix, torch.Tensor) else matrix.dense(0, len(matrix), torch.float32)
 
 
 class Products:
@@ -82,7 +78,7 @@ class Products:
                 matrix = matrix_of(kind, size, own, 128, torch.float16, 1, str(place)) if kind else weight
                 pairs.append((torch.randn(rows, own).to(place, dtype), matrix))
             start = torch.randn(rows, size).to(self.places[0], dtype)
-            parts = [(x.float() @ _dense(matrix).mT).to(self.places[0]) for x, matrix in pairs]
+            parts = [(x.float() @ dense_of(matrix).mT).to(self.places[0]) for x, matrix in pairs]
             self._sides.append(pairs)
             self._exact.append(sum(parts, start.float()))
             self._starts.append(start)

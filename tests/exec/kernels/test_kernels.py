@@ -58,7 +58,6 @@ def test_sums_read_vectors_and_spill_nothing(name: str, capability: tuple[int, i
     assert "st.global.v4.u32" in text
     assert "add.f32" in text
     assert "ld.global.nc" not in text  # which may miss what a peer has written
-    assert ".local" not in text
     check_code(text, capability)
 
 
@@ -73,9 +72,7 @@ def test_exchanges_poll_what_others_write(way: str, what: str) -> None:
         assert "ld.volatile.global.v4.u32" in text[first + 1 :]  # once before the loop, and again in it
         assert "ld.volatile.global.u32" in text
         assert f".visible .entry {name}(\n\t.param .align 8 .b8 tpplan_words[" in text  # its one parameter
-        assert ".f64" not in text
         assert "ld.global.nc" not in text
-        assert ".local" not in text
         _check_early(text, capability)
         assert registers(check_code(text, capability)) * slots.THREADS * SLOT_BLOCKS <= REGISTERS
 
@@ -102,9 +99,7 @@ def test_frames_are_told_behind_a_fence(name: str) -> None:
             assert last < steps.index("bar.sync", last) < fences[i] < told
             assert "st.global.v4.u32" not in steps[first : polls[VECTORS * (i + 1) - 1]]
             assert waits[2 * i + 1] < steps.index("bar.sync", waits[2 * i + 1]) < first  # once before a loop, and in it
-        assert ".f64" not in text
         assert "ld.global.nc" not in text
-        assert ".local" not in text
         _check_early(text, capability)
         assert registers(check_code(text, capability)) * frames.THREADS * FRAME_BLOCKS <= REGISTERS
 
@@ -119,9 +114,7 @@ def test_direct_kernels_wait_for_flags_and_move_vectors(name: str) -> None:
         assert "st.volatile.global.u32" in text[fence:]  # the flag
         assert "ld.volatile.global.v4.u32" in text  # what others may have written, past all caches
         assert "st.global.v4.u32" in text
-        assert ".f64" not in text
         assert "ld.global.nc" not in text
-        assert ".local" not in text
         assert registers(check_code(text, capability)) * direct.THREADS * DIRECT_BLOCKS <= REGISTERS
 
 
@@ -134,8 +127,6 @@ def test_sums_in_one_shot_stay_in_registers(what: str) -> None:
         assert text.index("bar.sync", seen) < text.index("st.volatile.global.u32", seen)
         assert text.count("st.global.v4.u32") == direct.HELD
         assert "ld.global.v4.u32" not in text
-        assert ".f64" not in text
-        assert ".local" not in text
         touched = re.search(r"\b(ld|st)\.[\w.]*global", text)
         assert touched
         if capability >= kernel_cache.OVERLAPS:
@@ -151,9 +142,7 @@ def test_a_flag_follows_what_has_landed() -> None:
         first, second = (at.start() for at in re.finditer(r"fence\.acq_rel\.sys;", text))
         assert whole < text.index("bar.sync") < first < told < second < text.index("st.volatile.global.u32")
         assert "ld.global.v4.u32" in text
-        assert ".f64" not in text
         assert "ld.global.nc" not in text
-        assert ".local" not in text
         check_code(text, capability)
 
 

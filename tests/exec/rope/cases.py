@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tests.published import example
+
 Json = dict[str, Any]
 
 ORIGINAL = "original_max_position_embeddings"
@@ -25,20 +27,7 @@ LONGROPE: Json = {"rope_type": "longrope", "short_factor": [1.5] * 32, "long_fac
 #: Models as they are published, as far as RoPE goes.
 MODELS: dict[str, Json] = {
     "Llama-2": {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 4096},
-    "Llama-3.1": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            ORIGINAL: 8192,
-            "rope_type": "llama3",
-        },
-    },
+    "Llama-3.1": example("Llama-3.1-8B"),
     "Phi-3-mini-128k": {
         "model_type": "phi3",
         "hidden_size": 3072,
@@ -81,15 +70,7 @@ MODELS: dict[str, Json] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1000000,
     },
-    "Qwen3-Next": {
-        "model_type": "qwen3_next",
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "head_dim": 256,
-        "max_position_embeddings": 262144,
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 10000000,
-    },
+    "Qwen3-Next": example("Qwen3-Next-80B-A3B"),
     "Qwen3-Next, silent": {"model_type": "qwen3_next", "hidden_size": 2048, "num_attention_heads": 16},
     "DeepSeek-V3": {
         "model_type": "deepseek_v3",

@@ -97,8 +97,8 @@ class Opened:
             tensor = torch.as_tensor(_Array(int(start) + handle.offset, handle.nbytes))
         return cls(place, tensor, start)
 
-    def read(self, first: int) -> int:
-        """Return the int32 at a byte offset.
+    def read(self) -> int:
+        """Return the first int32.
 
         Raises:
             ExecutionError: it cannot be read.
@@ -106,7 +106,7 @@ class Opened:
         word = torch.zeros(1, dtype=torch.int32, device="cpu")
         with torch.cuda.device(self.place):
             kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
-            (error,) = runtime.cudaMemcpy(word.data_ptr(), self.tensor.data_ptr() + first, word.nbytes, kind)
+            (error,) = runtime.cudaMemcpy(word.data_ptr(), self.tensor.data_ptr(), word.nbytes, kind)
         if error != _SUCCESS:
             raise _failed("reached", error)
         return int(word)

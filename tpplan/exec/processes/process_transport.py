@@ -145,7 +145,7 @@ def _tried(meeting: Meeting, place: torch.device) -> list[_Verdict]:
         for process, theirs in enumerate(every):
             for handle in theirs if process != meeting.process else ():
                 opened = Opened.on(place, handle)
-                found = opened.read(0)
+                found = opened.read()
                 opened.close()
                 if found != process:
                     return _Verdict(f"is out: read {found} instead of {process} from the GPU of another process")

@@ -20,7 +20,7 @@ from tpplan.models.families.rows import (
 )
 from tpplan.models.families.shape import FULL, are_of_kind, every_layer
 from tpplan.models.families.sparse import mlp_types
-from tpplan.models.families.table import Family, Shape
+from tpplan.models.families.table import Family, Shape, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,14 +91,7 @@ BLOCKWISE: Final[dict[str, Family]] = {
         ),
         ignored=("*.rotary_emb.inv_freq", "mtp.*", "*.mtp.*"),
         defaults={
-            "vocab_size": 200_064,
-            "hidden_size": 6144,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 60,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 524_288,
+            **sizes(200_064, 6144, 3072, 60, 64, 4, 524_288, head_dim=128),
             "num_experts": 128,
             "num_experts_per_tok": 4,
         },

@@ -177,10 +177,7 @@ CLASSIC: Final[dict[str, Family]] = {
         layers="transformer.h.{layer}.",
         layer=(
             *norm("ln_1", bias=True),
-            *linear("attn.q_proj", "Q", "RS"),
-            *linear("attn.k_proj", "K", "RS"),
-            *linear("attn.v_proj", "V", "RS"),
-            *linear("attn.out_proj", "RS", "O"),
+            *attention(name="attn", out="out_proj"),
         ),
         dense=plain("mlp.fc_in", "mlp.fc_out", ALWAYS),
         prefix="transformer.",
@@ -239,10 +236,7 @@ CLASSIC: Final[dict[str, Family]] = {
         layers="transformer.h.{layer}.",
         layer=(
             *_GPT2_NORMS,
-            *linear("attn.attention.q_proj", "Q", "RS"),
-            *linear("attn.attention.k_proj", "K", "RS"),
-            *linear("attn.attention.v_proj", "V", "RS"),
-            *linear("attn.attention.out_proj", "RS", "O", ALWAYS),
+            *attention(out_bias=ALWAYS, name="attn.attention", out="out_proj"),
         ),
         dense=plain("mlp.c_fc", "mlp.c_proj", ALWAYS),
         prefix="transformer.",

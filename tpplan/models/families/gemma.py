@@ -9,7 +9,7 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.models.families.rows import BIASED_ATTENTION, NORMS, attention, gated, head_norms, linear, norm, outside
 from tpplan.models.families.shape import PER_LAYER, except_every, layer_types, windows
-from tpplan.models.families.table import SHARED_KV, Family, Row, Shape
+from tpplan.models.families.table import SHARED_KV, Family, Row, Shape, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,9 +62,9 @@ def _gemma4_layers(config: Config, layers: int) -> tuple[Mapping[str, object], .
     )
 
 
-def _per_layer_inputs(config: Config, shape: Shape, default: int = 256) -> Shape:
+def _per_layer_inputs(config: Config, shape: Shape) -> Shape:
     """Add the embedding that has a vector for each layer, whose vocabulary may be another one."""
-    width = config.count("hidden_size_per_layer_input", default=default, minimum=0)
+    width = config.count("hidden_size_per_layer_input", default=256, minimum=0)
     vocab = config.count("vocab_size_per_layer_input", default=262_144)
     alike = ("same_vocab",) if vocab == shape.vocab else ()
     shape = shape.having(*alike, pv=vocab, pl=width, pls=width * len(shape.windows))
@@ -126,16 +126,7 @@ _PLE_LAYER = (
     *norm("post_per_layer_input_norm", when=_PLE),
 )
 
-_GEMMA4: Final = {
-    "vocab_size": 262_144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-}
+_GEMMA4: Final = sizes(262_144, 2304, 9216, 30, 8, 4, 131_072, head_dim=256)
 _GEMMA4_LAYER = (*NORMS, *_FEEDFORWARD_NORMS, *_SHARING_ATTENTION, Row("layer_scalar", "1"))
 
 GEMMA: Final[dict[str, Family]] = {
@@ -191,16 +182,7 @@ GEMMA: Final[dict[str, Family]] = {
             *norm("laurel.post_laurel_norm"),
         ),
         dense=gated(),
-        defaults={
-            "vocab_size": 262_400,
-            "hidden_size": 2048,
-            "intermediate_size": 16_384,
-            "num_hidden_layers": 35,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "max_position_embeddings": 32_768,
-        },
+        defaults=sizes(262_400, 2048, 16_384, 35, 8, 2, 32_768, head_dim=256),
         flags=_SHARING_FLAGS,
         tied=True,
         window=windows(512, except_every(5, key="")),

@@ -22,7 +22,7 @@ from tpplan.models.families.rows import (
 )
 from tpplan.models.families.shape import layer_types, no_layer, windows
 from tpplan.models.families.sparse import mlp_types, shared_expert
-from tpplan.models.families.table import Family, Row, Shape
+from tpplan.models.families.table import Family, Row, Shape, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -219,14 +219,7 @@ LAYERED: Final[dict[str, Family]] = {
         ),
         extra_layers=True,
         defaults={
-            "vocab_size": 128_815,
-            "hidden_size": 4096,
-            "intermediate_size": 11_264,
-            "num_hidden_layers": 45,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 128_000,
+            **sizes(128_815, 4096, 11_264, 45, 64, 8, 128_000, head_dim=128),
             "num_experts": 288,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 1280,

@@ -27,21 +27,12 @@ from tpplan.models.families.rows import (
 )
 from tpplan.models.families.shape import from_max_window_layers, last_of_four, windows
 from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_experts, sparse_steps
-from tpplan.models.families.table import SHARED_KV, Family, Row, Shape
+from tpplan.models.families.table import SHARED_KV, Family, Row, Shape, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tpplan.models.config import Config
-
-
-def sizes(*numbers: int, head_dim: int = 0) -> Mapping[str, int]:
-    """Return the defaults of all sizes, as in transformers' configuration classes."""
-    keys = (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-    )
-    return {**dict(zip(keys, numbers, strict=True)), **({"head_dim": head_dim} if head_dim else {})}
 
 
 def _mllama_layers(config: Config, layers: int) -> tuple[Mapping[str, object], ...]:

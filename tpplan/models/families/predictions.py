@@ -227,9 +227,9 @@ def _nemotron_tables(family: Family) -> Family:
     )
 
 
-def _within(rows: tuple[Row, ...], name: str) -> tuple[Row, ...]:
-    """Return rows whose names start so."""
-    return tuple(evolve(row, name=f"{name}.{row.name}") for row in rows)
+def _transformer(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Return rows whose names start with ``transformer_layer``."""
+    return tuple(evolve(row, name=f"transformer_layer.{row.name}") for row in rows)
 
 
 _MINIMAX_M3: Final = BLOCKWISE["minimax_m3_vl_text"]
@@ -315,9 +315,9 @@ PREDICTIONS: Final[dict[str, Predictions]] = {
         kind=_MINIMAX_M3_KIND,
         tables=evolve(
             _MINIMAX_M3,
-            layer=(*_within(_MINIMAX_M3.layer, "transformer_layer"), *_JOIN, *norm("final_layernorm")),
-            dense=_within(_MINIMAX_M3.dense, "transformer_layer"),
-            sparse=_within(_MINIMAX_M3.sparse, "transformer_layer"),
+            layer=(*_transformer(_MINIMAX_M3.layer), *_JOIN, *norm("final_layernorm")),
+            dense=_transformer(_MINIMAX_M3.dense),
+            sparse=_transformer(_MINIMAX_M3.sparse),
         ),
     ),
     # A prediction takes a layer of each of several kinds.

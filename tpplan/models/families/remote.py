@@ -171,10 +171,7 @@ REMOTE: Final[dict[str, Family]] = {
         layer=(
             *norm("ln_1"),
             *norm("ln_2"),
-            *linear("attn.attention.q_proj", "Q", "RS"),
-            *linear("attn.attention.k_proj", "K", "RS"),
-            *linear("attn.attention.v_proj", "V", "RS"),
-            *linear("attn.attention.out_proj", "RS", "O"),
+            *attention(name="attn.attention", out="out_proj"),
         ),
         dense=(  # c_fc_0 is the gate
             *linear("mlp.c_fc_0", "ID", "RS"),

@@ -10,7 +10,6 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.core.model import Segment
 from tpplan.models.families.latent import INDEXED, indexers
-from tpplan.models.families.parts import sizes
 from tpplan.models.families.rows import (
     BIASED_ATTENTION,
     NORMS,
@@ -24,7 +23,7 @@ from tpplan.models.families.rows import (
 )
 from tpplan.models.families.shape import MAX_PARTS, every_layer, last_of_four, windows, without_rope
 from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_experts
-from tpplan.models.families.table import SHARED_KV, Family, Row, Shape
+from tpplan.models.families.table import SHARED_KV, Family, Row, Shape, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,7 +9,6 @@ from attrs import evolve
 from tpplan.core.axes import Axis
 from tpplan.models.families.hybrid import DELTA_NET, GATED_ATTENTION, KDA, QWEN_LINEAR, SEPARATE, kda, kda_section
 from tpplan.models.families.latent import INDEXED, INDEXER, MLA, indexers, with_indexer
-from tpplan.models.families.parts import sizes
 from tpplan.models.families.rows import (
     EXPERTS,
     NORMS,
@@ -23,7 +22,7 @@ from tpplan.models.families.rows import (
 )
 from tpplan.models.families.shape import FULL, every_layer, except_every, linear_layers
 from tpplan.models.families.sparse import SHARED, after_dense, mlp_types, shared_expert
-from tpplan.models.families.table import Family, Row, Shape
+from tpplan.models.families.table import Family, Row, Shape, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

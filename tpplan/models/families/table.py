@@ -338,3 +338,12 @@ class Family:
             experts_per_token=shape.experts_per_token if sparse else 0,
             linear=linear,
         )
+
+
+def sizes(*numbers: int, head_dim: int = 0) -> Mapping[str, int]:
+    """Return the defaults of all sizes, as in transformers' configuration classes."""
+    keys = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    )
+    return {**dict(zip(keys, numbers, strict=True)), **({"head_dim": head_dim} if head_dim else {})}

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve, field, frozen
 
+from tpplan.models.families.table import sizes
+
 if TYPE_CHECKING:
     from tpplan.models.config import Config
     from tpplan.models.families.table import Family
@@ -129,25 +131,8 @@ class Wrapper:
         return evolve(family, architectures=self.architectures, root=self.root, prefix="", ignored=ignored)
 
 
-_GLM_ASR: Final = {
-    "vocab_size": 59_264,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 8192,
-}
-_VOXTRAL: Final = {
-    "vocab_size": 131_072,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131_072,
-}
+_GLM_ASR: Final = sizes(59_264, 2048, 6144, 28, 16, 4, 8192)
+_VOXTRAL: Final = sizes(131_072, 3072, 8192, 30, 32, 8, 131_072, head_dim=128)
 
 
 def _hearing(architecture: str, text: str, root: str = ROOT, usual: Mapping[str, int] | None = None) -> Wrapper:
