@@ -99,7 +99,7 @@ def check_same(decoders: tuple[Decoder, Decoder], random: Random) -> list[tuple[
         for prompts in mixtures(random, captured.batch, context.max_rows):
             logits, expected = (context.gather(each.read(prompts), Axis.VOCAB).tensor.clone() for each in decoders)
             torch.testing.assert_close(logits, expected, atol=accuracy, rtol=accuracy)
-            for x in graphs._xs:  # which is lost before the next
+            for x in graphs._last:  # which is lost before the next
                 x.fill_(torch.nan)
         for found, right in zip(stores_of(captured), stores_of(written), strict=True):
             assert right.isnan().any() or right.shape[-2] < LENGTH  # windows are full
@@ -436,7 +436,7 @@ def test_a_pass_can_be_a_graph() -> None:
         plan = plan_of(model_of(model_type).directory, 3, request_of(layout, batch=batch), {}, seed=6)
         with compile_plan(plan, backend="cpu") as context:
             decoder = made(context, model_type)
-            rows = torch.arange(MAX_ROWS - 2)[:, None] * torch.tensor([1, 1, 0, 0])
+            rows = torch.arange(MAX_ROWS - 2)[:, None] * torch.tensor([1, 1, 0, 0, 0])
             numbers = [torch.cat((rows, torch.tensor([NOBODY] * 2)))] * len(context.all_devices)
             calls = Calls()
             with torch.inference_mode(), calls:

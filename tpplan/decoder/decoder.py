@@ -429,16 +429,17 @@ class Decoder:
         if progress:
             progress.begin(prompts)
         ends: list[list[Tensor]] = [[] for _ in self.context.devices]
-        xs: tuple[Tensor, ...] = ()
         for tokens, prompt_slices in cut(prompts, self.context.max_rows):
             numbers = numbers_of(tokens, prompt_slices)
-            xs = ()  # frees memory for the next pass
+            last: Sequence[Tensor] = ()
             if self.prompt_graphs:
-                xs = self.prompt_graphs.run(numbers, prompt_slices)
+                last = self.prompt_graphs.run(numbers, prompt_slices)
                 if self.prompt_graphs.has_failed:
                     self.prompt_graphs = None
-            xs = xs or self.run(self.context.broadcast(numbers, source=HOST), prompt_slices)
-            last = [torch.cat([x_RD[each.ends] for each in prompt_slices]) for x_RD in xs]
+            if not last:
+                xs = self.run(self.context.broadcast(numbers, source=HOST), prompt_slices)
+                last = [torch.cat([x_RD[each.ends] for each in prompt_slices]) for x_RD in xs]
+                del xs  # frees memory for the next pass
             ends = [[*rows, new_RD] for rows, new_RD in zip(ends, last, strict=True)]
         if progress:
             progress.end(prompts)

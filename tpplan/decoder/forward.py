@@ -35,20 +35,23 @@ _HALF, _EVEN = 512, 128
 
 
 def numbers_of(tokens: Sequence[int], prompt_slices: Sequence[PromptSlice]) -> Tensor:
-    """Return the numbers of each row of a pass, ``[R, 4]`` in host memory, in int64.
+    """Return the numbers of each row of a pass, ``[R, 5]`` in host memory, in int64.
 
-    They are its token, its position, its sequence, and how many sequences have rows before it.
+    They are its token, its position, its sequence, and how many sequences have rows before it. The last has nothing to
+    do with the row: it is the last row of the first prompt that ends in this pass, then that of the second, then zeros.
     """
     # Of lists, torch would take ten times as long, and its own operations would start threads.
     token, position, sequence_of, before = array("q", tokens), array("q"), array("q"), array("q")
-    count = 0
+    ends, count = array("q"), 0
     for each in prompt_slices:
         for sequence in range(each.sequence, each.sequence + each.count):
             position.extend(range(each.start, each.start + each.size))
             sequence_of.extend(array("q", (sequence,)) * each.size)
             before.extend(array("q", (count,)) * each.size)
             count += 1
-    columns = (torch.frombuffer(each, dtype=torch.int64) for each in (token, position, sequence_of, before))
+        ends.extend(range(len(tokens))[each.ends])
+    ends.extend(array("q", (0,)) * (len(tokens) - len(ends)))
+    columns = (torch.frombuffer(each, dtype=torch.int64) for each in (token, position, sequence_of, before, ends))
     return torch.stack(tuple(columns), dim=1)
 
 
@@ -146,7 +149,7 @@ class Forward:
         self, numbers: Sequence[Tensor], prompt_slices: Sequence[PromptSlice], pass_shape: PassShape
     ) -> Prefill:
         """Return what layers need to know of a prefill pass of these rows."""
-        _, *others = zip(*(one.unbind(1) for one in numbers), strict=True)
+        _, *others, _ = zip(*(one.unbind(1) for one in numbers), strict=True)
         if prompt_slices:
             pass_shape = PassShape.of(prompt_slices)
         cap, heads = self.settings.attention_cap, [each for layer in self.stack.heads for each in layer.values()]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value")
 
 #: Numbers of a padding row at the end of a pass, see :func:`tpplan.decoder.forward.numbers_of`.
-NOBODY: Final = 0, 0, -1, 2**31 - 1
+NOBODY: Final = 0, 0, -1, 2**31 - 1, 0
 
 #: Stands for the next token where the largest logit is NaN or infinite: devices go on, and the host raises an error.
 NO_TOKEN: Final = -1

@@ -124,24 +124,25 @@ class PrefillGraphs:
         self._forward = forward
         self._capture = capture
         places = [device.device for device in forward.context.devices.values()]
-        self._numbers = [torch.zeros(max(sizes), 4, dtype=torch.int64, device=place) for place in places]
+        self._numbers = [torch.zeros(max(sizes), len(NOBODY), dtype=torch.int64, device=place) for place in places]
         self._nobody = torch.tensor([NOBODY])
-        hidden = forward.context.plan.split(Axis.RESIDUAL).size
-        self._xs = [torch.empty(max(sizes), hidden, dtype=forward.context.dtype, device=place) for place in places]
+        self._most = min(forward.batch, max(sizes))  # prompts that end in a pass
+        shape = self._most, forward.context.plan.split(Axis.RESIDUAL).size
+        self._last = [torch.empty(shape, dtype=forward.context.dtype, device=place) for place in places]
         of_one = PassShape.of_one(max(sizes), forward.length, goes_on=True)
         (self._has_alone,) = agreed(forward.context, [forward.stack.attends_alone(of_one)])
         self._have_run: set[PassShape] = set()
         self._graphs: dict[PassShape, Graph] = {}
 
     def run(self, numbers: Tensor, prompt_slices: Sequence[PromptSlice]) -> tuple[Tensor, ...]:
-        """Run a pass, and return the residual stream after the last layer, valid until the next pass or step.
+        """Run a pass, and return the residual stream after the last layer, of the last row of each prompt that ends.
 
         Args:
-            numbers: numbers of the rows in host memory, see :meth:`tpplan.decoder.forward.Forward.prefill`.
+            numbers: :func:`tpplan.decoder.forward.numbers_of` the rows.
             prompt_slices: slices of prompts that make up all rows.
 
         Returns:
-            The residual stream of the rows, followed by meaningless rows of padding; empty if no graph has room.
+            The rows on each device, ``[prompts, D]``; an empty tuple if no graph has room.
         """
         rows = len(numbers)
         size = next((each for each in self.sizes if each >= rows), 0)
@@ -153,20 +154,21 @@ class PrefillGraphs:
             nobody = torch.cat((numbers[-1:, :_OF_ROW], nobody[:, _OF_ROW:]), dim=1)
         filled = torch.cat((numbers, nobody.expand(size - rows, -1)))
         self._forward.context.broadcast(filled, source=HOST, out=self._numbers_of(size))
+        count = sum(len(range(rows)[each.ends]) for each in prompt_slices)
         if shape not in self._have_run:
-            xs = self._prefill(shape)
+            last = self._last_rows(shape)
             self._have_run.add(shape)
-            return xs
+            return tuple(x_RD[:count] for x_RD in last)
         if shape not in self._graphs:
             if shape.goes_on is not None:
-                self._prefill(shape)  # cuDNN makes plans for each thread, and not while a graph is captured
+                self._last_rows(shape)  # cuDNN makes plans for each thread, and not while a graph is captured
             graph = self._capture(partial(self._issue, shape), "a pass of prompts")
             if graph is None:
                 self.has_failed = True
-                return self._prefill(shape)
+                return tuple(x_RD[:count] for x_RD in self._last_rows(shape))
             self._graphs[shape] = graph
         self._graphs[shape].replay()
-        return tuple(x_RD[:size] for x_RD in self._xs)
+        return tuple(x_RD[:count].clone() for x_RD in self._last)
 
     def shapes_of(self, size: int) -> list[PassShape]:
         """Return the shapes that passes of at most ``size`` rows can have, those of one sequence first."""
@@ -186,10 +188,13 @@ class PrefillGraphs:
         """Return the memory on each device for the numbers of ``size`` rows."""
         return [numbers[:size] for numbers in self._numbers]
 
-    def _prefill(self, shape: PassShape) -> tuple[Tensor, ...]:
-        return self._forward.prefill(self._numbers_of(shape.rows), pass_shape=shape)
+    def _last_rows(self, shape: PassShape) -> list[Tensor]:
+        """Run a pass without a graph, and return as many last rows of prompts as there can be."""
+        numbers = self._numbers_of(shape.rows)
+        xs = self._forward.prefill(numbers, pass_shape=shape)
+        return [x_RD.index_select(0, each[: self._most, -1]) for x_RD, each in zip(xs, numbers, strict=True)]
 
     def _issue(self, shape: PassShape) -> None:
         """Launch a pass on the devices, without waiting. Its result is where those of all graphs are."""
-        for to_RD, x_RD in zip(self._xs, self._prefill(shape), strict=True):
-            to_RD[: shape.rows].copy_(x_RD)
+        for to_RD, last_RD in zip(self._last, self._last_rows(shape), strict=True):
+            to_RD[: len(last_RD)].copy_(last_RD)

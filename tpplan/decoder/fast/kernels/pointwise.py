@@ -112,21 +112,10 @@ def _embed(tokens, pitch, start, count, table, table_pitch, out, width):  # type
         ptx.store_128(out + row * width + at, a, b, c, d)
 
 
-@device_function
-def _vector(row: Any, at: Any, width: Any) -> Any:
-    """Return a vector of a row, of zeros behind it."""
-    zero = types.uint32(0)
-    a, b, c, d = zero, zero, zero, zero
-    if at < width:
-        a, b, c, d = ptx.load_128(row + at)
-    return a, b, c, d
-
-
 def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
     """Make a kernel that divides rows by their root mean square, and multiplies them by weights plus a number.
 
-    It rounds the result, or adds what it has rounded to what is in its place, and rounds the sum. A block takes a row,
-    and a thread up to four of its vectors.
+    It rounds the result, or adds what it has rounded to what is in its place, and rounds the sum. A block takes a row.
 
     Args:
         name: of the kernel.
@@ -148,11 +137,6 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
             a, b, c, d = sum_of(p, a), sum_of(q, b), sum_of(r, c), sum_of(s, d)
         ptx.store_128(target, a, b, c, d)
 
-    @device_function
-    def store_at(target: Any, weight: Any, at: Any, width: Any, w: Any, offset: Any, by: Any, adds: Any) -> None:
-        if at < width:
-            store(target + at, w, weights_at(weight + at, offset), by, adds)
-
     def norm(  # type: ignore[no-untyped-def]
         x, x_pitch, out, out_pitch, weight, offset, width, inverse, eps, adds,
     ):  # fmt: skip
@@ -160,13 +144,16 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         sums = cuda.shared.array(_WARP, FLOAT32)
         row, step = UINT64(cuda.blockIdx.x), UINT64(16) * UINT64(cuda.blockDim.x)
         source, target, first = x + row * x_pitch, out + row * out_pitch, UINT64(16) * UINT64(cuda.threadIdx.x)
-        second, third, fourth = first + step, first + UINT64(2) * step, first + UINT64(3) * step
-        # The first vector of a thread, in steps the only one, finds its weights before the row's sum.
-        g = weights_at(weight + (first if first < width else UINT64(0)), offset)
-        a, b = _vector(source, first, width), _vector(source, second, width)
-        c, d = _vector(source, third, width), _vector(source, fourth, width)
-        s = squares(a[0], a[1], a[2], a[3]) + squares(b[0], b[1], b[2], b[3])
-        s += squares(c[0], c[1], c[2], c[3]) + squares(d[0], d[1], d[2], d[3])
+        # The first vector of a thread stays in registers: mostly there is no other.
+        own = first if first < width else UINT64(0)
+        w = ptx.load_128(source + own)
+        g = weights_at(weight + own, offset)
+        s = squares(w[0], w[1], w[2], w[3]) if first < width else FLOAT32(0)
+        at = first + step
+        while at < width:
+            v = ptx.load_128(source + at)
+            s += squares(v[0], v[1], v[2], v[3])
+            at += step
         lane, warp = types.uint32(cuda.threadIdx.x % _WARP), types.uint32(cuda.threadIdx.x // _WARP)
         s = over_lanes(s, types.uint32(_WARP))
         if lane == types.uint32(0):
@@ -177,10 +164,11 @@ def _norm(name: str, low: Any, high: Any, two: Any) -> Kernel:
         mean = s * ptx.float_of(types.uint32(inverse))
         by = libdevice.rsqrtf(mean + ptx.float_of(types.uint32(eps)))
         if first < width:
-            store(target + first, a, g, by, adds)
-        store_at(target, weight, second, width, b, offset, by, adds)
-        store_at(target, weight, third, width, c, offset, by, adds)
-        store_at(target, weight, fourth, width, d, offset, by, adds)
+            store(target + first, w, g, by, adds)
+        at = first + step
+        while at < width:
+            store(target + at, ptx.load_128(source + at), weights_at(weight + at, offset), by, adds)
+            at += step
 
     return Kernel(name, norm, 10)
 

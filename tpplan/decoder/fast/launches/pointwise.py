@@ -36,9 +36,6 @@ _WARP: Final = 32
 _MOST_THREADS: Final = 1024
 #: Maximum threads of a block that shares no results with other threads.
 _THREADS: Final = 256
-#: Most vectors of a row that a thread of a norm reads. From so many rows on, it reads that many: smaller blocks keep
-#: more rows on their way.
-_AT_ONCE, _MANY = 4, 256
 
 
 #: Parameters of norms and rotation of heads; see :meth:`Pointwise.words_of_turn`.
@@ -159,11 +156,10 @@ class Pointwise:
         if out is None and source:
             out = torch.empty_like(x_RD)
         target = self._matrix(out) if out is not None else None
-        if not source or not target or x_RD.shape[1] > _AT_ONCE * _MOST_THREADS * _ELEMENTS:
+        if not source or not target:
             return None
         start, pitch, rows, columns = source
-        each = _AT_ONCE if rows >= _MANY else 1
-        _, threads = _even(-(-columns // (_ELEMENTS * each)), _MOST_THREADS)
+        _, threads = _even(columns // _ELEMENTS, _MOST_THREADS)
         more = of_weight, self._offset, columns * _ITEM, bits_of(1 / columns), self._eps, added
         self._norm(rows, threads, start, pitch, *target[:2], *more)
         return out
