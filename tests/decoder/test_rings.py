@@ -39,7 +39,7 @@ def test_rows_beside_the_tokens_of_rings(seed: int) -> None:
         (starts[sequence] + row, sequence, before)
         for before, (sequence, count) in enumerate(read.items())
         for row in range(count)
-    ] + [NOBODY[1:]] * padding
+    ] + [NOBODY[1:4]] * padding
     positions, sequences, before = torch.tensor(numbers).T
     pass_shape = PassShape.of_any(len(numbers), batch if padding else len(read), 6 * length)
     ring = Ring.of(Group.of(positions, sequences, before, pass_shape, is_filled=padding > 0), length)
