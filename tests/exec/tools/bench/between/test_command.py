@@ -80,7 +80,7 @@ def test_what_was_measured_outlives_processes_that_fail_at_their_end(
     measured = children.run
 
     def crashing(*arguments: Any, **options: Any) -> str:
-        assert not measured(*arguments, **options)
+        measured(*arguments, **options)  # in which processes may have failed at their end, too
         return "process 1 was ended by SIGABRT\nFatal Python error: Aborted"
 
     monkeypatch.setattr(children, "run", crashing)
