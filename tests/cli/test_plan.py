@@ -162,6 +162,7 @@ def test_notes_on_a_model_are_told(tmp_path: Path) -> None:
     Path("tpplan.toml").write_text(f'[[plan]]\nfile = "b.json"\nmodel = "{directory}"\ngpus = "1GiB,1MiB"\n')
     for schema, words in (
         ("show-report", ("plan", directory, "--gpus", "1GiB,1MiB")),
+        ("fit-report", ("fit", directory, "--gpus", "1GiB")),
         ("manifest-report", ("plan", "--all")),
         ("check-report", ("check", "b.json", "--model", directory)),
         ("check-report", ("check",)),

@@ -244,6 +244,8 @@ def fit(
         form: markdown prints tables for a pull request; text by default.
         json: print one JSON document.
     """
+    from attrs import evolve  # noqa: PLC0415
+
     from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
     from tpplan.planner.options import parse_reserve  # noqa: PLC0415
     from tpplan.render.fit import fit as view  # noqa: PLC0415
@@ -273,7 +275,7 @@ def fit(
             draft=drafting.name if drafting else "",
             mtp=mtp,
         )
-    console.present(report, view, chosen)
+    console.present(evolve(report, notes=console.noted()), view, chosen)
     return OK if report.fits else NO
 
 

@@ -132,6 +132,7 @@ class FitReport:
         suggestions: single changes with which what was asked for fits, the cheapest first; left out if it fits.
         without_bandwidth: indices of the devices whose bandwidth is unknown, for which no speed is told; left out if
             there are none.
+        notes: what the command noted on standard error beside it; left out for none.
     """
 
     model: str
@@ -153,6 +154,7 @@ class FitReport:
     longest: tuple[LongestContext, ...]
     suggestions: tuple[Advice, ...] = ()
     without_bandwidth: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def fit(
