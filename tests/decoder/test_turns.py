@@ -168,3 +168,16 @@ def test_few_rows_and_passes_that_are_not_captured_take_no_turns() -> None:
             decoder.prompt_graphs = None
             decoder.prefill([5] * 21)
             decoder.prefill([5] * 42)
+
+
+@pytest.mark.usefixtures("flash_calls")
+def test_no_half_is_all_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size whose next smaller one is no graph is none either, if few rows would fill a half of it."""
+    for which in ("up", "down"):
+        monkeypatch.setattr(Plain, f"takes_experts_{which}", lambda _, rows, *__: rows > 10)
+    plan, directory = planned("qwen3_moe", 1)
+    with compile_plan(plan, backend="cpu", transport="host") as context:
+        weights = load_weights(plan, directory, context)
+        for turns in (True, False):
+            graphs = Decoder(context, directory, weights, cache="fp32", graphs=True, turns=turns).prompt_graphs
+            assert (graphs.sizes if graphs else ()) == (() if turns else (21,))

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tpplan.exec.context import TPContext
 
 #: Minimum rows of half a pass for the halves to be interleaved, and a multiple that the first half is rounded down to.
-#: A graph this large is always more than half full, so that the second half is never all padding.
 _HALF, _EVEN = 512, 128
 
 
@@ -127,8 +126,8 @@ class Forward:
         xs = self._embed([one[:, 0] for one in numbers])
         count = len(numbers[0])
         pass_shape = pass_shape or PassShape.of_any(count, self.batch, self.length)
-        half = count // 2 // _EVEN * _EVEN
-        if not self._in_turns or prompt_slices or half < _HALF:
+        half = self.first_half(count)
+        if prompt_slices or not half:
             return self.stack.run(xs, self._pass_of(numbers, prompt_slices, pass_shape))
         halves = [
             (tuple(x_RD[some] for x_RD in xs), self._pass_of([one[some] for one in numbers], (), shape))
@@ -136,6 +135,14 @@ class Forward:
         ]
         self.stack.run_in_turns(halves)
         return xs
+
+    def first_half(self, rows: int) -> int:
+        """Return how many rows of a pass of a fixed shape come first, or 0 if it is not divided into halves.
+
+        A graph of such a pass must have more rows that are no padding: devices expect some in both halves.
+        """
+        half = rows // 2 // _EVEN * _EVEN
+        return half if self._in_turns and half >= _HALF else 0
 
     def _shapes_of(self, pass_shape: PassShape, half: int) -> tuple[PassShape, PassShape]:
         """Return the shapes of both halves of a pass, of which the first has ``half`` rows."""

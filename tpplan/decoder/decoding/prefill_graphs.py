@@ -57,7 +57,11 @@ def graphs_of(forward: Forward, capture: Capture, *, graphs: bool | None = None)
         is_fixed(forward.stack, forward.settings.attention_cap, PassShape.of_any(size, batch, length))
         for size in possible
     ]
-    sizes = [size for size, is_one in zip(possible, agreed(context, fixed), strict=True) if is_one]
+    sizes: list[int] = []
+    for size, is_one in zip(possible, agreed(context, fixed), strict=True):
+        least = sizes[-1] + 1 if sizes else 1  # rows that are no padding: fewer take a smaller graph
+        if is_one and least > forward.first_half(size):
+            sizes.append(size)
     return PrefillGraphs(forward, capture, sizes) if sizes else None
 
 
