@@ -314,6 +314,19 @@ def test_slips_in_the_parameters_of_rope_are_told(key: str, slip: str) -> None:
     assert spec_from_config(Config(LLAMA | {"rope_scaling": scaling}, "config.json"), "m").notes == ()
 
 
+def test_each_key_is_told_of_once_and_all_are() -> None:
+    """Of an object, and where a key may be meant as one of two."""
+    scaling = {"rope_typ": "linear", "factr": 4.0, "beta_fst": 32.0}
+    slips = {"rope_scaling": scaling, "routed_scaling_facter": 2.5}
+    notes = spec_from_config(Config(LLAMA | slips, "config.json"), "m").notes
+    assert [note.rpartition(": is ")[2] for note in notes] == [
+        "beta_fst meant as beta_fast?",
+        "factr meant as factor?",
+        "rope_typ meant as rope_type?",
+        "routed_scaling_facter meant as routed_scaling_factor?",
+    ]
+
+
 @pytest.mark.parametrize(
     ("key", "slip", "value"),
     [

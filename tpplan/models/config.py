@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Final, cast
@@ -157,6 +159,11 @@ def _slip(key: str, names: Collection[str]) -> str:
     return next((name for name in near if not words <= _words(name) and not words >= _words(name)), "")
 
 
+def _likeness(one: str, other: str) -> float:
+    """Return how much alike two keys are, from 0 to 1."""
+    return SequenceMatcher(None, one, other).ratio()
+
+
 def _may_be_near(name: str, key: str) -> bool:
     """Return whether two names may be as much alike as slips are, by their lengths and letters, which takes no time."""
     shorter, least = min(len(name), len(key)), _NEAR * (len(name) + len(key)) / 2
@@ -271,14 +278,16 @@ class Config:
     def mistaken_keys(self) -> Iterator[tuple[str, str]]:
         """Yield keys that nobody has looked up, each with one that was looked up in vain and probably meant.
 
-        They are what other families call it, or misspelt.
+        They are what other families call it, or misspelt. Of several that one may be meant as, it is the most alike.
         """
         known = {name for key in self._seen.keys for name in (key, *ALIASES.get(key, ()))}
-        unread = [key for key in self._data if key not in known]
+        unread, found = [key for key in self._data if key not in known], dict[str, str]()
         for key in sorted(self._seen.keys):
             lacking = self._filled.issuperset(name for name in (key, *ALIASES.get(key, ())) if name in self._data)
             if lacking and (meant := self._meant_as(key, unread)):
-                yield meant, key
+                found[meant] = max(found.get(meant, key), key, key=partial(_likeness, meant))
+        for meant, key in sorted(found.items(), key=itemgetter(1)):
+            yield meant, key
 
     def slips(self) -> Iterator[str]:
         """Yield a note on each of them, as text for people."""

@@ -156,7 +156,7 @@ def times_of(step: dict[str, Any], device: dict[str, Any]) -> list[int]:
 
 def basis_of(speed: dict[str, Any], devices: int) -> str:
     """Say what a prediction rests on."""
-    bandwidth = "measured bandwidths" if "bandwidth" in speed["measured"] else "bandwidths of the catalogue"
+    bandwidth = "measured bandwidths" if "bandwidth" in speed["measured"] else "bandwidths that were not measured"
     links = "" if devices == 1 else ", measured links" if "links" in speed["measured"] else ", guessed links"
     return f"estimated for tpplan's decoder from {bandwidth}{links}"
 

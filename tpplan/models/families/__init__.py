@@ -194,7 +194,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
         parameters=outside,
         not_planned=parts_aside(config, text),
         assumed="" if named else f"dtype {torch_dtype}: {config.source.rpartition('/')[2]} names none",
-        notes=tuple(filter(None, (context.note, family.note, *_of_keys(config, inner, text)))),
+        notes=tuple(filter(None, (*context.notes, family.note, *_of_keys(config, inner, text)))),
     )
 
 

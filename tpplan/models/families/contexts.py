@@ -54,13 +54,12 @@ class Context:
     Attributes:
         tokens: per sequence.
         basis: the RoPE scaling that decides it, such as ``32768 × 4 by yarn``; empty if none does.
-        note: what is assumed of the scaling because the config does not say, or misspells it, a sentence; empty if
-            nothing is.
+        notes: what is assumed of the scaling because the config does not say, or misspells it, in sentences.
     """
 
     tokens: int
     basis: str = ""
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def longest_context(config: Config, model_type: str, maximum: int) -> Context:
@@ -85,7 +84,7 @@ def longest_context(config: Config, model_type: str, maximum: int) -> Context:
     for section, _ in sections:
         section.expect(_KEYS)
     slips = [slip for section, _ in sections for slip in section.slips()]
-    return evolve(longest, note=longest.note or next(iter(slips), ""))
+    return evolve(longest, notes=(*longest.notes, *dict.fromkeys(slips)))
 
 
 def _sections(config: Config) -> Iterator[tuple[Config, int | None]]:
@@ -110,5 +109,5 @@ def _extended(section: Config, original: int | None, maximum: int) -> Context | 
     reach = (start or maximum) * factor if isinstance(factor, int | float) and not isinstance(factor, bool) else 0
     if not 1 <= reach <= MAX_COUNT:
         raise section.error(f"factor is {reprlib.repr(factor)}, expected one that makes a context of 1 to {MAX_COUNT}")
-    note = "" if start else f"{kind} without {ORIGINAL}: its factor is taken to multiply max_position_embeddings"
-    return Context(int(reach), f"{start or maximum} × {factor:g} by {kind}", note)
+    note = f"{kind} without {ORIGINAL}: its factor is taken to multiply max_position_embeddings"
+    return Context(int(reach), f"{start or maximum} × {factor:g} by {kind}", () if start else (note,))
