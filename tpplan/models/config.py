@@ -267,7 +267,7 @@ class Config:
         foreign = (name for name in FOREIGN_NAMES.get(key, ()) if name in names and self._data[name] is not None)
         if name := next(foreign, ""):
             return name
-        others = [name for name in names if name[0] != "_" and name not in DISTINCT]
+        others = [name for name in names if not name.startswith("_") and name not in DISTINCT]
         slips = (slip for own in (key, *ALIASES.get(key, ())) if (slip := _slip(own, others)))
         return next(slips, "")
 
@@ -291,14 +291,16 @@ class Config:
 
     def slips(self) -> Iterator[str]:
         """Yield a note on each of them, as text for people."""
-        for key, meant in self.mistaken_keys():
-            default = f" ({_repr(self._data[meant])})" if meant in self._filled else ""
-            told = f"{self.source} has {visible(key)}, which is not read, and no {meant}"
-            yield f"{told}, whose default{default} is taken: {are_meant((key, meant))}"
+        return (self._slip_note(*pair) for pair in self.mistaken_keys())
+
+    def _slip_note(self, key: str, meant: str) -> str:
+        default = f" ({_repr(self._data[meant])})" if meant in self._filled else ""
+        told = f"{self.source} has {visible(key)}, which is not read, and no {meant}"
+        return f"{told}, whose default{default} is taken: {are_meant((key, meant))}"
 
     def slips_within(self) -> dict[tuple[str, str], str]:
         """Return notes on slips here and in the sections that were read, by the key and what is meant, each once."""
-        found = dict(zip(self.mistaken_keys(), self.slips(), strict=True))
+        found = {pair: self._slip_note(*pair) for pair in self.mistaken_keys()}
         for section in self._seen.sections.values():
             for pair, note in section.slips_within().items():
                 found.setdefault(pair, note)
