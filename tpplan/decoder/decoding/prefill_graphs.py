@@ -158,7 +158,7 @@ class PrefillGraphs:
             nobody = torch.cat((numbers[-1:, :_OF_ROW], nobody[:, _OF_ROW:]), dim=1)
         filled = torch.cat((numbers, nobody.expand(size - rows, -1)))
         self._forward.context.broadcast(filled, source=HOST, out=self._numbers_of(size))
-        count = sum(len(range(rows)[each.ends]) for each in prompt_slices)
+        count = sum(each.count for each in prompt_slices if each.is_last)
         if shape not in self._have_run:
             last = self._last_rows(shape)
             self._have_run.add(shape)

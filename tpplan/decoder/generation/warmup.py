@@ -43,7 +43,7 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = GREEDY
     decoder.texts.lose("prepare() has run since, in the same cache")
     graphs, most = decoder.prompt_graphs, decoder.context.max_rows
     shapes = [graphs.shapes_of(size) for size in graphs.sizes] if graphs else []
-    if not any(alike[0].rows == most for alike in shapes) and on_gpus(decoder):
+    if (not graphs or most not in graphs.sizes) and on_gpus(decoder):
         decoder.read(_prompts(decoder, 2 * most))  # the second pass attends to tokens of the first
     for alike in reversed(shapes):  # the largest first: others fit in its memory
         for prompts in _prompts_of(decoder, alike):
