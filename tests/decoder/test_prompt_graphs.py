@@ -181,6 +181,21 @@ def test_passes_of_one_sequence_have_graphs_of_their_own(
     assert {(half, False), (half, True)} <= {*cudnn_calls}
 
 
+@pytest.mark.usefixtures("flash_calls", "cudnn_calls")
+def test_padding_of_one_sequence_is_as_finite_as_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a token that it does not have would compute: a weight of 0 times NaN is NaN."""
+    monkeypatch.setattr(prompt_graphs, "_SMALLEST", 4)
+    monkeypatch.setattr(prompt_graphs, "_LEAST_OF_ONE", 4)
+    request = evolve(request_of(), max_rows=16)
+    with compile_plan(plan_of(model_of("llama").directory, 1, request, {}, seed=3), backend="cpu") as context:
+        decoder = made(context, "llama")
+        decoder.weights[0]["model.embed_tokens.weight"][NOBODY[0]] = torch.inf
+        with capturing(decoder, []):
+            for prompt in 2 * [Prompt([7] * 13), Prompt([5] * 11, start=13)]:
+                (logits,) = decoder.read([prompt])
+                assert logits[:, 1:].isfinite().all()
+
+
 @pytest.mark.parametrize("in_turns", [False, True])
 @pytest.mark.parametrize("obstacle", ["room", "window"])
 @pytest.mark.usefixtures("flash_calls")
