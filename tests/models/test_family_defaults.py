@@ -71,6 +71,8 @@ LACKING = re.compile(r" (is|are) missing$")
 #: What other names stand for.
 NAMED = {name: key for table in (ALIASES, FOREIGN_NAMES) for key, names in table.items() for name in names}
 
+NAMES_OF_EXPERTS = {"num_experts", *ALIASES["num_experts"]}
+
 #: Keys that are looked up only where others ask for it, and one whose slip is a name that it has too.
 NEVER_TOLD = {"block_ffn_dim_multiplier", "share_expert_dim", "word_embed_proj_dim"}
 #: The error for opt has a hint of its own; Zamba's num_query_groups is taken for the missing key first.
@@ -200,7 +202,8 @@ def test_keys_that_must_be_there_are_told_together(model_type: str, inner: str) 
     whole = small(model_type, inner)
     missed = {key for key in keys_of(whole) if LACKING.search(told_of(without(whole, (key,))).partition("\n")[0])}
     told = told_of(without(whole, missed)).partition("\n")[0] if missed else ""
-    assert {NAMED.get(key, key) for key in missed - {"layer_types"}} <= {*re.findall(r"\w+", told)}
+    words = {NAMED.get(word, word) for word in re.findall(r"\w+", told)}
+    assert {NAMED.get(key, key) for key in missed - {"layer_types"}} <= words
 
 
 @pytest.mark.parametrize(("model_type", "inner"), KNOWN)
@@ -235,15 +238,37 @@ def test_heliums_default_head_size_is_that_of_its_class() -> None:
 @pytest.mark.parametrize("name", OWN_NAMES)
 def test_names_of_some_families_are_read_by_their_classes_alone(name: str) -> None:
     """A class has the name, or one that means the same becomes what it is set to; others do nothing with it."""
-    (names,) = ({key, *others} for key, others in ALIASES.items() if name in others)
+    (names,) = ({key, *others} for key, others in ALIASES.items() if name in {key, *others})
     readers = set()
-    for model_type in {*families.FAMILIES} - SAME.keys() - NOT_IN_TRANSFORMERS:
-        kind = transformers.AutoConfig.for_model(model_type).__class__
-        with_name = kind(**{name: 6})
-        moved = [other for other in names - {name} if getattr(with_name, other, None) == 6 != getattr(kind(), other, 6)]
+    for model_type in {*families.LANGUAGE_MODELS} - SAME.keys() - NOT_IN_TRANSFORMERS:
+        kind = transformers.CONFIG_MAPPING[model_type]
+        with_name, usual = kind(**{name: 16}), kind()
+        moved = [
+            other for other in names - {name} if getattr(with_name, other, None) == 16 != getattr(usual, other, 16)
+        ]
         if moved or name in kind.__dataclass_fields__ or name in kind.attribute_map:
             readers.add(model_type)
-    assert readers == set(OWN_NAMES[name])
+    assert readers == set(OWN_NAMES[name]) - SAME.keys() - NOT_IN_TRANSFORMERS
+
+
+@pytest.mark.parametrize(("model_type", "inner"), KNOWN)
+def test_the_number_of_experts_is_told_by_the_name_that_the_class_has(model_type: str, inner: str) -> None:
+    """In the error, in the note on a default, and in the hint, which works when followed."""
+    whole = small(model_type, inner)
+    raw = without(whole, NAMES_OF_EXPERTS & text_of(whole).keys())
+    text_of(raw)["num_expert"] = 8
+    told = told_of(raw)
+    if "num_expert meant as" in told and model_type != "dbrx":  # which has it in a section
+        kind = transformers.CONFIG_MAPPING[text_of(whole)["model_type"]]
+        fields = kind.__dataclass_fields__.keys()
+        own = "n_routed_experts" if model_type.startswith("step") else (fields & NAMES_OF_EXPERTS).pop()
+        assert f"is num_expert meant as {own}?" in told
+        assert re.search(rf"{own}( \(or [^)]*\))? is missing|no {own}, whose default", told)
+        text_of(raw)[own] = 8
+        assert "expert" not in told_of(raw)
+        ignored = max(name for name in NAMES_OF_EXPERTS - fields if getattr(kind(**{name: 37}), own) != 37)
+        text_of(raw)[ignored] = text_of(raw).pop(own)
+        assert f"has {ignored} and no {own}: tpplan reads it as {own}" in told_of(raw)
 
 
 @pytest.mark.parametrize(("model_type", "inner"), KNOWN)

@@ -303,7 +303,13 @@ def test_keys_that_are_nearly_known_are_told(key: str, slip: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "slip"),
-    [("factor", "factors"), ("rope_type", "ropetype"), ("factor", "facotr"), ("beta_fast", "beta_fasst")],
+    [
+        ("factor", "factors"),
+        ("rope_type", "ropetype"),
+        ("factor", "facotr"),
+        ("factor", "facter"),
+        ("beta_fast", "beta_fasst"),
+    ],
 )
 def test_slips_in_the_parameters_of_rope_are_told(key: str, slip: str) -> None:
     """The context would be as long as without scaling."""
@@ -448,5 +454,5 @@ def test_names_of_other_families_are_told(key: str, name: str) -> None:
     assert spec.blocks == spec_from_config(Config(LLAMA, "config.json"), "m").blocks
     (note,) = spec.notes
     assert note.startswith(f"config.json has {name} and no {key}: tpplan reads it as {key}, which it is in models of ")
-    assert note.endswith("; in those of type llama transformers ignores it and takes a default")
+    assert note.endswith("; in a model of type llama transformers ignores it and takes a default")
     assert spec_from_config(Config({**data, key: LLAMA[key]}, "config.json"), "m").notes == ()

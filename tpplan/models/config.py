@@ -56,21 +56,73 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "torch_dtype": ("dtype",),
 }
 
+_EXPERTS: Final = "num_experts"
+#: Types of models by the names of their number of experts: first their own, then those that transformers reads as well.
+_NAMES_OF_EXPERTS: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
+    ("num_experts",): (
+        *("afmoe", "bailing_moe", "cohere2_moe", "exaone_moe", "flint", "gemma4_text", "laguna", "lfm2_moe", "minicpm"),
+        *("qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "qwen3_omni_moe_text", "qwen4_exp_text"),
+    ),
+    ("num_experts", "num_local_experts"): (
+        *("flex_olmo", "hunyuan_v1_moe", "hy_v3", "jamba", "kolibri1", "mellum", "olmoe", "qwen3_moe"),
+        "qwen3_vl_moe_text",
+    ),
+    ("num_local_experts",): (
+        *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "llama4_text", "minimax_m1"),
+        *("minimax_text_01", "muse_spark_text", "phimoe"),
+    ),
+    ("num_local_experts", "num_experts"): (
+        *("bailing_hybrid", "gpt_oss", "kimi_linear", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral"),
+    ),
+    ("n_routed_experts",): ("deepseek",),
+    ("n_routed_experts", "num_experts"): ("deepseek_ocr2_text", "deepseek_v2"),
+    ("n_routed_experts", "num_local_experts"): (
+        *("axk1", "axk2", "deepseek_v3", "deepseek_v4", "dots1", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text"),
+        *("glm5_next_text", "hy_v4", "kimi_k2", "longcat_flash", "mimo_v2_flash", "mistral4", "nemotron_h"),
+        "solar_open",
+    ),
+    ("n_routed_experts", "num_local_experts", "num_experts"): ("deepseek_v32", "glm_moe_dsa", "mistral_large4_text"),
+    ("n_routed_experts", "num_local_experts", "moe_num_experts"): ("step3p5",),
+    ("moe_num_experts",): ("aria_text",),
+    ("moe_num_experts", "num_experts"): ("ernie4_5_moe", "ernie4_5_vl_moe_text"),
+}
+_EXPERTS_OF: Final = {kind: names for names, kinds in _NAMES_OF_EXPERTS.items() for kind in kinds}
 _GPT: Final = ("gpt2", "gpt_bigcode", "gptj")
 #: Of these names, those of sizes that only some families have. In a config of another one transformers ignores them and
 #: takes a default.
 OWN_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "block_ff_dim": ("lfm2",),
+    "conv_kernel": ("nemotron_h",),
+    "experts_per_token": (),
     "ffn_dim": ("opt",),
     "ffn_hidden_size": ("falcon", "longcat_flash"),
+    "mamba_head_dim": ("nemotron_h",),
+    "mamba_ngroups": ("zamba2",),
+    "mamba_num_heads": ("nemotron_h",),
+    "moe_k": ("ernie4_5_moe", "ernie4_5_vl_moe_text"),
+    "moe_top_k": ("step3p5",),
+    "moe_topk": ("aria_text", "hunyuan_v1_moe", "longcat_flash"),
     "n_embd": _GPT,
     "n_embed": ("bloom", "falcon"),
+    "n_groups": ("nemotron_h",),
     "n_head": (*_GPT, "bloom"),
     "n_inner": _GPT,
     "n_layer": (*_GPT, "bloom"),
+    "n_mamba_heads": ("zamba2",),
     "n_positions": _GPT,
     "num_attention_groups": ("step3p5",),
+    "num_experts_per_token": ("bailing_hybrid", "kimi_linear"),
     "num_kv_heads": ("falcon",),
+    "num_shared_experts": (
+        *("afmoe", "bailing_hybrid", "bailing_moe", "cohere2_moe", "exaone_moe", "hy_v3", "kimi_linear"),
+    ),
+    "share_expert_dims": ("step3p5",),
+    "ssm_state_size": ("nemotron_h",),
+    "top_k_experts": ("gemma4_text",),
+    **{
+        name: tuple(kind for kind, names in _EXPERTS_OF.items() if name in names)
+        for name in (_EXPERTS, *ALIASES[_EXPERTS])
+    },
 }
 
 #: What some families call a key; nothing reads these names in the configs of others.
@@ -119,8 +171,10 @@ _MISSING: Final = object()
 _MOST_SECTIONS: Final = 64
 #: How much alike a long key and a slip of it are.
 _NEAR: Final = 0.9
-#: Letters of a long key, and of the shortest that slips are told of: short ones are alike by chance.
+#: Letters of a long key, of the shortest in which a changed letter is told, and of the shortest that slips are told of:
+#: short ones are alike by chance.
 _LONG: Final = 8
+_CHANGED: Final = 6
 _SHORT: Final = 4
 
 
@@ -129,6 +183,15 @@ def _repr(value: object) -> str:
     short = Repr()
     short.maxstring = short.maxother = 60
     return short.repr(value)
+
+
+def names_of(key: str, model_type: object) -> tuple[str, ...]:
+    """Return the names of a key that transformers reads in models of a type, its own first."""
+    all_names = (key, *ALIASES.get(key, ()))
+    if _EXPERTS in all_names and isinstance(model_type, str) and model_type in _EXPERTS_OF:
+        return _EXPERTS_OF[model_type]
+    names = [name for name in all_names if model_type in OWN_NAMES.get(name, (model_type,))]
+    return tuple(sorted(names, key=lambda name: name not in OWN_NAMES)) or all_names
 
 
 def are_meant(*pairs: tuple[str, str]) -> str:
@@ -175,15 +238,14 @@ def _words(name: str) -> set[str]:
 
 
 def _differs_by_a_letter(name: str, key: str) -> bool:
-    """Return whether a name has a letter more or less than a key, two swapped, or one of a long key changed."""
+    """Return whether a name has a letter more or less than a key, two swapped, or one changed if it is not short."""
     start = next((i for i, (letter, other) in enumerate(zip(name, key, strict=False)) if letter != other), None)
     start = min(len(name), len(key)) if start is None else start
     ours, theirs = name[start:], key[start:]
     swapped = ours[:2] == theirs[:2][::-1] and ours[2:] == theirs[2:]
     shifted = swapped or ours[1:] == theirs or ours == theirs[1:]
-    if len(key) >= _LONG:
-        return shifted or ours[1:] == theirs[1:]
-    return len(key) >= _SHORT and start > 0 and shifted
+    changed = shifted or (len(key) >= _CHANGED and ours[1:] == theirs[1:])
+    return changed if len(key) >= _LONG else len(key) >= _SHORT and start > 0 and changed
 
 
 @frozen
@@ -197,6 +259,10 @@ class _Seen:
 
     keys: set[str] = field(factory=set)
     sections: dict[str, Config] = field(factory=dict)
+
+
+class MissingKeyError(ModelError):
+    """A config.json lacks keys that have no default."""
 
 
 class Config:
@@ -239,23 +305,26 @@ class Config:
         self._seen.keys.add(key)
         return any(name in self._data for name in (key, *ALIASES.get(key, ())))
 
-    def missing(self, *keys: str) -> ModelError:
+    def missing(self, *keys: str) -> MissingKeyError:
         """Return the error for keys without a value; the hint names the keys that were probably meant as them."""
         found = {"missing": [key for key in keys if key not in self], "null": [key for key in keys if key in self]}
         told = [
-            f"{listed([self._names(key) for key in which])} {'are' if which[1:] else 'is'} {what}"
+            f"{listed([self._told_names(key) for key in which])} {'are' if which[1:] else 'is'} {what}"
             for what, which in found.items()
             if which
         ]
-        pairs = [(near, key) for key in keys if (near := self.meant_as(key))]
+        pairs = [(near, self.own_name(key)) for key in keys if (near := self.meant_as(key))]
         others = f" for the others, {COMPARE}" if len(pairs) < len(keys) else ""
-        return self.error("; ".join(told), are_meant(*pairs) + others if pairs else "")
+        hint = are_meant(*pairs) + others if pairs else COMPARE
+        return MissingKeyError(f"{self.source}: {'; '.join(told)}", hint)
 
-    def _names(self, key: str) -> str:
+    def own_name(self, key: str) -> str:
+        """Return what models of this type call a key."""
+        return names_of(key, self._data.get("model_type"))[0]
+
+    def _told_names(self, key: str) -> str:
         """Return the names of a key that the model's type has, its own ones first: ``n_embd (or hidden_size)``."""
-        kind = self._data.get("model_type")
-        names = [name for name in (key, *ALIASES.get(key, ())) if kind in OWN_NAMES.get(name, (kind,))]
-        first, *others = sorted(names, key=lambda name: name not in OWN_NAMES)
+        first, *others = names_of(key, self._data.get("model_type"))
         return f"{first} (or {', '.join(others)})" if others else first
 
     def meant_as(self, key: str) -> str:
@@ -276,10 +345,14 @@ class Config:
         self._seen.keys.update(keys)
 
     def mistaken_keys(self) -> Iterator[tuple[str, str]]:
-        """Yield keys that nobody has looked up, each with one that was looked up in vain and probably meant.
+        """Yield keys that nobody has looked up, each with the name of one that was looked up in vain, probably meant.
 
         They are what other families call it, or misspelt. Of several that one may be meant as, it is the most alike.
         """
+        return ((meant, self.own_name(key)) for meant, key in self._mistaken())
+
+    def _mistaken(self) -> Iterator[tuple[str, str]]:
+        """Yield them with the keys as they were looked up."""
         known = {name for key in self._seen.keys for name in (key, *ALIASES.get(key, ()))}
         unread, found = [key for key in self._data if key not in known], dict[str, str]()
         for key in sorted(self._seen.keys):
@@ -291,16 +364,20 @@ class Config:
 
     def slips(self) -> Iterator[str]:
         """Yield a note on each of them, as text for people."""
-        return (self._slip_note(*pair) for pair in self.mistaken_keys())
+        return iter(self._slip_notes().values())
 
-    def _slip_note(self, key: str, meant: str) -> str:
-        default = f" ({_repr(self._data[meant])})" if meant in self._filled else ""
-        told = f"{self.source} has {visible(key)}, which is not read, and no {meant}"
-        return f"{told}, whose default{default} is taken: {are_meant((key, meant))}"
+    def _slip_notes(self) -> dict[tuple[str, str], str]:
+        notes = {}
+        for key, meant in self._mistaken():
+            default = f" ({_repr(self._data[meant])})" if meant in self._filled else ""
+            name = self.own_name(meant)
+            told = f"{self.source} has {visible(key)}, which is not read, and no {name}"
+            notes[key, name] = f"{told}, whose default{default} is taken: {are_meant((key, name))}"
+        return notes
 
     def slips_within(self) -> dict[tuple[str, str], str]:
         """Return notes on slips here and in the sections that were read, by the key and what is meant, each once."""
-        found = {pair: self._slip_note(*pair) for pair in self.mistaken_keys()}
+        found = self._slip_notes()
         for section in self._seen.sections.values():
             for pair, note in section.slips_within().items():
                 found.setdefault(pair, note)
@@ -310,8 +387,8 @@ class Config:
         """Yield keys that were read by a name that only other families have than ``model_type``, each with its own."""
         for key in sorted(self._seen.keys):
             names = [name for name in (key, *ALIASES.get(key, ())) if self._data.get(name) is not None]
-            if names and all(model_type not in OWN_NAMES.get(name, (model_type,)) for name in names):
-                yield names[0], key
+            if not self._filled.issuperset(names) and not {*names} & {*names_of(key, model_type)}:
+                yield names[0], self.own_name(key)
 
     def _find(self, key: str) -> tuple[str, object]:
         """Return the key's name in the file and its value; values take precedence over null and must agree."""

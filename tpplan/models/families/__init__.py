@@ -10,6 +10,7 @@ from attrs import frozen
 
 from tpplan.core.entry_points import added
 from tpplan.core.model import ModelSpec
+from tpplan.core.sizes import listed
 from tpplan.errors import ModelError
 from tpplan.models.config import COMPARE, ELSEWHERE, OF_DECODERS, OWN_NAMES, Config, are_meant
 from tpplan.models.families.aside import parts_aside
@@ -204,11 +205,11 @@ def _of_keys(config: Config, model_type: str, text: Config) -> Iterator[str]:
     for part in dict.fromkeys((config, text)):
         yield from part.slips()
     for key, meant in text.borrowed_keys(model_type) if model_type in IN_TRANSFORMERS else ():
-        others = ", ".join(OWN_NAMES[key])
-        yield (
-            f"{text.source} has {key} and no {meant}: tpplan reads it as {meant}, which it is in models of type "
-            f"{others}; in those of type {model_type} transformers ignores it and takes a default"
-        )
+        first, more = OWN_NAMES[key][:_NEAREST], len(OWN_NAMES[key]) - _NEAREST
+        others = listed((*first, f"{more} others") if more > 0 else first) if first else ""
+        told = f"{text.source} has {key} and no {meant}: tpplan reads it as {meant}"
+        told = f"{told}, which it is in models of type {others}" if others else told
+        yield f"{told}; in a model of type {model_type} transformers ignores it and takes a default"
 
 
 def _family(config: Config) -> tuple[str, Family]:

@@ -124,7 +124,8 @@ def _read(config: Config, family: Family, *, tied: bool, stacked: bool) -> Shape
     experts = config.count("num_experts", default=given.get("num_experts"), maximum=MAX_PARTS) if any(sparse) else 0
     per_token = config.count("num_experts_per_tok", default=given.get("num_experts_per_tok")) if experts else 0
     if per_token > experts:
-        raise config.error(f"num_experts_per_tok is {per_token}, more than there are: {counted(experts, 'expert')}")
+        key = config.own_name("num_experts_per_tok")
+        raise config.error(f"{key} is {per_token}, more than there are: {counted(experts, 'expert')}")
     width = family.mlp_ratio * hidden or given.get("intermediate_size")
     shape = Shape(
         hidden=hidden,

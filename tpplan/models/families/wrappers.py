@@ -366,7 +366,7 @@ def text_part(config: Config) -> tuple[str, Config]:
     inner = text.text("model_type") or wrapper.text
     if inner == "deepseek_v2" and text.raw("use_mla") is False:
         inner = "deepseek"  # without latent attention it is that
-    defaults = dict(zip(_KEYS, _DEFAULTS[inner], strict=True)) if inner in _DEFAULTS else {}
+    defaults = {"model_type": inner, **(dict(zip(_KEYS, _DEFAULTS[inner], strict=True)) if inner in _DEFAULTS else {})}
     defaults.update(_EXPERTS.get(inner, {}))
     defaults.update(wrapper.usual)
     return inner, text.filled(defaults)

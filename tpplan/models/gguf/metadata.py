@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from tpplan.errors import ModelError
-from tpplan.models.config import Config
+from tpplan.models.config import Config, names_of
 from tpplan.models.families.contexts import ORIGINAL
 from tpplan.models.gguf.architectures import FLAGS
 
@@ -61,7 +61,8 @@ def config_of(file: Gguf, architecture: Architecture, source: str) -> Config:
     windows, layers = own.get("attention.sliding_window_pattern"), data.get("num_hidden_layers")
     if isinstance(windows, tuple) and isinstance(layers, int):  # further layers predict
         data["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in windows[:layers]]
-    return Config({**data, **_scaling(own, architecture.model_type)}, source)
+    data |= _scaling(own, architecture.model_type)
+    return Config({names_of(key, architecture.model_type)[0]: value for key, value in data.items()}, source)
 
 
 def _value(own: Mapping[str, Value], key: str, prefix: str) -> Value:
