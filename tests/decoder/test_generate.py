@@ -149,6 +149,41 @@ def test_a_draft_model_is_not_used_which_is_told(checkpoint: Path, tmp_path: Pat
         assert (done.code, f"note: {told}" in done.err) == (0, True), done.err
 
 
+@pytest.mark.parametrize(
+    ("key", "slip", "code"), [("rms_norm_eps", "rms_norm_epss", 0), ("torch_dtype", "torch_dtpye", 2)]
+)
+def test_keys_that_are_misspelt_are_told(key: str, slip: str, code: int, checkpoint: Path, tmp_path: Path) -> None:
+    """As by other commands; also where the plan is of another model, as the key may be why it is."""
+    directory = shutil.copytree(checkpoint, tmp_path / "tiny")
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config[slip] = config.pop({"torch_dtype": "dtype"}.get(key, key))
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    plan = checkpoint / "plan.json"
+    if code:
+        text = plan.read_text(encoding="utf-8")
+        plan = tmp_path / "other.json"
+        plan.write_text(re.sub("sha256:[0-9a-f]{64}", "sha256:" + "0" * 64, text), encoding="utf-8")
+    asked = ("--backend", "cpu", "--token-ids", "1", "--max-new-tokens", 1)
+    done = command("generate", plan, "--model", directory, *asked)
+    assert (done.code, f"is {slip} meant as {key}?" in done.err) == (code, True), done.err
+
+
+@pytest.mark.parametrize(
+    ("scaling", "hint"), [({}, "add factor, by which "), ({"facter": 2.0}, "is facter meant as factor?")]
+)
+def test_a_scaling_without_its_factor_is_not_left_to_transformers(
+    scaling: dict[str, float], hint: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """It needs the factor, too, and does not say what to do."""
+    directory = shutil.copytree(checkpoint, tmp_path / "tiny")
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["rope_parameters"] |= {"rope_type": "linear", **scaling}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    done = generate(directory, "--token-ids", "1")
+    assert done.code == 2
+    assert f"error: config.json: rope_parameters: factor is missing\nhint: {hint}" in done.err
+
+
 def test_a_text_of_standard_input(checkpoint: Path) -> None:
     """A prompt of - is read from standard input, to the byte."""
     asked = ("--max-new-tokens", 5)

@@ -37,6 +37,16 @@ def test_untied_config_without_output_matrix_is_refused(tmp_path: Path) -> None:
         read_model(path)
 
 
+def test_a_misspelt_key_that_files_contradict_is_told(tmp_path: Path) -> None:
+    """In the hint: the default of the right one is what the files contradict; with the key as proposed they do not."""
+    wrong = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+    tensors = llama_outside(head=False) | llama_layers(plain)
+    path = write_checkpoint(tmp_path / "m", wrong | {"num_key_value_head": 2, "tie_word_embeddings": True}, tensors)
+    with pytest.raises(ModelError, match=r"self_attn.k_proj.weight .* \[128, 256\]") as caught:
+        read_model(path)
+    assert caught.value.hint.startswith("is num_key_value_head meant as num_key_value_heads? if not, ")
+
+
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], Tensors, set[str], tuple[str, ...]]] = {
     "query heads": (
         {"num_attention_heads": 4},

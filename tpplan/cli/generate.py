@@ -175,8 +175,11 @@ def _is_for_transformers(task: Task, engine: str) -> bool:
         return engine == "transformers"
     with needing("running a plan", "generate"):
         from tpplan.decoder.model.settings import check_model  # noqa: PLC0415 (not every command needs it)
+        from tpplan.models.config import MissingKeyError  # noqa: PLC0415 (not every command needs it)
     try:
         check_model(task.source, task.source.model, task.plan)
+    except MissingKeyError:
+        raise  # transformers needs the key, too
     except TpplanError as error:
         if _lacking() or not task.source.model.is_plain:
             raise
@@ -241,11 +244,15 @@ def _texts(prompt: str, prompts: str) -> tuple[str, ...]:
 
 
 def _checked(
-    checked: Callable[[SplitPlan, Order], Task], found: SplitPlan, order: Order, path: str, model: str
+    checked: Callable[[SplitPlan, Order, Callable[[str], None]], Task],
+    found: SplitPlan,
+    order: Order,
+    path: str,
+    model: str,
 ) -> Task:
     """Check an order, and say of a plan at a path that is not right for a model which commands help."""
     try:
-        return checked(found, order)
+        return checked(found, order, plans.note)
     except PlanError as error:
         if path != console.STREAM:
             again = plans.remake(found, path, model, "") or "tpplan plan"

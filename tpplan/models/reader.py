@@ -13,7 +13,7 @@ from tpplan.core.sizes import format_bytes
 from tpplan.errors import ModelError
 from tpplan.files.jsontext import UNSEEN, NotJSONError, read_json
 from tpplan.models.checkpoint import Headers, read_headers
-from tpplan.models.config import Config, read_config
+from tpplan.models.config import Config, are_meant, read_config
 from tpplan.models.families import LANGUAGE_MODELS, Tolerated, spec_from_config, tolerated
 from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.drafts import BY_NAME, as_draft
@@ -207,7 +207,13 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
     parts, notes = beside(path, {tensor.file for tensor in headers.tensors.values()})
     headers = headers.renamed(known.renamed)
-    spec = stored_by_headers(_in_form(config, headers, name), scheme, headers, known)
+    logical = _in_form(config, headers, name)
+    try:
+        spec = stored_by_headers(logical, scheme, headers, known)
+    except ModelError as error:
+        if slips := config.slips_within():
+            error.hint = f"{are_meant(*slips)} if not, {error.hint}"
+        raise
     if scheme.problem:
         notes = (f"not needed beside the files' headers: {scheme.problem.message}", *notes)
     # Whatever the config says of dtypes and of other parts, the files have them or not.

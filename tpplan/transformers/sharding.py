@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from tpplan.errors import RequestError
+from tpplan.models.config import COMPARE
 from tpplan.transformers.assembly import assemble
 from tpplan.transformers.classes import runnable
 from tpplan.transformers.trial import check_small_model
@@ -69,7 +70,7 @@ def config_of(source: Source, plan: SplitPlan) -> Any:
         config = AutoConfig.from_pretrained(source.directory, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         message = f"transformers does not read the config of models of type {name}: {str(error).splitlines()[0]}"
-        raise RequestError(message, "upgrade transformers") from error
+        raise RequestError(message, COMPARE if name in CONFIG_MAPPING else "upgrade transformers") from error
     found = runnable(config)
     if found is None:
         message = f"transformers has no class for models of type {name}"

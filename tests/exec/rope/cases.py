@@ -281,7 +281,14 @@ WRONG: dict[str, tuple[Json, tuple[str, ...]]] = {
     ),
     "kind no string": ({"rope_scaling": {"rope_type": 7}}, ("rope_type is 7",)),
     "no object": ({"rope_scaling": "linear"}, ("rope_scaling is 'linear'",)),
-    "linear without factor": ({"rope_scaling": {"type": "linear"}}, ("factor is missing",)),
+    "linear without factor": (
+        {"rope_scaling": {"type": "linear"}},
+        ("factor is missing", "hint: add factor, by which "),
+    ),
+    "factor misspelt": (
+        {"rope_scaling": {"type": "linear", "facter": 2.0}},
+        ("rope_scaling: factor is missing", "hint: is facter meant as factor?"),
+    ),
     "factor null": ({"rope_scaling": {"type": "dynamic", "factor": None}}, ("factor is null",)),
     "factor a string": ({"rope_scaling": {"type": "linear", "factor": "4"}}, ("factor is '4'",)),
     "factor true": ({"rope_scaling": {"type": "linear", "factor": True}}, ("factor is True",)),
@@ -291,7 +298,7 @@ WRONG: dict[str, tuple[Json, tuple[str, ...]]] = {
     "factor huge": ({"rope_scaling": {"type": "linear", "factor": 10**400}}, ("factor is 1000",)),
     "llama3 without low": (
         {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "low_freq_factor"}},
-        ("low_freq_factor is missing",),
+        ("low_freq_factor is missing", "hint: add low_freq_factor, which is 1.0 in "),
     ),
     "llama3 in the wrong order": (
         {"rope_scaling": {**LLAMA3, "low_freq_factor": 4}},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
@@ -83,12 +83,13 @@ class Task:
         return self.order.max_new_tokens or max(1, min(_USUAL, length_of(self.plan.request) - len(prompt)))
 
 
-def checked(plan: SplitPlan, order: Order) -> Task:
+def checked(plan: SplitPlan, order: Order, note: Callable[[str], None]) -> Task:
     """Check an order against a plan and a checkpoint, whose weights are not read.
 
     Args:
         plan: the plan to load and run by.
         order: what to generate.
+        note: is called with what is to know of the checkpoint, also of one that does not fit.
 
     Raises:
         TpplanError: the plan, the checkpoint and the order do not fit together.
@@ -96,6 +97,8 @@ def checked(plan: SplitPlan, order: Order) -> Task:
     check_choice("backend", order.backend, BACKENDS)
     check_stops(order.stops)
     source = Source.read(local(order.directory))
+    for text in source.model.notes:
+        note(text)
     source.check(plan)
     tokenizer = None if order.tokens else Tokenizer(source)
     prompts = _encoded(order, source, tokenizer) if tokenizer else [list(order.tokens)]

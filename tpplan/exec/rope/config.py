@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from tpplan.exec.rope.families import ALPHA, DEFAULTS, GPTJ, LOCAL, MROPE
 from tpplan.exec.rope.scaling import Default, Dynamic, Linear, Llama3, LongRope, Ntk, Scaling, Yarn
-from tpplan.models.config import Config
+from tpplan.models.config import COMPARE, Config
 from tpplan.models.families import LANGUAGE_MODELS
 from tpplan.models.families.contexts import ORIGINAL, WITHOUT_ROPE
 from tpplan.models.families.wrappers import text_part
@@ -31,6 +31,13 @@ _HIGHEST_THETA: Final = 1e18
 
 #: Kinds with an optional factor; its default is the context length divided by the original one.
 _RATIO: Final = frozenset({"yarn", "longrope"})
+
+#: What parameters of a scaling usually are.
+_USUAL: Final = {
+    "factor": "by which the longest context is longer than that of training, such as 4.0",
+    "low_freq_factor": "which is 1.0 in Llama 3.1",
+    "high_freq_factor": "which is 4.0 in Llama 3.1",
+}
 
 #: Keys of the head size, in order of priority.
 _HEADS: Final = ("qk_rope_head_dim", "head_dim")
@@ -169,7 +176,10 @@ def _number(section: Config, key: str, *, low: float = _LOWEST, high: float = _H
     """
     value = _optional(section, key, low, high)
     if value is None:
-        raise section.error(f"{key} is {'null' if key in section else 'missing'}")
+        error = section.missing(key)
+        if error.hint == COMPARE and key in _USUAL:
+            error.hint = f"add {key}, {_USUAL[key]}; or set rope_type to default if contexts are not to be extended"
+        raise error
     if not value:
         raise section.error(f"{key} is 0, outside {low:g} to {high:g}")
     return value
