@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import gguf
@@ -12,6 +14,7 @@ import tokenizers
 import transformers
 
 from tpplan.decoder.text import gguf as text
+from tpplan.decoder.text import tokenizer
 from tpplan.errors import ModelError
 from tpplan.models.gguf.header import Gguf, GgufTensor, read_gguf
 
@@ -62,14 +65,15 @@ def test_a_tokenizer_is_converted_once(
     caplog.set_level(logging.INFO, "tpplan")
     path = tmp_path / "model.gguf"
     _write(path, "abc", "output_norm.weight")
-    first = text.tokenizer_in(read_gguf(path))
+    first, origin = text.tokenizer_in(read_gguf(path))
+    assert origin == path
     assert (_id(first, "abc"), _id(first, "bcd")) == (5, None)
     with settings.context() as patch:
         patch.setattr(transformers.AutoTokenizer, "from_pretrained", None)
-        assert text.tokenizer_in(read_gguf(path)) == first
+        assert text.tokenizer_in(read_gguf(path))[0] == first
     assert caplog.messages == ["converting the tokenizer of model.gguf, which is kept for the next start"]
     _write(path, "bcd", "output_norm.weight")
-    assert _id(text.tokenizer_in(read_gguf(path)), "bcd") == 5
+    assert _id(text.tokenizer_in(read_gguf(path))[0], "bcd") == 5
     assert len([*(tmp_path / "kept/tpplan/tokenizers").iterdir()]) == 2
 
 
@@ -86,15 +90,41 @@ def test_another_version_converts_again(tmp_path: Path, settings: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "damaged", [b"", b"{}", b"version https://git-lfs.github.com/spec/v1", b"[" + b"1," * 2_000_001]
+)
+def test_a_kept_tokenizer_that_is_damaged_is_named(
+    tmp_path: Path, settings: pytest.MonkeyPatch, damaged: bytes
+) -> None:
+    """The GGUF file is whole, and not blamed; the hint works when followed."""
+    path = tmp_path / "model.gguf"
+    _write(path, "abc", "output_norm.weight")
+    settings.setattr(tokenizer, "gguf_of", lambda _: SimpleNamespace(file=read_gguf(path)))
+    tokens = tokenizer.Tokenizer(path).encode("abc")
+    (kept,) = (tmp_path / "kept/tpplan/tokenizers").iterdir()
+    kept.write_bytes(damaged)
+    with pytest.raises(ModelError, match=f"^{re.escape(str(kept))} ") as caught:
+        tokenizer.Tokenizer(path)
+    assert caught.value.hint.startswith("delete it: ")
+    kept.unlink()
+    assert tokenizer.Tokenizer(path).encode("abc") == tokens
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("inside", ["", "tpplan/tokenizers"])
-def test_without_a_place_it_is_converted_each_time(tmp_path: Path, settings: pytest.MonkeyPatch, inside: str) -> None:
-    """A cache that cannot be read or written costs time only."""
+def test_without_a_place_it_is_converted_each_time(
+    tmp_path: Path, settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, inside: str
+) -> None:
+    """A cache that cannot be read or written costs time only, which the log says without an error's hint."""
+    caplog.set_level(logging.INFO, "tpplan")
     path, taken = tmp_path / "model.gguf", tmp_path / "taken"
     _write(path, "abc", "output_norm.weight")
     (taken / inside).parent.mkdir(parents=True, exist_ok=True)
     (taken / inside).touch()
     settings.setenv("XDG_CACHE_HOME", str(taken))
-    assert _id(text.tokenizer_in(read_gguf(path)), "abc") == 5
+    assert _id(text.tokenizer_in(read_gguf(path))[0], "abc") == 5
+    assert str(taken / inside) in caplog.messages[-1]
+    assert "hint" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -104,7 +134,7 @@ def test_a_first_file_without_tensors(tmp_path: Path, settings: pytest.MonkeyPat
     _write(path, "abc")
     others = {"output_norm.weight": GgufTensor("F32", (8,), 1, 4, "model-00002-of-00002.gguf", 0)}
     file = Gguf(path, {}, {}, others, path.stat().st_size)
-    first = text.tokenizer_in(file)
+    first, _ = text.tokenizer_in(file)
     assert _id(first, "abc") == 5
     settings.setattr(transformers.AutoTokenizer, "from_pretrained", None)
-    assert text.tokenizer_in(file) == first
+    assert text.tokenizer_in(file)[0] == first

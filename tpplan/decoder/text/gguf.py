@@ -25,10 +25,13 @@ _TEMPLATE: Final = "tokenizer.chat_template"
 _END: Final = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 
-def tokenizer_in(file: Gguf) -> bytes:
-    """Return the tokenizer.json that a file's vocabulary stands for, as transformers converts it.
+def tokenizer_in(file: Gguf) -> tuple[bytes, Path]:
+    """Return the tokenizer.json that a file's vocabulary stands for, as transformers converts it, and its origin.
 
     It is kept on disk, for the same header and versions: converting takes longer than everything else at a start.
+
+    Returns:
+        Its bytes, and the path of where they are kept or of the file that they were converted from.
 
     Raises:
         MissingError: transformers or the package gguf is not installed.
@@ -39,17 +42,17 @@ def tokenizer_in(file: Gguf) -> bytes:
     try:
         kept = cache_folder() / "tokenizers" / f"{_digest(file, versions)}.json"
         if kept.exists():
-            return kept.read_bytes()
+            return kept.read_bytes(), kept
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory is unknown
         _LOG.info("converting the tokenizer of %s, at every start: %s", file.path.name, error)
-        return _converted(file.path)
+        return _converted(file.path), file.path
     _LOG.info("converting the tokenizer of %s, which is kept for the next start", file.path.name)
     found = _converted(file.path)
     try:
         save_bytes(found, kept)
     except TpplanError as error:
-        _LOG.info("the tokenizer is not kept: %s", error)
-    return found
+        _LOG.info("the tokenizer is not kept: %s", error.message)
+    return found, file.path
 
 
 def _digest(file: Gguf, versions: list[str]) -> str:

@@ -59,20 +59,21 @@ class Tokenizer:
             message = "turning text into tokens needs tokenizers, which is not installed"
             raise ExecutionError(message, f"{install_command('generate')}, or give --token-ids") from error
         path, model = directory_of(checkpoint) / "tokenizer.json", gguf_of(checkpoint)
-        hint = "fetch it again, or give --token-ids"
+        kept, hint = "", "fetch it again, or give --token-ids"
         if model and not path.exists():
-            path, data = model.file.path, tokenizer_in(model.file)
+            data, path = tokenizer_in(model.file)
+            kept = "" if path == model.file.path else "delete it: it is then converted again from the GGUF file"
         elif not path.exists():
             raise ModelError(f"{path} does not exist", "fetch the model's tokenizer.json, or give --token-ids")
         else:
             data = read_bytes(path, hint, _MOST_BYTES)
         if data.count(b",") > _MOST_VALUES:
-            raise ModelError(f"{path} has more than {_MOST_VALUES} values", hint)
+            raise ModelError(f"{path} has more than {_MOST_VALUES} values", kept or hint)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing narrower
             what, better = foreign(data)
-            raise ModelError(f"{path} {what or f'cannot be read: {error}'}", better or hint) from error
+            raise ModelError(f"{path} {what or f'cannot be read: {error}'}", kept or better or hint) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text, by default with the special tokens that the tokenizer puts around it.
