@@ -33,6 +33,8 @@ from tpplan.planner.plan import plan, replan
 from tpplan.planner.speed import predict, quantised
 from tpplan.render.html import page
 from tpplan.render.show import show
+from tpplan.reports.check import check
+from tpplan.reports.diff import diff
 from tpplan.reports.show import faster_with_fewer, of_other_strategy, show_report
 
 if TYPE_CHECKING:
@@ -401,6 +403,21 @@ def test_auto_takes_the_faster_strategy() -> None:
     equal = [evolve(uneven()[0], name=name) for name in "ab"]
     assert plan(model, equal, cache=cache, strategy="auto").request.strategy == "balanced"
     assert of_other_strategy(plan(model, equal, cache=cache, strategy="auto"), model) is None
+
+
+@pytest.mark.parametrize("asked", ["auto", "latency", "balanced"])
+@pytest.mark.parametrize("links", [(), (NVLINK,)])
+def test_other_devices_are_checked_with_what_was_asked(asked: str, links: tuple[LinkSpeed, ...]) -> None:
+    """What auto chose is chosen again for them, as the command does that the hint names; what was named stays."""
+    model, cache = spec(num_hidden_layers=16, hidden_size=2048, intermediate_size=8192), Cache("q8", 4096)
+    equal = tuple(evolve(uneven()[0], name=name) for name in "ab")
+    for old, new in ((tuple(uneven()), equal), (equal, tuple(uneven()))):
+        made = plan(model, old, cache=cache, strategy=asked)
+        (found,) = check({"a.json": made}, model, new, links=links).plans
+        assert found.reasons == ("devices",)
+        assert found.diff == diff(made, plan(model, new, cache=cache, strategy=asked, links=links))
+        assert len(found.diff.chosen) == (asked == "auto")
+        assert check({"a.json": made}, model, old).current
 
 
 def test_auto_without_bandwidths_is_balanced_byte_for_byte() -> None:

@@ -379,7 +379,7 @@ def check(
     """
     from attrs import evolve  # noqa: PLC0415
 
-    from tpplan.hardware.spec import parse_devices  # noqa: PLC0415
+    from tpplan.hardware.spec import links_of, parse_devices  # noqa: PLC0415
     from tpplan.models.reader import read_prediction_layers  # noqa: PLC0415
     from tpplan.render import github  # noqa: PLC0415
     from tpplan.render.verdicts import check as view  # noqa: PLC0415
@@ -397,7 +397,8 @@ def check(
         stored = {path: on_plans.plan_or_error(path) for path in on_plans.many(plans)}
         devices = parse_devices(gpus, on_plans.note) if gpus else ()
         spec = on_plans.read_model(model)
-        found = compare(stored, spec, devices, lambda: read_prediction_layers(model))
+        links = links_of(gpus) if gpus else ()
+        found = compare(stored, spec, devices, lambda: read_prediction_layers(model), links)
         on_plans.note_unread_drafts(stored.values())
         console.present(evolve(found, notes=console.noted()), view, chosen, annotate=github.check)
         on_plans.advise_stale(found.plans, stored, spec, model, gpus)

@@ -14,7 +14,7 @@ from tpplan.files.codec import document
 from tpplan.hardware.spec import spec_of
 from tpplan.planfile.codec import fingerprint
 from tpplan.planner.infeasible import InfeasibleError
-from tpplan.planner.plan import replan
+from tpplan.planner.plan import plan_request, replan
 from tpplan.planner.request import asked_strategy, resolve
 from tpplan.reports.diff import PlanDiff, diff
 from tpplan.reports.error import ErrorBody, error_report
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tpplan.core.device import Device
     from tpplan.core.model import ModelSpec
     from tpplan.core.plan import Request, SplitPlan
+    from tpplan.core.speed import LinkSpeed
     from tpplan.planner.manifest import Entry, Manifest
     from tpplan.planner.options import Options
 
@@ -91,8 +92,11 @@ def check(
     model: ModelSpec,
     devices: tuple[Device, ...] = (),
     predicting: Callable[[], ModelSpec] | None = None,
+    links: tuple[LinkSpeed, ...] = (),
 ) -> CheckReport:
     """Plan each plan's request again, for ``model``, and compare the results.
+
+    For other devices than a plan's, a strategy that ``auto`` chose is chosen again.
 
     Args:
         plans: for the path of each file its plan, or the error that kept it from being read.
@@ -100,8 +104,9 @@ def check(
         devices: the devices to plan for; by default those of each plan.
         predicting: function that reads the model's prediction layers; without it their room is that of the plan, as
             that of a draft model always is.
+        links: measured links between ``devices``.
     """
-    checks = tuple(_check(path, plan, model, devices, predicting) for path, plan in plans.items())
+    checks = tuple(_check(path, plan, model, devices, predicting, links=links) for path, plan in plans.items())
     return CheckReport(all(c.current for c in checks), checks)
 
 
@@ -129,18 +134,30 @@ def _check(
     model: ModelSpec,
     devices: tuple[Device, ...],
     predicting: Callable[[], ModelSpec] | None,
+    *,
+    links: tuple[LinkSpeed, ...],
 ) -> PlanCheck:
     if isinstance(old, TpplanError):
         return _unchecked(path, old)
-    held, draft = attrs.evolve(old, devices=devices or old.devices), None
+    draft = None
     if predicting and old.request.mtp and old.request.draft:
         try:
             draft = attrs.evolve(predicting(), name=old.request.draft.name)
         except TpplanError as error:
             if old.model.fingerprint == fingerprint(model):  # else it is another model, which is told
                 return _unchecked(path, error)
-    inputs = Inputs(model, held.devices, draft=draft, is_split=True)
-    return _compare(path, old, inputs, lambda now: replan(now.model, held, now.room(asked_strategy(old))))
+    inputs = Inputs(model, devices or old.devices, links, draft, is_split=True)
+    return _compare(path, old, inputs, lambda now: _again(old, now))
+
+
+def _again(old: SplitPlan, now: Inputs) -> SplitPlan:
+    """Return the plan that an old plan's request gives today."""
+    strategy = asked_strategy(old)
+    room = now.room(strategy)
+    if now.devices == old.devices:
+        return replan(now.model, old, room)
+    asked = attrs.evolve(old.request, strategy=strategy, draft=None if room else old.request.draft)
+    return plan_request(now.model, now.devices, asked, now.links, room)
 
 
 def _check_entry(entry: Entry, old: SplitPlan | TpplanError | None, inputs_of: Callable[[Entry], Inputs]) -> PlanCheck:
