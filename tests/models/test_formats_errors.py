@@ -214,6 +214,24 @@ def test_a_slip_that_leaves_nothing_of_a_quantisation_is_the_hint(tmp_path: Path
     assert caught.value.hint == "is weight meant as weights?"
 
 
+@pytest.mark.parametrize("slip", ["formt", "formats", "fromat"])
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_a_slip_by_which_sizes_do_not_follow_is_hinted_at(tmp_path: Path, slip: str, *, in_groups: bool) -> None:
+    """Of the format, without which nobody knows how weights are stored: at the top, or in each group."""
+    told = _groups()
+    for each in told["config_groups"].values() if in_groups else (told,):
+        each[slip] = told["format"]
+    del told["format"]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": told}))
+    with pytest.raises(ModelError, match="do not follow from the config alone") as caught:
+        read_model(tmp_path)
+    assert caught.value.hint.startswith(f"is {slip} meant as format? if not, point to the directory")
+    (tmp_path / "config.json").write_text(
+        json.dumps(LLAMA | {"quantization_config": told | {"format": "pack-quantized"}})
+    )
+    assert read_model(tmp_path).weight_format == "INT4 g32"
+
+
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
@@ -231,7 +249,7 @@ def test_no_key_that_transformers_saves_of_a_quantisation_is_taken_for_a_slip(ki
     for told in (config.to_dict(), config.to_diff_dict()):
         data = json.loads(json.dumps(told, default=str))
         scheme = read_scheme(Config(LLAMA | {"quantization_config": data}, "config.json"))
-        assert scheme.notes == ()
+        assert not scheme.slips
         assert scheme.problem is None or "meant as" not in scheme.problem.hint
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from tpplan.core.model import ModelSpec
     from tpplan.models.families.wrappers import Wrapper
+    from tpplan.models.formats import Scheme
     from tpplan.models.gguf.reader import GgufModel
 
 
@@ -197,7 +199,9 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     config = as_draft(read_config(path), headers.tensors if headers else {}, name)
     scheme = read_scheme(config, path if path.is_dir() else None)
     if headers is None:
-        spec = stored_by_formula(spec_from_config(config, name), scheme)
+        logical = spec_from_config(config, name)
+        with _hinting_at_slips(config, scheme):
+            spec = stored_by_formula(logical, scheme)
         beside_config = path.parent if path.is_file() and not scheme.method else None
         unread = next((name for name in DESCRIPTIONS if beside_config and (beside_config / name).exists()), "")
         what = f"weights in {spec.weight_format}: {unread} is read if you name the directory" if unread else ""
@@ -208,16 +212,24 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
     parts, notes = beside(path, {tensor.file for tensor in headers.tensors.values()})
     headers = headers.renamed(known.renamed)
     logical = _in_form(config, headers, name)
-    try:
+    with _hinting_at_slips(config, scheme):
         spec = stored_by_headers(logical, scheme, headers, known)
-    except ModelError as error:
-        if slips := config.slips_within():
-            error.hint = f"{are_meant(*slips)} if not, {error.hint}"
-        raise
     if scheme.problem:
         notes = (f"not needed beside the files' headers: {scheme.problem.message}", *notes)
     # Whatever the config says of dtypes and of other parts, the files have them or not.
     return evolve(spec, assumed="", not_planned=(*spec.not_planned, *parts), notes=(*spec.notes, *notes)), headers
+
+
+@contextmanager
+def _hinting_at_slips(config: Config, scheme: Scheme) -> Iterator[None]:
+    """Put keys that are probably misspelt before the hint of an error that may follow from the defaults of others."""
+    try:
+        yield
+    except ModelError as error:
+        slips = dict.fromkeys((*config.slips_within(), *scheme.slips))
+        if slips and " meant as " not in error.hint:
+            error.hint = f"{are_meant(*slips)} if not, {error.hint}"
+        raise
 
 
 def read_prediction_layers(path: str | Path) -> ModelSpec:

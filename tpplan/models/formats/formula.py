@@ -68,7 +68,7 @@ def stored_by_formula(logical: ModelSpec, scheme: Scheme, starts: Mapping[str, s
     if not formula.sizes and any(rule.form and rule.names for rule in scheme.rules):
         raise needs_headers(scheme, "no module of the model is one of those that it quantises")
     text = max(formula.sizes, key=lambda text: (formula.sizes[text], text), default=logical.weight_format)
-    gather_only, notes = next(iter(formula.gather_only), ""), (*spec.notes, *scheme.notes)
+    gather_only, notes = next(iter(formula.gather_only), ""), (*spec.notes, *scheme.slips.values())
     return evolve(spec, weight_format=text, gather_only=gather_only, notes=notes)
 
 

@@ -89,7 +89,7 @@ class Scheme:
         is_known: whether tpplan can read the method's checkpoints.
         source: name of the file in messages.
         problem: what is wrong with the description, None if nothing is; then there are no rules.
-        notes: keys of the description that are probably misspelt, a sentence each.
+        slips: keys of the description that are probably misspelt, what is meant, and a note on each.
     """
 
     method: str = ""
@@ -99,7 +99,7 @@ class Scheme:
     is_known: bool = True
     source: str = ""
     problem: ModelError | None = field(default=None, eq=False)
-    notes: tuple[str, ...] = ()
+    slips: Mapping[tuple[str, str], str] = field(factory=dict, eq=False)
 
     @property
     def form(self) -> Form:

@@ -60,7 +60,7 @@ def read_scheme(config: Config, directory: Path | None = None) -> Scheme:
         source = section.source
         if read := _METHODS.get(method):
             scheme = read(section)
-            return evolve(scheme, notes=tuple(section.slips_within().values()))
+            return evolve(scheme, slips=section.slips_within())
     except ModelError as error:
         slips = section.slips_within() if section else {}
         hint = error.hint if error.hint != COMPARE else are_meant(*slips) if slips else HINT
