@@ -26,7 +26,7 @@ from tests.family_models import (
 from tests.later import transformers
 from tpplan.errors import ModelError
 from tpplan.models import families
-from tpplan.models.config import ALIASES, FOREIGN_NAMES, OWN_NAMES, Config
+from tpplan.models.config import ALIASES, FOREIGN_NAMES, OWN_NAMES, Config, epsilon_of
 from tpplan.models.families.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
@@ -249,6 +249,15 @@ def test_names_of_some_families_are_read_by_their_classes_alone(name: str) -> No
         if moved or name in kind.__dataclass_fields__ or name in kind.attribute_map:
             readers.add(model_type)
     assert readers == set(OWN_NAMES[name]) - SAME.keys() - NOT_IN_TRANSFORMERS
+
+
+def test_the_epsilon_of_norms_has_the_name_of_the_class() -> None:
+    """Another one in its place is told; where a class has several, or takes one for another, none is missed."""
+    for model_type in {*families.LANGUAGE_MODELS} - SAME.keys() - NOT_IN_TRANSFORMERS:
+        kind = transformers.CONFIG_MAPPING[model_type]
+        names = {"rms_norm_eps", *FOREIGN_NAMES["rms_norm_eps"]}
+        own = [*names & {*kind.__dataclass_fields__, *kind.attribute_map}]
+        assert epsilon_of(model_type) == (own[0] if len(own) == 1 else ""), model_type
 
 
 @pytest.mark.parametrize(("model_type", "inner"), KNOWN)

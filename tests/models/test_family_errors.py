@@ -344,6 +344,12 @@ def test_each_key_is_told_of_once_and_all_are() -> None:
     ("key", "slip", "value"),
     [
         ("rms_norm_eps", "rms_norm_epss", 1e-5),
+        *(
+            ("rms_norm_eps", name, 1e-5)
+            for name in ("norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+        ),
+        ("n_group", "n_groups", 2),
+        ("swiglu_limit", "swiglu_limits", 7.0),
         ("rope_theta", "rope_thetta", 5e5),
         ("hidden_act", "hiden_act", "gelu"),
         ("partial_rotary_factor", "partial_rotary_facotr", 0.5),

@@ -125,6 +125,20 @@ OWN_NAMES: Final[dict[str, tuple[str, ...]]] = {
     },
 }
 
+#: What types of models call the epsilon of their norms, if not rms_norm_eps; nothing where there is none, or several.
+_EPSILON: Final = "rms_norm_eps"
+_EPSILONS: Final[dict[str, tuple[str, ...]]] = {
+    "layer_norm_eps": ("cohere", "cohere2", "gpt_neox", "jais2", "persimmon", "phi", "stablelm"),
+    "layer_norm_epsilon": (
+        *("bloom", "exaone", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "nemotron_h", "qwen"),
+        "telechat",
+    ),
+    "norm_eps": ("lfm2", "lfm2_moe", "nemotron", "stablelm_epoch"),
+    "norm_epsilon": ("starcoder2",),
+    "": ("chatglm", "cohere2_moe", "dbrx", "lfm3", "molmo2_text", "olmo", "opt"),
+}
+_EPSILON_NAMES: Final = (_EPSILON, *filter(None, _EPSILONS))
+
 #: What some families call a key; nothing reads these names in the configs of others.
 FOREIGN_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "hidden_size": ("d_model",),
@@ -134,24 +148,28 @@ FOREIGN_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "num_hidden_layers": ("n_layers", "num_layers"),
     "num_key_value_heads": ("kv_n_heads", "multi_query_group_num", "n_kv_heads", "num_query_groups"),
     "vocab_size": ("padded_vocab_size",),
+    **{name: tuple(other for other in _EPSILON_NAMES if other != name) for name in _EPSILON_NAMES},
 }
 
-#: Keys of some families that differ by a letter or two from another one, and are no slips of it.
-DISTINCT: Final = frozenset(
-    (
-        *("compress_ratios", "index_head_dim", "indexer_head_dim", "indexer_kv_heads", "indexer_n_heads"),
-        *("mamba_headdim", "n_group", "n_groups", "projector_bias"),
-        *("mlp_layer_types", "mtp_layer_types", "o_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
-        "swiglu_limits",
-    )
-)
+#: Keys that differ by a letter or two from another one, and are no slips of it: of models of some types, or of all.
+DISTINCT: Final[dict[str, tuple[str, ...]]] = {
+    "compress_ratios": ("deepseek_v4",),
+    **dict.fromkeys(("indexer_head_dim", "indexer_kv_heads", "indexer_n_heads"), ("qwen4_exp_text",)),
+    "mamba_headdim": ("zamba2",),
+    "mtp_layer_types": ("mellum", "step3p5"),
+    "n_groups": ("nemotron_h",),
+    "o_lora_rank": ("deepseek_v4",),
+    "swiglu_limits": ("step3p5",),
+    **dict.fromkeys(("index_head_dim", "mlp_layer_types", "n_group", "projector_bias"), ()),
+    **dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), ()),
+}
 
 #: Keys on which what the decoder computes depends, and mostly no plan: a slip of one changes that without a word.
 OF_DECODERS: Final = frozenset(
     (
         *("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
         *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"),
-        *("hidden_act", "hidden_activation", "rms_norm_eps", "swiglu_alpha", "swiglu_limit"),
+        *("hidden_act", "hidden_activation", "swiglu_alpha", "swiglu_limit"),
         *("is_causal", "use_bidirectional_attention"),
         *("moe_norm_min", "n_group", "norm_topk_prob", "topk_group", "topk_method"),
         *("routed_scaling_factor", "router_scaling_factor"),
@@ -198,6 +216,17 @@ def are_meant(*pairs: tuple[str, str]) -> str:
     """Ask whether keys of a file are meant as others, each with its own."""
     told = [f"{visible(key)} as {other}" for key, other in pairs]
     return f"is {listed(told).replace(' as ', ' meant as ', 1)}?"
+
+
+def epsilon_of(model_type: str) -> str:
+    """Return what models of a type call the epsilon of their norms; empty for those that have none or several."""
+    return next((name for name, kinds in _EPSILONS.items() if model_type in kinds), _EPSILON)
+
+
+def _is_distinct(name: str, model_type: object) -> bool:
+    """Return whether a key is one that models of a type have, and no slip of another one."""
+    kinds = DISTINCT.get(name)
+    return kinds is not None and (not kinds or not isinstance(model_type, str) or model_type in kinds)
 
 
 def _folded(name: str) -> str:
@@ -336,7 +365,8 @@ class Config:
         foreign = (name for name in FOREIGN_NAMES.get(key, ()) if name in names and self._data[name] is not None)
         if name := next(foreign, ""):
             return name
-        others = [name for name in names if not name.startswith("_") and name not in DISTINCT]
+        kind = self._data.get("model_type")
+        others = [name for name in names if not name.startswith("_") and not _is_distinct(name, kind)]
         slips = (slip for own in (key, *ALIASES.get(key, ())) if (slip := _slip(own, others)))
         return next(slips, "")
 

@@ -12,7 +12,7 @@ from tpplan.core.entry_points import added
 from tpplan.core.model import ModelSpec
 from tpplan.core.sizes import listed
 from tpplan.errors import ModelError
-from tpplan.models.config import COMPARE, ELSEWHERE, OF_DECODERS, OWN_NAMES, Config, are_meant
+from tpplan.models.config import COMPARE, ELSEWHERE, OF_DECODERS, OWN_NAMES, Config, are_meant, epsilon_of
 from tpplan.models.families.aside import parts_aside
 from tpplan.models.families.blockwise import BLOCKWISE
 from tpplan.models.families.classic import CLASSIC
@@ -201,7 +201,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
 
 def _of_keys(config: Config, model_type: str, text: Config) -> Iterator[str]:
     """Yield a note on each key that seems to be another's: one that is missing, or one of other families."""
-    text.expect(OF_DECODERS)
+    text.expect({*OF_DECODERS, epsilon_of(model_type)})
     for part in dict.fromkeys((config, text)):
         yield from part.slips()
     for key, meant in text.borrowed_keys(model_type) if model_type in IN_TRANSFORMERS else ():
