@@ -166,6 +166,7 @@ def test_notes_on_a_model_are_told(tmp_path: Path) -> None:
         ("manifest-report", ("plan", "--all")),
         ("check-report", ("check", "b.json", "--model", directory)),
         ("check-report", ("check",)),
+        ("error-report", ("plan", directory, "--gpus", "1MiB")),
     ):
         done = command(*words, "--json")
         told = [line.removeprefix("note: ") for line in done.err.splitlines() if line.startswith("note: ")]

@@ -218,6 +218,8 @@ def fail(error: TpplanError, *, gpus: str, form: str) -> str:
     Returns:
         What kind of error it is.
     """
+    from attrs import evolve  # noqa: PLC0415 (a good run needs none of these)
+
     from tpplan.files.codec import unstructure  # noqa: PLC0415 (a good run needs none of these)
     from tpplan.files.jsontext import render  # noqa: PLC0415 (a good run needs none of these)
     from tpplan.render import github, markdown  # noqa: PLC0415
@@ -225,7 +227,7 @@ def fail(error: TpplanError, *, gpus: str, form: str) -> str:
     from tpplan.render.screen import plain_text  # noqa: PLC0415
     from tpplan.reports.error import error_report  # noqa: PLC0415
 
-    report = error_report(error, gpus)
+    report = evolve(error_report(error, gpus), notes=noted())
     data = unstructure(report)
     write(view(data, columns_of(sys.stderr)), sys.stderr)
     if form == "json":

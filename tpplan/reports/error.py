@@ -96,9 +96,11 @@ class ErrorReport:
 
     Attributes:
         error: what is wrong.
+        notes: what the command noted on standard error before; left out for none.
     """
 
     error: ErrorBody
+    notes: tuple[str, ...] = ()
 
 
 def error_report(error: TpplanError, gpus: str = "") -> ErrorReport:
