@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _LONGEST_TITLE = 60
 _LONGEST_DEVICES = 60
+_RATE = "quantisation_tokens_per_second"
 
 
 def fit(report: dict[str, Any]) -> list[Block]:
@@ -52,16 +53,12 @@ def _table(report: dict[str, Any]) -> list[Block]:
                 *(_cell(cell) for cell in row["cells"]),
                 (bits, ""),
                 (row["quantisation"] or "none", "dim" if not row["quantisation"] else ""),
-                (f"{rate:,}" if (rate := row["quantisation_tokens_per_second"]) else "-", "" if rate else "dim"),
+                (f"{rate:,}", "") if (rate := row.get(_RATE)) is not None else ("-", "dim"),
             ]
         )
     longest: list[Span] = [(f"{one['context']:,}" if one["context"] else "-", "dim") for one in report["longest"]]
     rows.append([("longest", "dim"), *longest, ("", ""), ("", ""), ("", "")])
-    is_known = any(
-        rate
-        for row in report["rows"]
-        for rate in (row["quantisation_tokens_per_second"], *(cell["tokens_per_second"] for cell in row["cells"]))
-    )
+    is_known = any(_RATE in row or any("tokens_per_second" in cell for cell in row["cells"]) for row in report["rows"])
     what = "tokens/s with a full cache, estimated" if is_known else "whether it fits"
     note = f", by context and cache: {what}; bits per weight that fit with {report['cache']}"
     heads: list[Span] = [(name, "dim") for name in ("context", *kinds, "bits", "which is", "tokens/s")]
@@ -83,7 +80,7 @@ def _unknown(report: dict[str, Any]) -> list[Block]:
 def _cell(cell: dict[str, Any]) -> Span:
     if not cell["fits"]:
         return "-", "dim"
-    return (f"{cell['tokens_per_second']:,}" if cell["tokens_per_second"] else "fits"), "good"
+    return (f"{cell['tokens_per_second']:,}" if "tokens_per_second" in cell else "fits"), "good"
 
 
 def _verdict(report: dict[str, Any]) -> list[Block]:

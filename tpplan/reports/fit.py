@@ -63,12 +63,12 @@ class FitCell:
         cache: kind of the cache.
         fits: whether a plan exists.
         tokens_per_second: predicted for the batch with a full cache, by the faster plan that is found with little
-            effort; 0 if it does not fit, or a bandwidth is unknown.
+            effort; left out if it does not fit, or a bandwidth is unknown.
     """
 
     cache: str
     fits: bool
-    tokens_per_second: int
+    tokens_per_second: int | None = None
 
 
 @frozen(kw_only=True)
@@ -81,15 +81,15 @@ class FitRow:
         most_bits_tenths: tenths of a bit per weight that fit at this context in the cache kind that was asked for, if
             all tensors change in proportion; 160 at most, 0 if not even 1.5 bits fit.
         quantisation: the largest common quantisation that fits; empty if none does.
-        quantisation_tokens_per_second: estimated for weights of that many bits, as in the cells; 0 if none fits, or a
-            bandwidth is unknown.
+        quantisation_tokens_per_second: estimated for weights of that many bits, as in the cells; left out if none fits,
+            or a bandwidth is unknown.
     """
 
     context: int
     cells: tuple[FitCell, ...]
     most_bits_tenths: int
     quantisation: str
-    quantisation_tokens_per_second: int
+    quantisation_tokens_per_second: int | None = None
 
 
 @frozen(kw_only=True)
@@ -270,9 +270,10 @@ class _Table:
         """Return whether there is a plan, and how fast the faster one is."""
         found = self.trials.attempt(self.asked(kind, context))
         if found is None:
-            return FitCell(cache=kind, fits=False, tokens_per_second=0)
+            return FitCell(cache=kind, fits=False)
         speed = faster(found.plan(), self.trials.model, self.links, effort=Effort.QUICK).speed
-        return FitCell(cache=kind, fits=True, tokens_per_second=speed.decode[-1].full_tokens_per_second if speed else 0)
+        rate = speed.decode[-1].full_tokens_per_second if speed else None
+        return FitCell(cache=kind, fits=True, tokens_per_second=rate)
 
     def row(self, context: int) -> FitRow:
         """Return what fits at a context."""
@@ -286,18 +287,18 @@ class _Table:
             cells=tuple(self.cell(kind, context) for kind in CACHE_KINDS),
             most_bits_tenths=bits,
             quantisation=quantisation[0],
-            quantisation_tokens_per_second=self._rate(request, *quantisation) if quantisation[0] else 0,
+            quantisation_tokens_per_second=self._rate(request, *quantisation) if quantisation[0] else None,
         )
 
-    def _rate(self, request: Request, quantisation: str, tenths: int) -> int:
-        """Return the tokens a second with weights of a quantisation, by the faster strategy; 0 if it is unknown."""
+    def _rate(self, request: Request, quantisation: str, tenths: int) -> int | None:
+        """Return the tokens a second with weights of a quantisation, by the faster strategy; None if it is unknown."""
         trials, parts = self.trials, quantised(self.trials.model, dict(QUANTISATIONS)[quantisation])
         best: Speed | None = None
         for strategy in ("balanced", "latency") if all(map(bandwidth_of, trials.devices)) else ():
             found = trials.attempt(evolve(request, strategy=strategy), tenths)
             speed = predict(found.plan(), trials.model, self.links, parts) if found else None
             best = speed if speed and (best is None or gains(best, speed)) else best
-        return best.decode[-1].full_tokens_per_second if best else 0
+        return best.decode[-1].full_tokens_per_second if best else None
 
     def longest(self, kind: str) -> int:
         """Return the longest context that fits in a cache kind."""
