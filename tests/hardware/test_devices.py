@@ -524,7 +524,10 @@ def _edited(path: tuple[str | int, ...], value: object) -> str:
         (("links", 0, "second"), 2, "links[0]: joins 0 and 2, expected two of 2 devices"),
         (("links", 0, "first"), 1, "links[0]: joins 1 and 1, expected two of 2 devices"),
         (("links", 0, "kind"), "rope", 'expected nvlink, xgmi, pcie or unknown, got "rope"'),
-        (("host",), "me", "host"),
+        (("host",), "me", 'top level: has the unknown key "host"; known are format_version, devices, '),
+        (("devices", 0, "budget_byte"), 1, 'devices[0]: has the unknown key "budget_byte"; did you mean budget_bytes?'),
+        (("devices", 0, "budgetBytes"), 1, "did you mean budget_bytes?"),
+        (("links", 0, "peer-access"), "no", 'links[0]: has the unknown key "peer-access"; did you mean peer_access?'),
     ],
 )
 def test_devices_file_is_read_strictly(path: tuple[str | int, ...], value: object, words: str) -> None:

@@ -56,7 +56,8 @@ def test_no_conversion(value: str, message: str) -> None:
         ('"dtype": "bfloat16",', "", "TP000 at model.dtype: is missing"),
         ('"kind": "q8", ', "", "TP000 at request.cache.kind: is missing"),
         (', "tokens": 32768', ', "token": 1', "TP000 at request.cache.tokens: is missing"),
-        ('"batch": 2', '"batches": 2', 'TP000 at request: has the unknown key "batches"; known are layout, strategy, '),
+        ('"batch": 2', '"batches": 2', 'TP000 at request: has the unknown key "batches"; did you mean batch?'),
+        ('"batch": 2', '"rows": 2', 'TP000 at request: has the unknown key "rows"; known are layout, strategy, '),
         ('  "format_version": "1.0",\n', "", "TP000 at format_version: is missing"),
         ('"format_version": "1.0"', '"format_version": 1', "TP000 at format_version: expected a text, got 1"),
         (

@@ -21,6 +21,7 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 from tpplan.core.plan import SCHEMA_URN, SplitPlan
 from tpplan.errors import FORM, MOST_PROBLEMS, Problem, refusal
 from tpplan.files.jsontext import render, shown
+from tpplan.files.text import unknown_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,9 +107,9 @@ def _flat(error: Exception, path: str) -> Iterator[Problem]:
         for inner, item in error.group_exceptions()[0]:
             yield from _flat(inner, f"{path}[{item.index}]")
     elif isinstance(error, ForbiddenExtraKeysError):
-        known = ", ".join(field.name for field in attrs.fields(error.cl))
+        known = [field.name for field in attrs.fields(error.cl)]
         for key in sorted(error.extra_fields)[:MOST_PROBLEMS]:
-            yield Problem(FORM, path, f"has the unknown key {shown(key)}; known are {known}")
+            yield Problem(FORM, path, unknown_key(key, known))
     elif isinstance(error, KeyError):
         yield Problem(FORM, path, "is missing")
     else:

@@ -9,11 +9,15 @@ import re
 import stat
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpplan.errors import CORRECT, FORM, PlanError, Problem, TpplanError, malformed, refusal
 from tpplan.files.content import ContentError, read
-from tpplan.files.jsontext import NotJSONError, read_json
+from tpplan.files.jsontext import NotJSONError, read_json, shown
 from tpplan.files.jsontext import decode as decode_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 #: Size limit of documents, in bytes and in characters.
 LARGEST_DOCUMENT = 16 * 2**20
@@ -24,6 +28,8 @@ _STALE_SECONDS = 3600
 
 #: How much of two names must agree, of 1, for one to be a slip of the other.
 _NEAR = 0.8
+#: Characters of a key that may be a slip of another one.
+_LONGEST_KEY = 100
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -76,6 +82,16 @@ def nearest(path: str | os.PathLike[str], suffix: str = "") -> str:
             whole = near / asked.relative_to(path)
             return str(whole if whole.exists() else near)
     return ""
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """Return in words that an object has a key that it cannot have, with the one that was probably meant, or all."""
+    from difflib import get_close_matches  # noqa: PLC0415 - only for messages
+
+    names = {name.replace("_", "-"): name for name in known}
+    near = get_close_matches(key[:_LONGEST_KEY].replace("_", "-").casefold(), names, n=1, cutoff=_NEAR)
+    hint = f"did you mean {names[near[0]]}?" if near else f"known are {', '.join(names.values())}"
+    return f"has the unknown key {shown(key)}; {hint}"
 
 
 def decode(data: bytes, what: str) -> str:

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 
 from tpplan.errors import FORM, Problem, RequestError, TpplanError, refusal
 from tpplan.files.jsontext import shown
-from tpplan.files.text import read_bytes
+from tpplan.files.text import read_bytes, unknown_key
 from tpplan.files.tomltext import parse_toml
 from tpplan.hardware.spec import is_file
 from tpplan.models.hub import is_name
@@ -196,9 +196,7 @@ def _file_problems(table: dict[str, Any], folder: str, where: str, names: dict[s
 def _unknown(table: dict[str, Any], known: tuple[str, ...], where: str) -> Iterator[Problem]:
     for key in table:
         if key not in known:
-            near = get_close_matches(key.replace("_", "-"), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            yield Problem(FORM, where, f"has the unknown key {shown(key)}; {hint}")
+            yield Problem(FORM, where, unknown_key(key, known))
 
 
 def _problem(key: str, value: object) -> str:
