@@ -182,6 +182,8 @@ def test_a_scaling_without_its_factor_is_not_left_to_transformers(
     done = generate(directory, "--token-ids", "1")
     assert done.code == 2
     assert f"error: config.json: rope_parameters: factor is missing\nhint: {hint}" in done.err
+    done = generate(directory, "--token-ids", "1", "--engine", "transformers")
+    assert "hint: compare it with the config.json that the model came with" in done.err  # a newer version needs it, too
 
 
 def test_a_text_of_standard_input(checkpoint: Path) -> None:

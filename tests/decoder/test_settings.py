@@ -18,7 +18,7 @@ from tests.family_models import INCOMPLETE_DEFAULTS, SAME, hub_config
 from tpplan.decoder.model.router import Key, Router
 from tpplan.decoder.model.settings import AROUND, FAMILIES, Settings, settings_of
 from tpplan.errors import ModelError
-from tpplan.models.config import OF_DECODERS, Config, read_config
+from tpplan.models.config import OF_DECODERS, Config, epsilon_of, read_config
 from tpplan.models.families import FAMILIES as PLANNED
 from tpplan.models.families import spec_from_config
 from tpplan.models.reader import read_model
@@ -72,7 +72,7 @@ def test_slips_of_all_keys_that_the_decoder_looks_up_are_looked_for(
         for name in ("_find", "__contains__"):
             patch.setattr(Config, name, recording(getattr(Config, name), asked))
         model = spec_from_config(config, "m")
-        known = {*asked, *OF_DECODERS}
+        known = {*asked, *OF_DECODERS, epsilon_of(family)}
         asked.clear()
         Settings.read(Config(config.data, "config.json"), model)
     of_formats = {"compression_config", "expert_dtype", "quantization", "quantization_config"}

@@ -133,9 +133,9 @@ _EPSILONS: Final[dict[str, tuple[str, ...]]] = {
         *("bloom", "exaone", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "nemotron_h", "qwen"),
         "telechat",
     ),
-    "norm_eps": ("lfm2", "lfm2_moe", "nemotron", "stablelm_epoch"),
+    "norm_eps": ("lfm2", "lfm2_moe", "nemotron"),
     "norm_epsilon": ("starcoder2",),
-    "": ("chatglm", "cohere2_moe", "dbrx", "lfm3", "molmo2_text", "olmo", "opt"),
+    "": ("chatglm", "cohere2_moe", "dbrx", "lfm3", "molmo2_text", "olmo", "opt", "stablelm_epoch"),
 }
 _EPSILON_NAMES: Final = (_EPSILON, *filter(None, _EPSILONS))
 
