@@ -53,9 +53,10 @@ def _start(work: Callable[[], None], *, daemon: bool) -> None:
 
 def _is_for_cuda() -> bool:
     """Return whether torch, which is not imported for that, uses NVIDIA's GPUs."""
-    spec = find_spec("torch")
-    places = spec.submodule_search_locations if spec else None
-    return any(Path(place, _CUDA_OF_TORCH).exists() for place in places or ())
+    with suppress(ImportError, ValueError):  # a broken installation
+        if spec := find_spec("torch"):
+            return any(Path(place, _CUDA_OF_TORCH).exists() for place in spec.submodule_search_locations or ())
+    return False
 
 
 def _retain(ordinal: int, wanted: int) -> None:
