@@ -86,6 +86,7 @@ def generate(
     """
     from tpplan.decoder.generation.arguments import Order, checked  # noqa: PLC0415
     from tpplan.decoder.generation.defaults import Defaults  # noqa: PLC0415
+    from tpplan.decoder.generation.head_start import head_start  # noqa: PLC0415
     from tpplan.decoder.generation.timing import Startup  # noqa: PLC0415
     from tpplan.models.hub import local  # noqa: PLC0415
 
@@ -142,6 +143,8 @@ def generate(
     if text := str(defaults):
         plans.note(text)
     startup.mark("plan")
+    with head_start(task), needing("running a plan", "generate"):
+        import tpplan.decoder.generation.command  # noqa: F401, PLC0415 (torch, too, which takes seconds)
     by_transformers = _is_for_transformers(task, engine)
     if talks and by_transformers:
         hint = 'add --prompt "…", or --engine tpplan if the decoder knows the model'
@@ -173,9 +176,9 @@ def _is_for_transformers(task: Task, engine: str) -> bool:
     """Choose the engine of a task; what the decoder lacks is told."""
     if engine != "auto":
         return engine == "transformers"
-    with needing("running a plan", "generate"):
-        from tpplan.decoder.model.settings import check_model  # noqa: PLC0415 (not every command needs it)
-        from tpplan.models.config import MissingKeyError  # noqa: PLC0415 (not every command needs it)
+    from tpplan.decoder.model.settings import check_model  # noqa: PLC0415 (not every command needs it)
+    from tpplan.models.config import MissingKeyError  # noqa: PLC0415 (not every command needs it)
+
     try:
         check_model(task.source, task.source.model, task.plan)
     except MissingKeyError:
@@ -265,11 +268,10 @@ def _continue(task: Task, startup: Startup, *, json: bool, lines: bool, by_trans
     """Continue prompts, and write what follows them; ``lines`` says whether these are those of a file."""
     from json import dumps  # noqa: PLC0415 (an option has this name)
 
+    from tpplan.decoder.generation.command import by_decoder, run  # noqa: PLC0415 (not every command needs it)
     from tpplan.files.codec import unstructure  # noqa: PLC0415 (not every command has a document)
     from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
 
-    with needing("running a plan", "generate"):
-        from tpplan.decoder.generation.command import by_decoder, run  # noqa: PLC0415
     load = _loader_of_transformers() if by_transformers else by_decoder
     startup.mark("torch")
     numbers = count(1)
