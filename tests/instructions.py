@@ -19,6 +19,7 @@ from tests.warps import (
     end_copies,
     moved,
     multiplied,
+    multiplied_by_groups,
     told,
     wait_for_copies,
     words_at,
@@ -116,12 +117,20 @@ def doing(text: str) -> _Doing:
         return lambda *_: wait_for_copies(groups)
     if name in _DONE:
         return _DONE[name]
-    if found := _conditional(text):
+    if found := _of_groups(text) or _conditional(text):
         return found
     if ".global." not in text:
         return _computing(name, text)
     access = _access(name, text)
     return _polling(access) if "ld.volatile." in text or name.startswith("ld.acquire.") else access
+
+
+def _of_groups(text: str) -> _Doing | None:
+    """Return what does instructions of four warps."""
+    if group := _GROUP.match(text):
+        eights, floats = int(group[1]) // 8, _of_bf16 if group[2] == "bf16" else _of_f16
+        return lambda _, values: multiplied_by_groups(floats, eights, values)
+    return (lambda _, values: tuple(values)) if text.startswith("wgmma.wait_group") else None
 
 
 def _conditional(text: str) -> _Doing | None:
@@ -193,7 +202,7 @@ def _guarded(bits: int, otherwise: int, memory: _Memory, values: Sequence[Any]) 
     return np.uint32(memory(values[0], size)[0] if size else 0)
 
 
-def _filled(memory: _Memory, address: Any, count: Any) -> Any:
+def _filled(memory: _Memory, address: Any, count: Any = 4) -> Any:
     """Return a word of which so many bytes are read, and the others are zeros."""
     assert not int(address) % 4, "not at a multiple"
     found = [int(memory(int(address) + i, 1)[0]) for i in range(int(count))]
@@ -229,6 +238,8 @@ def _permuted(chosen: Sequence[int], _: _Memory, values: Sequence[Any]) -> Any:
     return np.uint32(int.from_bytes(found, "little"))
 
 
+#: Products of four warps, of so many rows, which lie in shared memory, and of a kind of floats.
+_GROUP = re.compile(r"wgmma\.fence\S+ .* wgmma\.mma_async\S+\.m64n(\d+)k16\.f32\.(\w+)\.")
 #: Accesses of several words.
 _VECTOR = re.compile(r"(?:ld|st)\.(?:global|volatile\.global)[\w.:]*\.v([24])\.[uf]32")
 #: What is done with shared memory; what a cache is asked for; and waiting for the kernel before.
@@ -240,6 +251,7 @@ _DONE: dict[str, _Doing] = {
     "st.shared.v4.u32": lambda _, values: write_words(values[0], values[1:]),
     "cp.async.cg.shared.global": lambda memory, values: copy_words(values[0], _vector_or_zeros(memory, *values[1:])),
     "cp.async.ca.shared.global": lambda memory, values: copy_words(values[0], _filled(memory, *values[1:])),
+    "div.full.f32": lambda _, values: values[0] / values[1],
     "cp.async.commit_group;": lambda *_: end_copies(),
     "cp.async.wait_all;": lambda *_: wait_for_copies(),
     "cp.async.bulk.prefetch.L2.global": _prefetch,

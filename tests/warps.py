@@ -216,6 +216,34 @@ def multiplied(floats: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     return (*found[g, 2 * t : 2 * t + 2], *found[g + 8, 2 * t : 2 * t + 2])
 
 
+def multiplied_by_groups(floats: Any, eights: int, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what a lane has of two matrices to each of which a product was added, of rows in shared memory.
+
+    Args:
+        floats: makes floats of words.
+        eights: of rows.
+        values: four words of both left matrices; where the right one is; then sums.
+    """
+    brought = told([*map(int, values[:8])])
+    left = floats(brought).astype(np.float64).reshape(8, 4, 2, 2, 2, 2)  # g, t, matrix, columns, rows, pair
+    left = left.transpose(2, 4, 0, 3, 1, 5).reshape(2, 16, 16)
+    right = floats(_swizzled(int(values[8]), 8 * eights)).astype(np.float64).reshape(8 * eights, 16)
+    g, t = divmod(ME.thread % LANES, 4)
+    found = (left @ right.T).reshape(2, 2, 8, eights, 4, 2)[:, :, g, :, t].transpose(0, 2, 1, 3)
+    return tuple((np.array(values[9:], np.float64) + found.ravel()).astype(np.float32))
+
+
+def _swizzled(descriptor: int, rows: int) -> list[list[Any]]:
+    """Return 32 bytes of each of the rows that a descriptor tells, with the swizzle of 128 bytes."""
+    start, apart = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+    assert (descriptor >> 62, start & 0x380) == (1, 0), "rows of 128 bytes begin elsewhere"
+    found = []
+    for row in range(rows):
+        places = (start + row // 8 * apart + row % 8 * 128 + 16 * chunk for chunk in range(2))
+        found.append([word for at in places for word in words_at(_APART + (at ^ (at >> 3 & 0x70)))])
+    return found
+
+
 #: A word, and the float of the same bits: numpy's scalars take twenty times as long to be viewed as another type.
 _WORD = np.zeros(1, np.uint32)
 _FLOAT = _WORD.view(np.float32)

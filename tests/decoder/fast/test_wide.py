@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from tests.decoder.fast.test_packed import PROCESSORS, SIZES
 from tests.decoder.fast.test_packed import FakeLauncher as FewLauncher
-from tests.decoder.fast.test_wide_kernels import WARPS
 from tests.packed_cases import FORMS, float_matrix, int_matrix, matrix_of
-from tpplan.decoder.fast.kernels.wide_limits import FEWEST, stage_bytes
+from tpplan.decoder.fast.kernels.wide_limits import FEWEST, GROUP_FEWEST, GROUP_WARPS, WARPS, stage_bytes
 from tpplan.decoder.fast.launches import packed, wide
 from tpplan.decoder.fast.launches.launcher import DTYPES
 from tpplan.decoder.fast.launches.packed import STEPS
@@ -29,20 +28,28 @@ if TYPE_CHECKING:
 #: Bytes of shared memory: of a block at most, and of a multiprocessor; of small GPUs and of large ones.
 SMALL, LIMITS = (99 << 10, 100 << 10), (227 << 10, 228 << 10)
 #: Rows of a kernel that there is a smaller one for.
-FEWER = {32: 16, 48: 32, 64: 48}
+FEWER = {16: 8, 32: 16, 48: 32, 64: 48}
+
+
+#: Of all kernels: rows, the warps that a multiprocessor has registers for, and the fewest of a block.
+KERNELS = [
+    *((most, warps, FEWEST[most]) for most, warps in WARPS.items()),
+    *((most, warps, GROUP_FEWEST[most]) for most, warps in GROUP_WARPS.items()),
+]
 
 
 @pytest.mark.parametrize("paired", [0, 6, 8])
-@pytest.mark.parametrize("most", WARPS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("size", "width"), SIZES)
-def test_blocks_share_all_of_a_matrix(size: int, width: int, most: int, paired: int) -> None:
+def test_blocks_share_all_of_a_matrix(size: int, width: int, kernel: tuple[int, int, int], paired: int) -> None:
     """None has nothing to do, all have registers at once, and what they leave has room and is soon added up."""
-    strips, steps = -(-size // 32), width // 128
-    blocks, warps = shape_of(strips, steps, PROCESSORS, WARPS[most], paired)
-    assert warps >= FEWEST[most]
+    (most, registers, fewest), strips, steps = kernel, -(-size // 32), width // 128
+    blocks, warps = shape_of(strips, steps, PROCESSORS, registers, fewest, paired)
+    assert warps >= fewest
+    assert not (warps % 4 and fewest % 4 == 0)
     tiles = -(-strips // warps)
     assert 0 < blocks <= tiles * min(steps, 16)
-    assert 0 < blocks * warps <= PROCESSORS * WARPS[most]
+    assert 0 < blocks * warps <= PROCESSORS * registers
     assert blocks <= PROCESSORS or warps <= paired
     assert bytes_of(blocks, warps, most) <= 19 * 2**20
 
@@ -61,7 +68,7 @@ def test_blocks_share_all_of_a_matrix(size: int, width: int, most: int, paired: 
 def test_matrices_are_shared_evenly(size: int, width: int, shapes: list[tuple[int, int]]) -> None:
     """As is fastest on a GPU of so many multiprocessors, of which none has much more than its part if all have any."""
     strips, steps = size // 32, width // 128
-    assert [shape_of(strips, steps, PROCESSORS, warps, 8) for warps in WARPS.values()] == shapes
+    assert [shape_of(strips, steps, PROCESSORS, warps, FEWEST[most], 8) for most, warps in WARPS.items()] == shapes
     for blocks, warps in shapes:
         busiest = -(-blocks // PROCESSORS) * warps * -(-(-(-strips // warps) * steps) // blocks)
         assert busiest <= 1.11 * strips * steps / min(blocks, PROCESSORS)
@@ -72,8 +79,9 @@ def test_matrices_are_shared_evenly(size: int, width: int, shapes: list[tuple[in
 @pytest.mark.parametrize("most", WARPS)
 def test_steps_fit_in_shared_memory(most: int, step: int, limits: tuple[int, int]) -> None:
     """Three of blocks that a multiprocessor has at once, where there is so much, and never fewer than two."""
-    paired = paired_of(most, step, limits)
+    paired = paired_of(most, step, 6, limits)
     assert paired in {0, 6, 8}
+    assert paired_of(most, step, 8, limits) == (8 if paired == 8 else 0)
     for warps, together in ((8, 1), *([(paired, 2)] if paired and WARPS[most] > 8 else [])):
         stage = stage_bytes(most, step, warps)
         stages = stages_of(stage, together, limits)
@@ -84,9 +92,9 @@ def test_steps_fit_in_shared_memory(most: int, step: int, limits: tuple[int, int
 
 def test_two_blocks_have_room() -> None:
     """Of as many warps as there are registers for on large GPUs, of fewer or none on small ones."""
-    assert [paired_of(most, 128, LIMITS) for most in WARPS] == [8, 8, 8]
-    assert [paired_of(most, 128, SMALL) for most in WARPS] == [6, 0, 0]
-    assert [paired_of(most, 64, SMALL) for most in WARPS] == [8, 8, 6]
+    assert [paired_of(most, 128, 6, LIMITS) for most in WARPS] == [8, 8, 8]
+    assert [paired_of(most, 128, 6, SMALL) for most in WARPS] == [6, 0, 0]
+    assert [paired_of(most, 64, 6, SMALL) for most in WARPS] == [8, 8, 6]
 
 
 class FakeLauncher:
@@ -96,8 +104,7 @@ class FakeLauncher:
         """Take any device."""
         self._most_shared = most_shared
         family, dtype, self._kind, count = name.split("_")
-        assert family == "wide"
-        self._most = int(count)
+        self._most, self._warps = int(count), {"wide": FEWEST, "wgmma": GROUP_FEWEST}[family]
         self._few = {most: FewLauncher(f"packed_{dtype}_{self._kind}_{most}", place) for most in (8, 16)}
 
     def __call__(self, blocks: int, threads: int, *words: int, shared: int) -> None:
@@ -107,7 +114,7 @@ class FakeLauncher:
         assert FEWER[self._most] < rows <= self._most
         assert 0 < blocks <= tiles * width // STEPS[self._kind]
         assert not threads % 32
-        assert threads // 32 >= FEWEST[self._most]
+        assert threads // 32 >= self._warps[self._most]
         assert stages in {2, 3}
         assert shared == stages * stage_bytes(self._most, STEPS[self._kind], threads // 32) <= self._most_shared
         assert not parts % 16
@@ -125,21 +132,28 @@ def _without_place(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return lambda size, **told: make(size, dtype=told["dtype"])
 
 
-@pytest.fixture(params=DTYPES, ids=str)
+@pytest.fixture(params=[*product(DTYPES, [(8, 0), (9, 0)])], ids=str)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> QuantisedGemm:
     """Return kernels of a device that is not there."""
+    dtype, capability = request.param
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(wide, "Launcher", FakeLauncher)
     told = dict(zip(("shared_memory_per_block_optin", "shared_memory_per_multiprocessor"), LIMITS, strict=True))
-    found = SimpleNamespace(multi_processor_count=PROCESSORS, **(told if request.param is torch.float16 else {}))
+    found = SimpleNamespace(
+        multi_processor_count=PROCESSORS, **(told if dtype is torch.float16 or capability == (9, 0) else {})
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", _without_place(torch.zeros))
-        return QuantisedGemm(torch.device("cuda", 0), request.param, ["e5m2", *STEPS])
+        return QuantisedGemm(torch.device("cuda", 0), dtype, ["e5m2", *STEPS])
 
 
-@pytest.mark.parametrize("rows", [17, 32, 33, 48, 64])
+@pytest.mark.parametrize("rows", [9, 16, 17, 32, 33, 48, 64])
 def test_words(kernels: QuantisedGemm, rows: int) -> None:
     """Products, with a bias, a sum or a gate, are told to a kernel of so many rows."""
+    if rows < kernels._fewest_rows:
+        assert not kernels.takes(torch.randn(rows, 512).to(kernels._dtype), int_matrix(24, 512, 128, torch.float16, 1))
+        return
     torch.manual_seed(rows)
     dtype = kernels._dtype
     for kind, scales, plus, group in product(STEPS, FORMS, [None, 1], [128, 384]):
@@ -174,7 +188,7 @@ def test_who_takes_rows(kernels: QuantisedGemm, rows: int, who: str, monkeypatch
     few = packed.QuantisedSkinnyGemm(torch.device("cuda", 0), kernels._dtype, [*STEPS])
     x_RK, matrix = torch.randn(rows, 512).to(kernels._dtype), int_matrix(24, 512, 128, torch.float16, 1)
     assert few.takes(x_RK, matrix) == (who == "few")
-    assert kernels.takes(x_RK, matrix) == (who == "many")
+    assert kernels.takes(x_RK, matrix) == (who == "many" or kernels._fewest_rows <= rows <= 16)  # noqa: PLR2004
 
 
 def test_elements_are_in_pairs(kernels: QuantisedGemm) -> None:
@@ -194,7 +208,7 @@ def test_what_is_not_taken(kernels: QuantisedGemm) -> None:
     x_RK, matrix = torch.randn(64, 512).to(dtype), int_matrix(24, 512, 128, torch.float16, 1)
     assert kernels.takes(x_RK, matrix)
     assert kernels.takes(x_RK[:17], matrix, gated=True)
-    assert not kernels.takes(x_RK[:16], matrix)
+    assert not kernels.takes(x_RK[: kernels._fewest_rows - 1], matrix)
     assert not kernels.takes(torch.randn(65, 512).to(dtype), matrix)
     assert not kernels.takes(x_RK.float(), matrix)
     assert not kernels.takes(x_RK, torch.randn(24, 512).to(dtype))
@@ -209,4 +223,10 @@ def test_what_is_not_taken(kernels: QuantisedGemm) -> None:
     rounded = dtype is torch.float16  # to which scales of other dtypes may be too small
     assert kernels.takes(x_RK, float_matrix(24, 512, (16, 128), torch.float32)) != rounded
     assert not kernels.takes(x_RK, float_matrix(24, 512, (12, 128), torch.float32))
-    assert names_of(torch.float16, ["e4m3", "e5m2"]) == ["wide_f16_e4m3_32", "wide_f16_e4m3_48", "wide_f16_e4m3_64"]
+    names = {
+        (8, 0): ["wide_f16_e4m3_32", "wide_f16_e4m3_48", "wide_f16_e4m3_64"],
+        (9, 0): ["wgmma_f16_e4m3_16", "wgmma_f16_e4m3_32", "wgmma_f16_e4m3_48", "wgmma_f16_e4m3_64"],
+    }
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        expected = names.get(capability, names[8, 0])
+        assert names_of(torch.float16, ["e4m3", "e5m2"], capability) == expected

@@ -104,11 +104,11 @@ class Fused(Plain):
         names += [attention.name_of(dtype, size, cap, kind) for size in sizes]
         names += [*names_of_experts(dtype, codes), *names_of_grouped(dtype, codes)] if experts else ()
         names += [*dense.names_of(dtype, codes), *packed.names_of(dtype, codes), *packed.normed_names_of(dtype, codes)]
-        names += wide.names_of(dtype, codes)
         names += packed.names_of(dtype, codes, joint=True) if joint else ()
         recurs = any(delta.takes(each.kernel, each.key_head_dim, each.value_head_dim) for each in linear)
         names += delta.names_of(dtype) if recurs else ()
         capability = torch.cuda.get_device_capability(place)
+        names += wide.names_of(dtype, codes, capability)
         kernel_cache.prepare((name, capability) for name in names)  # compiled in parallel
         self._pointwise = Pointwise(place, dtype, self._name, kind, eps=settings.norm_eps, offset=offset)
         self._normed: list[NormKernels[Any]] = [Gemv(place, dtype, joint=joint)]
@@ -118,7 +118,7 @@ class Fused(Plain):
             self._normed.append(QuantisedSkinnyGemm(place, dtype, codes, joint=joint))
             self._joint.append(self._normed[-1])
             many.append(QuantisedGemm(place, dtype, codes))
-        self._few = [*self._joint, *many]
+        self._few = [*many, *self._joint]  # in turn, as the first may take rows that the others take as well
         self._attention = {size: Attention(place, dtype, size, cap, kind) for size in sizes}
         self._experts = ExpertGemv(place, dtype, self._name, codes) if experts else None
         self._grouped = GroupedGemm(place, dtype, self._name, codes) if experts else None

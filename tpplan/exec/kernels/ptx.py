@@ -150,6 +150,11 @@ emit_copy_128_filled_below = emitter(
     "{ .reg .pred p; setp.lt.u32 p, $3, $4; @p cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2; }",
     "", "u32 u64 u32 u32 u32", memory=True,
 )  # fmt: skip
+#: The same of 4 bytes.
+emit_copy_32_below = emitter(
+    "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p cp.async.ca.shared.global [$0], [$1], 4; }",
+    "", "u32 u64 u32 u32", memory=True,
+)  # fmt: skip
 #: The same of 4 bytes without a condition, of which so many are read, and the others are zeros.
 copy_32 = _instruction("cp.async.ca.shared.global [$0], [$1], 4, $2;", "", "u32 u64 u32", memory=True)
 #: Makes a group of what a thread has copied so since the last one; and waits for all groups but the last ones.
@@ -244,6 +249,8 @@ emit_even_bytes = emitter("prmt.b32 $0, $1, 0, 0x2404;", "u32", "u32")
 #: The first, and the last, two bytes of a register, each below eight times its first bit.
 emit_first_signed = emitter("prmt.b32 $0, $1, 0, 0x9180;", "u32", "u32")
 emit_last_signed = emitter("prmt.b32 $0, $1, 0, 0xb3a2;", "u32", "u32")
+#: A quotient, at most two of the last bits off: division proper is a call, for which instructions of groups would wait.
+divided = _instruction("div.full.f32 $0, $1, $2;", "f32", "f32 f32")
 #: Of pairs of 16-bit floats, rounded once; subnormals are what they are.
 emit_fma_bf16 = emitter("fma.rn.bf16x2 $0, $1, $2, $3;", "u32", "u32 u32 u32")
 emit_fma_f16 = emitter("fma.rn.f16x2 $0, $1, $2, $3;", "u32", "u32 u32 u32")
@@ -259,6 +266,53 @@ def _multiply(kind: str) -> Emitter:
 
 
 emit_multiply_bf16, emit_multiply_f16 = _multiply("bf16"), _multiply("f16")
+
+
+def _kept(text: str, kept: int, others: str) -> Emitter:
+    """Return what writes instructions of several warps that change float32 where they are, which come first.
+
+    Args:
+        text: of them; ``$0`` is the first of those kept, and others follow these.
+        kept: how many.
+        others: names of operand types.
+    """
+    ins = [_OPERANDS[name] for name in others.split()]
+    floats = [ir.FloatType()] * kept
+    kind = ir.FunctionType(ir.LiteralStructType(floats), [*(each[1] for each in ins), *floats])
+    constraint = ",".join(["=f"] * kept + [each[2] for each in ins] + [str(i) for i in range(kept)] + ["~{memory}"])
+
+    def emit(builder: Any, values: Sequence[Any]) -> list[Any]:
+        function = ir.InlineAsm(kind, text, constraint, side_effect=True)
+        got = builder.call(function, [*values[kept:], *values[:kept]], attrs=("convergent",))
+        return [builder.extract_value(got, i) for i in range(kept)]
+
+    return emit
+
+
+def emit_multiply_group(kind: str, eights: int) -> Emitter:
+    """Return what begins to add to two matrices of 64 × 8 `eights` products of 64 × 16 and 16 × 8 `eights` (sm_90a).
+
+    Four warps do it together. It takes a lane's sums, four of each for every eight; its four registers of each left
+    matrix; and the descriptor of the right one. Up to two such steps may not be settled when it ends.
+    """
+    kept = 8 * eights
+    lines = ["wgmma.fence.sync.aligned; { .reg .pred p; setp.ne.b32 p, 1, 0;"]
+    for i in range(2):
+        first, left = kept // 2 * i, kept + 4 * i
+        sums, own = (",".join(f"${k}" for k in range(a, a + n)) for a, n in ((first, kept // 2), (left, 4)))
+        name = f"wgmma.mma_async.sync.aligned.m64n{8 * eights}k16.f32.{kind}.{kind}"
+        lines.append(f"{name} {{{sums}}}, {{{own}}}, ${kept + 8}, p, 1, 1, 0;")
+    settle = "} wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 2;"
+    return _kept(" ".join([*lines, settle]), kept, "u32 " * 8 + "u64")
+
+
+def emit_settle_group(kept: int) -> Emitter:
+    """Return what waits until all that four warps have begun is in so many sums (sm_90a)."""
+    return _kept("wgmma.wait_group.sync.aligned 0;", kept, "")
+
+
+#: Lets instructions of several warps see what a thread has written to shared memory (sm_90).
+shared_for_groups = _instruction("fence.proxy.async.shared::cta;", "", "", memory=True)
 #: Brings so many bytes, a multiple of 16 at one, to the L2 cache, where what reads them later finds them.
 prefetch = _instruction(f"{PREFETCH}.L2.global [$0], $1;", "", "u64 u32", memory=True)
 

@@ -107,6 +107,8 @@ OVERLAPS = (9, 0)
 _ENOUGH = 2
 
 _LOG = logging.getLogger(__name__)
+#: Instructions that only one generation has: kernels with them are for its very architecture (sm_90a).
+WGMMA = "wgmma."
 #: Modules of kernels, by the prefix of the kernels' names.
 _MODULES = {
     "attention": "tpplan.decoder.fast.kernels.attention",
@@ -128,6 +130,7 @@ _MODULES = {
     "one": "tpplan.exec.kernels.one_shot",
     "sum": "tpplan.exec.kernels.sums",
     "turn": "tpplan.decoder.fast.kernels.turn",
+    "wgmma": "tpplan.decoder.fast.kernels.wide",
     "wide": "tpplan.decoder.fast.kernels.wide",
 }
 _OWN = [module for module in _MODULES.values() if module.startswith("tpplan.exec.")]
@@ -268,7 +271,8 @@ def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
     """Assemble PTX; return the cubin, and the assembler's log of registers and spills."""
     from cuda.core import Linker, LinkerOptions, ObjectCode  # noqa: PLC0415 (not needed for kernels on disk)
 
-    options = LinkerOptions(arch=_arch(capability), ptxas_options=["-v"])
+    arch = text.partition(".target ")[2].split()[0] if WGMMA in text else _arch(capability)
+    options = LinkerOptions(arch=arch, ptxas_options=["-v"])
     linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
     code = linker.link("cubin").code
     return bytes(code), str(linker.get_info_log())
@@ -285,6 +289,8 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     text = str(text.replace(mangled, name))
     if capability < OVERLAPS:
         text = re.sub(rf"({GRID_DEPENDENCY}\.\w+|{re.escape(PREFETCH)}[^;]*);", "", text)
+    if WGMMA in text:
+        text = text.replace(f".target {_arch(capability)}", f".target {_arch(capability)}a")
     if kernel.arguments > 1:
         return text
     declared = f".param .u64 {name}_param_0"  # one word, instead of an array for which numba has no type

@@ -26,7 +26,7 @@ _ROOT_OF_HALF, _TANH_SCALE, _TANH_CUBE = 0.7071067811865476, 0.7978845608028654,
 @device_function
 def silu(x: Any) -> Any:
     """Return ``x × sigmoid(x)``."""
-    return x / (FLOAT32(1) + libdevice.expf(-x))
+    return ptx.divided(x, FLOAT32(1) + libdevice.expf(-x))
 
 
 @device_function
@@ -46,7 +46,7 @@ def gelu_tanh(x: Any) -> Any:
 def limited_silu(x: Any) -> Any:
     """Return ``x × sigmoid(1.702 x)``, where x is 7 at most."""
     x = min(x, FLOAT32(_LIMIT))
-    return x / (FLOAT32(1) + libdevice.expf(FLOAT32(-_ALPHA) * x))
+    return ptx.divided(x, FLOAT32(1) + libdevice.expf(FLOAT32(-_ALPHA) * x))
 
 
 @device_function

@@ -40,6 +40,7 @@ class Floats:
     """Rows in 16 bits.
 
     Attributes:
+        name: of the dtype, in instructions.
         one: a pair of ones.
         multiply: writes the instruction.
         first: makes a float32 of the first element in 32 bits.
@@ -47,6 +48,7 @@ class Floats:
         both: makes 32 bits of two float32.
     """
 
+    name: str
     one: int
     multiply: ptx.Emitter
     first: Any
@@ -182,8 +184,8 @@ def _e2m1_bf16(builder: Any, word: Any, _: Any) -> list[Any]:
     return found
 
 
-_BF16 = Floats(0x3F803F80, ptx.emit_multiply_bf16, ptx.low_bf16, ptx.high_bf16, ptx.two_bf16)
-_F16 = Floats(0x3C003C00, ptx.emit_multiply_f16, ptx.low_f16, ptx.high_f16, ptx.two_f16)
+_BF16 = Floats("bf16", 0x3F803F80, ptx.emit_multiply_bf16, ptx.low_bf16, ptx.high_bf16, ptx.two_bf16)
+_F16 = Floats("f16", 0x3C003C00, ptx.emit_multiply_f16, ptx.low_f16, ptx.high_f16, ptx.two_f16)
 
 BF16_4 = Codes(_BF16, 4, _nibbles((0, 4, 8, 12), 0x4300), 0x000F000F, 128)
 F16_4 = Codes(_F16, 4, _nibbles((-4, 0, 4, 8), 0x5400), 0x00F000F0, 64)

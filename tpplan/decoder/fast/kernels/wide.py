@@ -1,6 +1,7 @@
 """Kernels that multiply 17 to 64 rows by a matrix of codes, which are read and made floats once.
 
-Tensor cores multiply, as in :mod:`tpplan.decoder.fast.kernels.packed`. A warp has 32 matrix rows, which are a strip,
+Tensor cores multiply, as in :mod:`tpplan.decoder.fast.kernels.packed`; on sm_90 by instructions of four warps, see
+:mod:`tpplan.decoder.fast.kernels.warpgroup`, which pays from 9 rows on. A warp has 32 matrix rows, which are a strip,
 and all rows; the warps of a block have strips that follow each other, and share what they have of the rows. All that a
 step needs is copied into shared memory, without registers, while some steps before it are multiplied: loads that codes
 wait for in registers would be waited for together with those of later steps, by the scoreboards of the machine.
@@ -26,13 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from tpplan.decoder.fast.kernels import packed_codes, tiles
+from tpplan.decoder.fast.kernels import packed_codes, tiles, warpgroup
 from tpplan.decoder.fast.kernels.finishing import ADD, activation
 from tpplan.decoder.fast.kernels.packed_scales import mark_of_block, mark_of_row
 from tpplan.decoder.fast.kernels.scale_kinds import BF16, F32
 from tpplan.decoder.fast.kernels.wide_limits import (
     CODES,
     FEWEST,
+    GROUP_FEWEST,
+    GROUP_WARPS,
     LANES,
     OF_LANES,
     OF_WARP,
@@ -227,7 +230,7 @@ _OF_PAIRS = {
     "bf16": (ptx.emit_fma_bf16, ptx.emit_low_bf16, ptx.emit_high_bf16, ptx.emit_two_bf16),
     "f16": (ptx.emit_fma_f16, ptx.emit_low_f16, ptx.emit_high_f16, ptx.emit_two_f16),
 }
-_NAME = re.compile("WIDE_(?P<kind>(BF16|F16)_(4|8|E4M3))_(?P<rows>32|48|64)")
+_NAME = re.compile("(?P<way>WIDE|WGMMA)_(?P<kind>(BF16|F16)_(4|8|E4M3))_(?P<rows>16|32|48|64)")
 
 
 @copied_function
@@ -259,6 +262,40 @@ def _gates_by(kind: Codes) -> Any:
             ptx.store_32(at + pitch, gated(sums[1], sums[3], sums[5], sums[7], mode))
 
     return store
+
+
+def _products_by(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:
+    """Return what adds the products of a step, given also where a stage's rows begin, and a lane's first one there."""
+    products = products_of(kind, fma, eights)
+
+    @copied_function
+    def add(sums: Any, codes: Any, rows: Any, own: Any, scales: Any, bases: Any, mask: Any) -> Any:
+        row = UINT32(rows + own)
+        return products(sums, codes, row, UINT32(row ^ UINT32(64)), scales, bases, mask)
+
+    return add
+
+
+def _group_products_by(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:
+    """Return the same by instructions of four warps, which begin to add; a lane has no row of its own."""
+    products = warpgroup.products_of(kind, fma, eights)
+
+    @copied_function
+    def add(sums: Any, codes: Any, rows: Any, own: Any, scales: Any, bases: Any, mask: Any) -> Any:  # noqa: ARG001
+        return products(sums, codes, UINT64(rows), scales, bases, mask)
+
+    return add
+
+
+@copied_function
+def _same(sums: Any) -> Any:
+    """Return sums, to which nothing is still added."""
+    return sums
+
+
+@copied_function
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _wide(name: str, kind: Codes, eights: int, warps: int, fewest: int) -> Kernel:  # noqa: C901, PLR0915 (the kernel)
@@ -293,10 +330,14 @@ def _wide(name: str, kind: Codes, eights: int, warps: int, fewest: int) -> Kerne
     step, row_bytes, part = kind.step, 2 * kind.step, 1024 * eights
     of_rows = eights * _EIGHT * row_bytes
     fma, low_of, high_of, two_of = _OF_PAIRS[name.split("_")[1]]
-    products, zeros_of = products_of(kind, fma, eights), tiles.zeros(PER_EIGHT * eights)
+    in_groups = name.startswith("wgmma")
+    products = _group_products_by(kind, fma, eights) if in_groups else _products_by(kind, fma, eights)
+    settle, share = (warpgroup.settled, ptx.shared_for_groups) if in_groups else (_same, _nothing)
+    zeros_of = tiles.zeros(PER_EIGHT * eights)
     begin, store, scaling = begun(eights, low_of, high_of), stored(eights, two_of), scaling_of(kind)
     ask_scale, factors, mark_of, mask = scaling.ask, scaling.factors, scaling.mark, kind.mask
-    (find_rows, ask_rows), number = rows_by(kind, eights, fewest), kind.base or 0
+    find_rows, ask_rows = warpgroup.rows_by(kind, eights) if in_groups else rows_by(kind, eights, fewest)
+    number = kind.base or 0
     store_gates = _gates_by(kind)
 
     @copied_function
@@ -347,7 +388,7 @@ def _wide(name: str, kind: Codes, eights: int, warps: int, fewest: int) -> Kerne
         y, y_pitch, x, x_pitch, codes, scales, zeros, groups, bits, form, more, parts, turns, size, width, rows,
         stages, plus, plus_pitch, mode,
     ):  # fmt: skip
-        room = cuda.shared.array(0, UINT32, alignment=128)
+        room = cuda.shared.array(0, UINT32, alignment=1024)
         lane, warp = UINT64(cuda.threadIdx.x) & UINT64(31), UINT64(ptx.of_first(UINT32(cuda.threadIdx.x >> 5)))
         g, t = lane >> UINT64(2), lane & UINT64(3)
         team, blocks, block = UINT32(cuda.blockDim.x >> 5), UINT32(cuda.gridDim.x), UINT32(cuda.blockIdx.x)
@@ -409,19 +450,24 @@ def _wide(name: str, kind: Codes, eights: int, warps: int, fewest: int) -> Kerne
             while k < end:
                 ptx.roll()
                 arrive(stages)
+                share()
+                if in_groups:  # scales are the warp's own; with other instructions registers are short
+                    cuda.syncwarp()  # whose lanes have copied all scales that they read
+                    by, less = factors(UINT32(here + scales_at), marks, group_of(k, bits), form, base, zeros)
                 cuda.syncthreads()  # all have copied what they do of this step, and read what is written over now
                 # One half of the warps asks while the other multiplies, and then the other way round.
                 if asks_first:
                     ahead, ahead_k, first, low, high = ask_next(
                         ahead, ahead_k, first, low, high, to, until, own, matrix, found, rows, tiles_of
                     )
-                by, less = factors(UINT32(here + scales_at), marks, group_of(k, bits), form, base, zeros)
-                row = UINT32(here + even)
-                sums = products(sums, UINT32(here + codes_at), row, UINT32(row ^ UINT32(64)), by, less, kept_mask)
+                if not in_groups:
+                    by, less = factors(UINT32(here + scales_at), marks, group_of(k, bits), form, base, zeros)
+                sums = products(sums, UINT32(here + codes_at), here, even, by, less, kept_mask)
                 if not asks_first:
                     ahead, ahead_k, first, low, high = ask_next(
                         ahead, ahead_k, first, low, high, to, until, own, matrix, found, rows, tiles_of
                     )
+                sums = settle(sums)
                 k = UINT32(k + one)
                 to = UINT32(to + stage) if UINT32(to + stage) < end_stages else begin_stages
                 here = UINT32(here + stage) if UINT32(here + stage) < end_stages else begin_stages
@@ -476,4 +522,7 @@ def __getattr__(name: str) -> Kernel:
     if not found:
         raise AttributeError(name)
     rows = int(found["rows"])
-    return _wide(name.lower(), getattr(packed_codes, found["kind"]), rows // _EIGHT, WARPS[rows], FEWEST[rows])
+    warps, fewest = (WARPS, FEWEST) if found["way"] == "WIDE" else (GROUP_WARPS, GROUP_FEWEST)
+    if rows not in warps:
+        raise AttributeError(name)
+    return _wide(name.lower(), getattr(packed_codes, found["kind"]), rows // _EIGHT, warps[rows], fewest[rows])

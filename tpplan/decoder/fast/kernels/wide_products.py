@@ -19,6 +19,8 @@ from tpplan.exec.kernels import ptx
 from tpplan.exec.toolchain.language import intrinsic, ir
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from tpplan.decoder.fast.kernels.packed_codes import Codes
 
 #: Matrix rows of a lane, and registers of its codes of one.
@@ -36,7 +38,40 @@ _INT = ir.IntType(32)
 _NOTHING = 0x80008000
 
 
-def products_of(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:  # noqa: C901 (the instructions)
+def _vector(builder: Any, start: Any, offset: int) -> list[Any]:
+    """Return 16 bytes in shared memory."""
+    return ptx.emit_shared_load_128(builder, [builder.add(start, ir.Constant(_INT, offset))])
+
+
+def floats_of(
+    kind: Codes, fma: ptx.Emitter, builder: Any, codes_at: Any, others: Sequence[Any]
+) -> Callable[[int], list[list[Any]]]:
+    """Read a lane's codes of a step, and return what makes 16-bit floats of those of its rows in a vector of each.
+
+    Args:
+        kind: of codes.
+        fma: writes what multiplies pairs and adds others.
+        builder: of what is written.
+        codes_at: see :func:`products_of`.
+        others: scales, what is added to floats first, and the mask, see there.
+    """
+    one, nothing = ir.Constant(_INT, kind.floats.one), ir.Constant(_INT, _NOTHING)
+    scales, bases = all_of(builder, others[0]), all_of(builder, others[1]) if kind.base is not None else []
+    codes = [word for row in range(_OWN) for word in _vector(builder, codes_at, OF_LANES * row)]
+    count = _CODES * _VECTOR // kind.part
+
+    def floats(row: int, index: int) -> list[Any]:
+        found = []
+        for word in codes[_CODES * row + count * index : _CODES * row + count * (index + 1)]:
+            for pair in kind.pairs(builder, word, others[2]):
+                code = fma(builder, [pair, one, bases[row]])[0] if bases else pair
+                found += [code] if kind.bits == _WHOLE else fma(builder, [code, scales[row], nothing])
+        return found
+
+    return lambda index: [floats(row, index) for row in range(_OWN)]
+
+
+def products_of(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:
     """Return an intrinsic that adds the products of a warp's matrix rows and all rows, of one step.
 
     It takes the sums so far, see :mod:`tpplan.decoder.fast.kernels.wide_sums`. Then where in shared memory the lane's
@@ -49,34 +84,16 @@ def products_of(kind: Codes, fma: ptx.Emitter, eights: int) -> Any:  # noqa: C90
         fma: writes what multiplies pairs and adds others.
         eights: of rows.
     """
-    one, nothing = ir.Constant(_INT, kind.floats.one), ir.Constant(_INT, _NOTHING)
-    multiply, part = kind.floats.multiply, kind.part
-    row_bytes = kind.step * 2
+    multiply, row_bytes = kind.floats.multiply, kind.step * 2
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        sums, codes_at, starts, mask = all_of(builder, values[0]), values[1], values[2:4], values[6]
-        scales, bases = all_of(builder, values[4]), all_of(builder, values[5]) if kind.base is not None else []
-
-        def vector(start: Any, offset: int) -> list[Any]:
-            return ptx.emit_shared_load_128(builder, [builder.add(start, ir.Constant(_INT, offset))])
-
-        codes = [word for row in range(_OWN) for word in vector(codes_at, OF_LANES * row)]
-
-        def floats(row: int, index: int) -> list[Any]:
-            """Return the 16-bit floats of the columns in a vector of a row."""
-            count = _CODES * _VECTOR // part
-            found = []
-            for word in codes[_CODES * row + count * index : _CODES * row + count * (index + 1)]:
-                for pair in kind.pairs(builder, word, mask):
-                    code = fma(builder, [pair, one, bases[row]])[0] if bases else pair
-                    found += [code] if kind.bits == _WHOLE else fma(builder, [code, scales[row], nothing])
-            return found
-
-        for index in range(part // _VECTOR):
-            left = [floats(row, index) for row in range(_OWN)]
+        sums, starts = all_of(builder, values[0]), values[2:4]
+        left_of = floats_of(kind, fma, builder, values[1], values[4:7])
+        for index in range(kind.part // _VECTOR):
+            left = left_of(index)
             for first in range(0, eights, _AT_ONCE):
                 some = range(first, min(first + _AT_ONCE, eights))
-                right = [vector(starts[index % 2], index // 2 * _BANKS + j * 8 * row_bytes) for j in some]
+                right = [_vector(builder, starts[index % 2], index // 2 * _BANKS + j * 8 * row_bytes) for j in some]
                 for k in range(0, _VECTOR, _PAIRS):
                     for j, row in zip(some, right, strict=True):
                         for i in range(_OWN // 2):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from tpplan.decoder.fast.kernels.wide_limits import STRIP, WARPS, stage_bytes
+from tpplan.decoder.fast.kernels.wide_limits import FEWEST, GROUP_FEWEST, GROUP_WARPS, STRIP, WARPS, stage_bytes
 from tpplan.decoder.fast.launches.dense import kind_of
 from tpplan.decoder.fast.launches.launcher import DTYPES, Launcher, shared_memory_of
 from tpplan.decoder.fast.launches.packed import STEPS, is_read, words_of
@@ -24,15 +24,15 @@ from tpplan.decoder.weights.row_kernels import RowKernels, is_vectors
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-#: Minimum and maximum rows of the kernels.
+#: Minimum rows of the kernels, and of those by which four warps multiply together; the maximum of both.
 FEWEST_ROWS: Final = 17
+FEWEST_GROUP_ROWS: Final = 9
 MOST_ROWS: Final = 64
 
 #: Bytes of the partial sums of a warp for each row, and the maximum tiles of which a block leaves partial sums.
 _ROW_BYTES, _MOST_PARTS = 128, 2
-#: Maximum warps of a block; warps of a block if a multiprocessor has two and there are few strips; and the maximum
-#: blocks that share a tile (split-K).
-_MOST_WARPS, _FEWER_WARPS, _MOST_SPLITS = 8, 6, 16
+#: Maximum warps of a block, and the maximum blocks that share a tile (split-K).
+_MOST_WARPS, _MOST_SPLITS = 8, 16
 #: Bytes of one copy of scales, and of one write of results.
 _WORD = 4
 #: Minimum and maximum stages (steps in shared memory) of a block; bytes of shared memory that CUDA reserves per block.
@@ -42,7 +42,7 @@ _MANY_STEPS, _MANY_STRIPS = 5, 2
 
 
 @cache
-def shape_of(strips: int, steps: int, processors: int, warps: int, paired: int) -> tuple[int, int]:
+def shape_of(strips: int, steps: int, processors: int, warps: int, fewest: int, paired: int) -> tuple[int, int]:  # noqa: PLR0917
     """Return the number of blocks that share all steps of a matrix evenly, and the warps of a block.
 
     Two blocks on a multiprocessor hide each other's latency, but leave more partial sums to add up; so do large blocks.
@@ -52,11 +52,12 @@ def shape_of(strips: int, steps: int, processors: int, warps: int, paired: int) 
         steps: steps that the columns take.
         processors: multiprocessors of the GPU.
         warps: warps that a multiprocessor has registers for, at least eight.
+        fewest: minimum warps of a block.
         paired: maximum warps of a block for which a multiprocessor has shared memory for two; 0 if it never has.
     """
     together, size = 1, _MOST_WARPS
-    pair = min(size if strips >= _MANY_STRIPS * processors else _FEWER_WARPS, warps // 2, paired)
-    if pair >= _FEWER_WARPS and strips * steps >= _MANY_STEPS * size * processors:
+    pair = min(size if strips >= _MANY_STRIPS * processors else fewest, warps // 2, paired)
+    if pair >= fewest and strips * steps >= _MANY_STEPS * size * processors:
         together, size = 2, pair
     tiles = -(-strips // size)
     blocks = min(together * processors, tiles * min(steps, _MOST_SPLITS))
@@ -65,14 +66,21 @@ def shape_of(strips: int, steps: int, processors: int, warps: int, paired: int) 
     return even if even * longest >= tiles * steps else blocks, size
 
 
-def names_of(dtype: torch.dtype, kinds: Collection[str]) -> list[str]:
+def in_groups(capability: tuple[int, int]) -> bool:
+    """Return whether GPUs of a compute capability have instructions by which four warps multiply (wgmma)."""
+    return capability == (9, 0)
+
+
+def names_of(dtype: torch.dtype, kinds: Collection[str], capability: tuple[int, int]) -> list[str]:
     """Return the names of kernels for a dtype.
 
     Args:
         dtype: dtype of the rows.
         kinds: kinds of codes; those without kernels are left out.
+        capability: compute capability of the GPU.
     """
-    return [f"wide_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in WARPS]
+    way, sizes = ("wgmma", GROUP_WARPS) if in_groups(capability) else ("wide", WARPS)
+    return [f"{way}_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in sizes]
 
 
 def bytes_of(blocks: int, warps: int, rows: int) -> int:
@@ -92,16 +100,17 @@ def stages_of(stage: int, together: int, limits: tuple[int, ...]) -> int:
     return max(_FEWEST_STAGES, min(_MOST_STAGES, of_block // stage, (of_all // together - _RESERVED) // stage))
 
 
-def paired_of(rows: int, step: int, limits: tuple[int, ...]) -> int:
+def paired_of(rows: int, step: int, fewest: int, limits: tuple[int, ...]) -> int:
     """Return the maximum warps of a block for which a multiprocessor has shared memory for two; 0 if it never has.
 
     Args:
         rows: maximum rows of the kernel.
         step: columns of a step.
+        fewest: minimum warps of a block.
         limits: bytes of shared memory that a block may have, and that a multiprocessor has.
     """
     room = limits[1] // 2 - _RESERVED
-    sizes = (_MOST_WARPS, _FEWER_WARPS)
+    sizes = (_MOST_WARPS, fewest)
     return next((warps for warps in sizes if _FEWEST_STAGES * stage_bytes(rows, step, warps) <= room), 0)
 
 
@@ -120,18 +129,21 @@ class QuantisedGemm(RowKernels[Quantised]):
             dtype: 16-bit dtype of rows.
             kinds: kinds of codes; those without kernels are ignored.
         """
-        self._limits = shared_memory_of(place)
+        self._limits, capability = shared_memory_of(place), torch.cuda.get_device_capability(place)
+        groups = in_groups(capability)
+        self._warps, self._fewest = (GROUP_WARPS, GROUP_FEWEST) if groups else (WARPS, FEWEST)
+        self._fewest_rows = FEWEST_GROUP_ROWS if groups else FEWEST_ROWS
         self._kernels = {
             kind: {
                 rows: Launcher(name, place, most_shared=self._limits[0])
-                for rows, name in zip(WARPS, names_of(dtype, [kind]), strict=True)
+                for rows, name in zip(self._warps, names_of(dtype, [kind], capability), strict=True)
             }
             for kind in kinds
             if kind in STEPS
         }
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
-        self._turns = torch.zeros(self._processors * max(WARPS.values()), dtype=torch.int32, device=place)
+        self._turns = torch.zeros(self._processors * max(self._warps.values()), dtype=torch.int32, device=place)
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix that is not slower than dequantising for torch.
@@ -147,7 +159,7 @@ class QuantisedGemm(RowKernels[Quantised]):
             return False
         if self._dtype is torch.float16 and matrix_NK.scales.dtype is not torch.float16:
             return False
-        if not FEWEST_ROWS <= len(x_RK) <= MOST_ROWS or len(matrix_NK) % (4 if gated else 2):
+        if not self._fewest_rows <= len(x_RK) <= MOST_ROWS or len(matrix_NK) % (4 if gated else 2):
             return False
         scaling = matrix_NK.scales, matrix_NK.zeros if isinstance(matrix_NK, IntMatrix) else None
         if any(each is not None and each.data_ptr() % _WORD for each in scaling):
@@ -159,11 +171,12 @@ class QuantisedGemm(RowKernels[Quantised]):
             msg = "biases and rows of results begin at multiples of 4 bytes"
             raise ValueError(msg)
         (size, width), kind = matrix.shape, kind_of(matrix)
-        rows = next(each for each in WARPS if len(x) <= each)
+        rows = next(each for each in self._warps if len(x) <= each)
         # A strip has as many matrix rows with a gate as without.
         step = STEPS[kind]
-        paired = paired_of(rows, step, self._limits)
-        blocks, warps = shape_of(-(-size // STRIP), width // step, self._processors, WARPS[rows], paired)
+        most, fewest = self._warps[rows], self._fewest[rows]
+        paired = paired_of(rows, step, fewest, self._limits)
+        blocks, warps = shape_of(-(-size // STRIP), width // step, self._processors, most, fewest, paired)
         parts = torch.empty(bytes_of(blocks, warps, rows), dtype=torch.uint8, device=x.device)
         stage = stage_bytes(rows, step, warps)
         stages = stages_of(stage, -(-blocks // self._processors), self._limits)
