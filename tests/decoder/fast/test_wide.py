@@ -188,7 +188,7 @@ def test_who_takes_rows(kernels: QuantisedGemm, rows: int, who: str, monkeypatch
     few = packed.QuantisedSkinnyGemm(torch.device("cuda", 0), kernels._dtype, [*STEPS])
     x_RK, matrix = torch.randn(rows, 512).to(kernels._dtype), int_matrix(24, 512, 128, torch.float16, 1)
     assert few.takes(x_RK, matrix) == (who == "few")
-    assert kernels.takes(x_RK, matrix) == (who == "many" or kernels._fewest_rows <= rows <= 16)  # noqa: PLR2004
+    assert kernels.takes(x_RK, matrix) == (who == "many" or kernels._fewest_rows <= rows <= 16)
 
 
 def test_elements_are_in_pairs(kernels: QuantisedGemm) -> None:

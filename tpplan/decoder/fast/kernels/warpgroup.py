@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tpplan.decoder.fast.kernels.tiles import all_of
-from tpplan.decoder.fast.kernels.wide_limits import LANES, OF_LANES, VECTOR
+from tpplan.decoder.fast.kernels.wide_limits import LANES
 from tpplan.decoder.fast.kernels.wide_products import floats_of
 from tpplan.decoder.fast.kernels.wide_sums import PER_EIGHT
 from tpplan.exec.kernels import ptx
