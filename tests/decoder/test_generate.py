@@ -186,6 +186,54 @@ def test_a_scaling_without_its_factor_is_not_left_to_transformers(
     assert "hint: compare it with the config.json that the model came with" in done.err  # a newer version needs it, too
 
 
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', expected a number from 1e-12 to 1e+09"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0, expected a number from 1e-12 to 1e+09"),
+        ({"rope_parameters": {**_LLAMA3, "factor": "8"}}, "factor is '8'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "rope_theta is '1e4'"),
+    ],
+)
+def test_values_that_cannot_be_right_are_not_left_to_transformers(
+    keys: dict[str, object], told: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """It refuses some of them as well, and computes something with others."""
+    done = generate(_edited(checkpoint, tmp_path, keys), "--token-ids", "1")
+    assert (done.code, "computed by transformers" in done.err) == (2, False), done.err
+    assert told in done.err
+    assert "hint: compare it with the config.json that the model came with" in done.err
+
+
+def test_a_config_that_transformers_refuses_is_no_bug_of_tpplan(checkpoint: Path, tmp_path: Path) -> None:
+    """Whatever kind of error it raises."""
+    asked = ("--token-ids", "1", "--engine", "transformers")
+    done = generate(_edited(checkpoint, tmp_path, {"rms_norm_eps": "1e-5"}), *asked)
+    assert done.code == 2
+    assert "error: transformers does not read the config of models of type " in done.err
+    assert "rms_norm_eps" in done.err
+    assert "hint: compare it with the config.json that the model came with" in done.err
+
+
+def test_what_neither_engine_computes_has_the_hint_of_the_decoder(checkpoint: Path, tmp_path: Path) -> None:
+    """Which is not to take the decoder."""
+    done = generate(_edited(checkpoint, tmp_path, {"hidden_act": "sillu"}), "--token-ids", "1")
+    assert done.code == 2
+    assert "note: computed by transformers, as " in done.err
+    assert done.err.endswith("hint: known are silu, gelu, gelu_pytorch_tanh\n"), done.err
+
+
+def _edited(checkpoint: Path, tmp_path: Path, keys: dict[str, object]) -> Path:
+    """Return a copy of a checkpoint whose config.json has other values."""
+    directory = shutil.copytree(checkpoint, tmp_path / "tiny")
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | keys), encoding="utf-8")
+    return directory
+
+
 def test_a_text_of_standard_input(checkpoint: Path) -> None:
     """A prompt of - is read from standard input, to the byte."""
     asked = ("--max-new-tokens", 5)

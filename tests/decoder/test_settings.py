@@ -18,7 +18,7 @@ from tests.family_models import INCOMPLETE_DEFAULTS, SAME, hub_config
 from tpplan.decoder.model.router import Key, Router
 from tpplan.decoder.model.settings import AROUND, FAMILIES, Settings, settings_of
 from tpplan.errors import ModelError
-from tpplan.models.config import OF_DECODERS, Config, epsilon_of, read_config
+from tpplan.models.config import OF_DECODERS, Config, InvalidConfigError, epsilon_of, read_config
 from tpplan.models.families import FAMILIES as PLANNED
 from tpplan.models.families import spec_from_config
 from tpplan.models.reader import read_model
@@ -114,7 +114,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ({"partial_rotary_factor": 0.5}, "RoPE turns 4 of 8 elements of a head"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps is small"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
         ({"rope_interleave": True}, "rope_interleave is true"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
@@ -133,12 +133,13 @@ def test_routers_that_are_refused(tmp_path: Path) -> None:
         ({"topk_group": 1}, r"a token has 3 experts \(num_experts_per_tok\), only 2 are eligible"),
         ({"n_group": 0}, "n_group is 0"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0, expected a number from 1e-06 to 1e[+]06"),
-        ({"routed_scaling_factor": "1"}, "routed_scaling_factor is 1, expected a number"),
+        ({"routed_scaling_factor": "1"}, "routed_scaling_factor is '1', expected a number"),
         ({"norm_topk_prob": 1}, "norm_topk_prob is 1, expected true or false"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ModelError, match=problem):
+        with pytest.raises(ModelError, match=problem) as error:
             Settings.read(read_config(tmp_path), model)
+        assert isinstance(error.value, InvalidConfigError) is ("only" not in problem)  # transformers computes that one
 
 
 def test_weights_of_scores_beside_another_scaling(tmp_path: Path) -> None:

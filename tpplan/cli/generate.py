@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tpplan.decoder.generation.timing import Startup
     from tpplan.reports.generate import GenerateReport
 
+    Loader = Callable[[Task, Callable[[str], None], Startup], AbstractContextManager[Engine]]
+
 #: Characters of a number; no model has so many tokens.
 _LONGEST = 12
 #: What running by transformers needs.
@@ -144,15 +146,17 @@ def generate(
         plans.note(text)
     startup.mark("plan")
     with head_start(task), needing("running a plan", "generate"):
-        import tpplan.decoder.generation.command  # noqa: F401, PLC0415 (torch, too, which takes seconds)
-    by_transformers = _is_for_transformers(task, engine)
+        from tpplan.decoder.generation.command import by_decoder  # noqa: PLC0415 (torch, too, which takes seconds)
+    lacks = _lacked_by_decoder(task) if engine == "auto" else None
+    by_transformers = engine == "transformers" or bool(lacks)
     if talks and by_transformers:
         hint = 'add --prompt "…", or --engine tpplan if the decoder knows the model'
         raise UsageError("a conversation is by tpplan's decoder, not by transformers", hint)
     if talks:
         _talk(task, startup)
     else:
-        _continue(task, startup, json=json, lines=bool(prompts), by_transformers=by_transformers)
+        load = _loader_of_transformers(lacks) if by_transformers else by_decoder
+        _continue(task, startup, load, json=json, lines=bool(prompts))
     return OK
 
 
@@ -172,23 +176,25 @@ def _lacking() -> str:
     return next((name for name in _NEEDED if find_spec(name) is None), "")
 
 
-def _is_for_transformers(task: Task, engine: str) -> bool:
-    """Choose the engine of a task; what the decoder lacks is told."""
-    if engine != "auto":
-        return engine == "transformers"
+def _lacked_by_decoder(task: Task) -> TpplanError | None:
+    """Return why the decoder does not compute a task, which is told, and transformers may; None if it does.
+
+    Raises:
+        TpplanError: it does not, and transformers does not either.
+    """
     from tpplan.decoder.model.settings import check_model  # noqa: PLC0415 (not every command needs it)
-    from tpplan.models.config import MissingKeyError  # noqa: PLC0415 (not every command needs it)
+    from tpplan.models.config import InvalidConfigError  # noqa: PLC0415 (not every command needs it)
 
     try:
         check_model(task.source, task.source.model, task.plan)
-    except MissingKeyError:
-        raise  # transformers needs the key, too
+    except InvalidConfigError:
+        raise  # nor is it one for transformers
     except TpplanError as error:
         if _lacking() or not task.source.model.is_plain:
             raise
         plans.note(f"computed by transformers, as {error.message}")
-        return True
-    return False
+        return error
+    return None
 
 
 def _check_source(prompt: str, prompts: str, token_ids: str, *, talks: bool, json: bool) -> None:
@@ -264,15 +270,14 @@ def _checked(
         raise
 
 
-def _continue(task: Task, startup: Startup, *, json: bool, lines: bool, by_transformers: bool) -> None:
-    """Continue prompts, and write what follows them; ``lines`` says whether these are those of a file."""
+def _continue(task: Task, startup: Startup, load: Loader, *, json: bool, lines: bool) -> None:
+    """Continue prompts by what loads them, and write what follows; ``lines`` says whether these are those of a file."""
     from json import dumps  # noqa: PLC0415 (an option has this name)
 
-    from tpplan.decoder.generation.command import by_decoder, run  # noqa: PLC0415 (not every command needs it)
+    from tpplan.decoder.generation.command import run  # noqa: PLC0415 (not every command needs it)
     from tpplan.files.codec import unstructure  # noqa: PLC0415 (not every command has a document)
     from tpplan.files.jsontext import render  # noqa: PLC0415 (not every command has a document)
 
-    load = _loader_of_transformers() if by_transformers else by_decoder
     startup.mark("torch")
     numbers = count(1)
 
@@ -291,18 +296,24 @@ def _continue(task: Task, startup: Startup, *, json: bool, lines: bool, by_trans
     console.say("time", str(timing))
 
 
-def _loader_of_transformers() -> Callable[[Task, Callable[[str], None], Startup], AbstractContextManager[Engine]]:
-    """Return what loads a task's checkpoint into a model of transformers."""
+def _loader_of_transformers(lacks: TpplanError | None) -> Loader:
+    """Return what loads a task's checkpoint into a model of transformers; ``lacks`` is why the decoder does not."""
     from tpplan.decoder.generation.command import Engine  # noqa: PLC0415
 
     with needing("running a plan by transformers", "transformers"):
         from tpplan.transformers.generate import loaded  # noqa: PLC0415
+        from tpplan.transformers.trial import ELSEWHERE  # noqa: PLC0415
 
     @contextmanager
     def load(task: Task, note: Callable[[str], None], startup: Startup) -> Iterator[Engine]:
-        with loaded(task.source, task.plan, task.order.backend, note) as (context, tokens):
-            startup.mark("model")
-            yield Engine(context, tokens)
+        try:
+            with loaded(task.source, task.plan, task.order.backend, note) as (context, tokens):
+                startup.mark("model")
+                yield Engine(context, tokens)
+        except RequestError as error:
+            if lacks and error.hint == ELSEWHERE:  # which the decoder does not compute
+                error.hint = lacks.hint
+            raise
 
     return load
 

@@ -141,14 +141,20 @@ _EPSILON_NAMES: Final = (_EPSILON, *filter(None, _EPSILONS))
 
 #: What some families call a key; nothing reads these names in the configs of others.
 FOREIGN_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "bits": ("num_bits", "w_bit"),
     "hidden_size": ("d_model",),
     "intermediate_size": ("d_ff",),
     "max_position_embeddings": ("max_seq_len", "max_sequence_length", "seq_length", "model_max_length"),
     "num_attention_heads": ("n_heads", "num_heads"),
+    "num_bits": ("bits", "w_bit"),
     "num_hidden_layers": ("n_layers", "num_layers"),
     "num_key_value_heads": ("kv_n_heads", "multi_query_group_num", "n_kv_heads", "num_query_groups"),
+    "quantization_config": ("quant_config",),
     "vocab_size": ("padded_vocab_size",),
-    **{name: tuple(other for other in _EPSILON_NAMES if other != name) for name in _EPSILON_NAMES},
+    **{
+        name: (*(other for other in _EPSILON_NAMES if other != name), "layernorm_epsilon", "rms_norm_epsilon")
+        for name in _EPSILON_NAMES
+    },
 }
 
 #: Keys that differ by a letter or two from another one, and are no slips of it: of models of some types, or of all.
@@ -251,6 +257,13 @@ def _slip(key: str, names: Collection[str]) -> str:
     return next((name for name in near if not words <= _words(name) and not words >= _words(name)), "")
 
 
+def word_meant(word: object, known: Collection[str]) -> str:
+    """Return which of several words is one misspelt, empty if none is; one with another number is another word."""
+    if not isinstance(word, str) or word in known:
+        return ""
+    return _slip(word, [other for other in known if re.findall(r"\d", other) == re.findall(r"\d", word)])
+
+
 def _likeness(one: str, other: str) -> float:
     """Return how much alike two keys are, from 0 to 1."""
     return SequenceMatcher(None, one, other).ratio()
@@ -290,8 +303,8 @@ class _Seen:
     sections: dict[str, Config] = field(factory=dict)
 
 
-class MissingKeyError(ModelError):
-    """A config.json lacks keys that have no default."""
+class InvalidConfigError(ModelError):
+    """A config.json is wrong for whoever reads it: keys without a default are missing, or values cannot be right."""
 
 
 class Config:
@@ -329,12 +342,16 @@ class Config:
         """Return an error that names this file and the ``problem``."""
         return ModelError(f"{self.source}: {problem}", hint or COMPARE)
 
+    def invalid(self, problem: str, hint: str = "") -> InvalidConfigError:
+        """Return an error that names this file and a value that nobody can compute with."""
+        return InvalidConfigError(f"{self.source}: {problem}", hint or COMPARE)
+
     def __contains__(self, key: str) -> bool:
         """Return whether the key is present under any of its names, null or not."""
         self._seen.keys.add(key)
         return any(name in self._data for name in (key, *ALIASES.get(key, ())))
 
-    def missing(self, *keys: str) -> MissingKeyError:
+    def missing(self, *keys: str) -> InvalidConfigError:
         """Return the error for keys without a value; the hint names the keys that were probably meant as them."""
         found = {"missing": [key for key in keys if key not in self], "null": [key for key in keys if key in self]}
         told = [
@@ -345,7 +362,7 @@ class Config:
         pairs = [(near, self.own_name(key)) for key in keys if (near := self.meant_as(key))]
         others = f" for the others, {COMPARE}" if len(pairs) < len(keys) else ""
         hint = are_meant(*pairs) + others if pairs else COMPARE
-        return MissingKeyError(f"{self.source}: {'; '.join(told)}", hint)
+        return InvalidConfigError(f"{self.source}: {'; '.join(told)}", hint)
 
     def own_name(self, key: str) -> str:
         """Return what models of this type call a key."""
@@ -449,9 +466,9 @@ class Config:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(f"{name} is {_repr(value)}, which is not a whole number")
+            raise self.invalid(f"{name} is {_repr(value)}, which is not a whole number")
         if not minimum <= value <= maximum:
-            raise self.error(f"{name} is {_repr(value)}, outside {minimum} to {maximum}")
+            raise self.invalid(f"{name} is {_repr(value)}, outside {minimum} to {maximum}")
         return value
 
     def count(
@@ -486,7 +503,7 @@ class Config:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise self.error(f"{key} is {str(value)[:60]}, expected a number from {least:g} to {most:g}")
+            raise self.invalid(f"{key} is {_repr(value)}, expected a number from {least:g} to {most:g}")
         return float(value)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -499,7 +516,7 @@ class Config:
         if value is _MISSING or value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(f"{name} is {_repr(value)}, expected true or false")
+            raise self.invalid(f"{name} is {_repr(value)}, expected true or false")
         return value
 
     def text(self, key: str) -> str:
@@ -512,7 +529,7 @@ class Config:
         if value is _MISSING or value is None:
             return ""
         if not isinstance(value, str):
-            raise self.error(f"{name} is {_repr(value)}, expected a string")
+            raise self.invalid(f"{name} is {_repr(value)}, expected a string")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -536,10 +553,10 @@ class Config:
         if value is _MISSING or value is None:
             return ()
         if not isinstance(value, list):
-            raise self.error(f"{name} is {_repr(value)}, expected a list of {what}")
+            raise self.invalid(f"{name} is {_repr(value)}, expected a list of {what}")
         for i, item in enumerate(value):
             if isinstance(item, bool) or not isinstance(item, kind):
-                raise self.error(f"{name}[{i}] is {_repr(item)}, expected a list of {what}")
+                raise self.invalid(f"{name}[{i}] is {_repr(item)}, expected a list of {what}")
         return tuple(value)
 
     @property
@@ -611,7 +628,7 @@ class Config:
         if value is _MISSING or value is None:
             raise self.missing(key)
         if not isinstance(value, dict):
-            raise self.error(f"{name} is {_repr(value)}, expected an object")
+            raise self.invalid(f"{name} is {_repr(value)}, expected an object")
         known = self._seen.sections.get(name)
         if known is None or known.data is not value:
             known = Config(value, f"{self.source}: {name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -18,6 +18,9 @@ from tpplan.weights.source import Source
 if TYPE_CHECKING:
     from tpplan.core.plan import SplitPlan
     from tpplan.exec.context import TPContext
+
+#: Characters that are told of an error of transformers.
+_LONGEST: Final = 200
 
 
 def shard(directory: str | Path | Source, plan: SplitPlan, ctx: TPContext, *, trial: bool = True) -> Any:
@@ -68,8 +71,9 @@ def config_of(source: Source, plan: SplitPlan) -> Any:
     name = source.model.model_type
     try:
         config = AutoConfig.from_pretrained(source.directory, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        message = f"transformers does not read the config of models of type {name}: {str(error).splitlines()[0]}"
+    except Exception as error:  # of kinds that differ between its versions
+        told = " ".join(str(error).split())[:_LONGEST]
+        message = f"transformers does not read the config of models of type {name}: {told}"
         raise RequestError(message, COMPARE if name in CONFIG_MAPPING else "upgrade transformers") from error
     found = runnable(config)
     if found is None:

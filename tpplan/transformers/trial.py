@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from tpplan.core.plan import SplitPlan
     from tpplan.planner.costs import Demand
 
+#: The hint where transformers cannot run a model on several devices.
+ELSEWHERE: Final = "run it by tpplan's decoder (--engine tpplan) if that knows it; docs/run-a-model.md lists what runs"
+
 #: Tokens of the trial's prompt, and those that follow.
 _PROMPT: Final = 11
 _NEW: Final = 3
@@ -57,18 +60,17 @@ def check_small_model(config: Any, layout: str, kv: str) -> None:
         RequestError: the logits differ, or the model cannot be sharded; with the reason.
     """
     name = type(config).__name__.removesuffix("Config")
-    hint = "run it by tpplan's decoder (--engine tpplan) if that knows it; docs/run-a-model.md lists what runs"
     try:
         error = _difference(config, layout, kv)
     except TpplanError as reason:
         message = f"transformers' {name} does not run on several devices: {reason.message}"
-        raise RequestError(message, reason.hint or hint) from reason
+        raise RequestError(message, reason.hint or ELSEWHERE) from reason
     except Exception as reason:
         message = f"transformers' {name} does not run on several devices: a small one failed ({_line(reason)})"
-        raise RequestError(message, hint) from reason
+        raise RequestError(message, ELSEWHERE) from reason
     if not error < _MOST_ERROR:
         message = f"transformers' {name} does not run on several devices: logits of a small one differ by {error:.1e}"
-        raise RequestError(message, hint)
+        raise RequestError(message, ELSEWHERE)
 
 
 def _line(error: Exception) -> str:

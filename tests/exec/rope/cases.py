@@ -318,7 +318,7 @@ WRONG: dict[str, tuple[Json, tuple[str, ...]]] = {
     "ntk by name": ({"rope_scaling": {"rope_type": "ntk", "alpha": 1000.0}}, ("rope_type is 'ntk'",)),
     "mrope of a text model": ({"rope_scaling": {"type": "mrope"}}, ("rope_type is 'mrope'",)),
     "longrope with mscale": ({"rope_scaling": {**LONGROPE, "long_mscale": 1.2}}, ("mscale",)),
-    "longrope without list": ({"rope_scaling": {**LONGROPE, "long_factor": None}}, ("long_factor is missing",)),
+    "longrope without list": ({"rope_scaling": {**LONGROPE, "long_factor": None}}, ("long_factor is null",)),
     "longrope, no list": ({"rope_scaling": {**LONGROPE, "long_factor": 2}}, ("long_factor is 2",)),
     "longrope, too few": ({"rope_scaling": {**LONGROPE, "short_factor": [1] * 31}}, ("31 numbers", "expected 32")),
     "longrope, no number": (

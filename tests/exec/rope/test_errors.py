@@ -20,6 +20,18 @@ def test_wrong_config(changes: Json, words: tuple[str, ...]) -> None:
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_all_parameters_that_a_scaling_lacks_are_told_at_once() -> None:
+    """With what they usually are, or what was probably meant as them."""
+    told = {"rope_type": "llama3", ORIGINAL: 8192, "low_frq_factor": 1.0}
+    with pytest.raises(ModelError, match="factor, low_freq_factor and high_freq_factor are missing") as caught:
+        Rope.from_config({**LLAMA, "rope_scaling": told})
+    hint = "is low_frq_factor meant as low_freq_factor? for the others, add factor, by which the longest context is "
+    assert caught.value.hint.startswith(hint)
+    assert "such as 4.0; high_freq_factor, which is 4.0 in Llama 3.1; or set rope_type to default" in caught.value.hint
+    with pytest.raises(ModelError, match="short_factor and long_factor are missing"):
+        Rope.from_config({**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 4.0}})
+
+
 KEYS = (
     *("model_type", "rope_theta", "rope_scaling", "rope_parameters", "rope_type", "type", "factor", ORIGINAL),
     *("max_position_embeddings", "partial_rotary_factor", "head_dim", "qk_rope_head_dim", "rotary_dim", "hidden_size"),

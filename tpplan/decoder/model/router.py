@@ -108,7 +108,7 @@ class Router:
                 hint = (
                     f"n_group has to divide the experts into groups of at least {self.best}, topk_group is at most it"
                 )
-                raise config.error(f"{what} (topk_group)", hint)
+                raise config.invalid(f"{what} (topk_group)", hint)
             if block.experts_per_token > size * self.eligible:
                 what = f"a token has {block.experts_per_token} experts (num_experts_per_tok)"
                 hint = f"topk_group groups of {size} have {size * self.eligible}"

@@ -146,7 +146,7 @@ def _object(config: Config, key: str) -> dict[str, object]:
     """Return the object under a key; empty if there is none."""
     value = config.raw(key) or {}
     if not isinstance(value, dict):
-        raise config.error(f"{key} is {reprlib.repr(value)}, expected an object")
+        raise config.invalid(f"{key} is {reprlib.repr(value)}, expected an object")
     return value
 
 
@@ -174,15 +174,28 @@ def _number(section: Config, key: str, *, low: float = _LOWEST, high: float = _H
     Raises:
         ModelError: it is missing, not a number, or out of range.
     """
+    _check_there(section, key)
     value = _optional(section, key, low, high)
-    if value is None:
-        error = section.missing(key)
-        if error.hint == COMPARE and key in _USUAL:
-            error.hint = f"add {key}, {_USUAL[key]}; or set rope_type to default if contexts are not to be extended"
-        raise error
     if not value:
-        raise section.error(f"{key} is 0, outside {low:g} to {high:g}")
+        raise section.invalid(f"{key} is 0, outside {low:g} to {high:g}")
     return value
+
+
+def _check_there(section: Config, *keys: str) -> None:
+    """Check that a scaling has these parameters.
+
+    Raises:
+        ModelError: it lacks some; the hint says what they usually are.
+    """
+    lacking = [key for key in keys if section.raw(key) is None]
+    if not lacking:
+        return
+    error = section.missing(*lacking)
+    usual = [f"{key}, {_USUAL[key]}" for key in lacking if key in _USUAL and not section.meant_as(key)]
+    if usual:
+        told = f"add {'; '.join(usual)}; or set rope_type to default if contexts are not to be extended"
+        error.hint = error.hint.replace(COMPARE, told)
+    raise error
 
 
 def _optional(section: Config, key: str, low: float = _LOWEST, high: float = _HIGHEST) -> float | None:
@@ -193,23 +206,24 @@ def _optional(section: Config, key: str, low: float = _LOWEST, high: float = _HI
 
 def _checked(section: Config, name: str, value: object, low: float = _LOWEST, high: float = _HIGHEST) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise section.error(f"{name} is {reprlib.repr(value)}, which is not a number")
+        raise section.invalid(f"{name} is {reprlib.repr(value)}, which is not a number")
     if value and not low <= value <= high:
-        raise section.error(f"{name} is {reprlib.repr(value)}, outside {low:g} to {high:g}")
+        raise section.invalid(f"{name} is {reprlib.repr(value)}, outside {low:g} to {high:g}")
     return float(value)
 
 
 def _factors(section: Config, key: str, dim: int) -> tuple[float, ...]:
     """Return a list of numbers, one for each pair."""
     values, pairs = section.raw(key), -(-dim // 2)
+    if values is None:
+        raise section.missing(key)
     if not isinstance(values, list):
-        what = "missing" if values is None else f"{reprlib.repr(values)}, which is not a list of numbers"
-        raise section.error(f"{key} is {what}")
+        raise section.invalid(f"{key} is {reprlib.repr(values)}, which is not a list of numbers")
     if len(values) != pairs:
         raise section.error(f"{key} has {len(values)} numbers, expected {pairs} for {dim} rotary dimensions")
     numbers = tuple(_checked(section, f"{key}[{i}]", value) for i, value in enumerate(values))
     if 0 in numbers:
-        raise section.error(f"{key}[{numbers.index(0)}] is 0, which no frequency can be divided by")
+        raise section.invalid(f"{key}[{numbers.index(0)}] is 0, which no frequency can be divided by")
     return numbers
 
 
@@ -230,9 +244,10 @@ def _dynamic(section: Config, dim: int) -> Dynamic | Ntk:
 
 
 def _llama3(section: Config, _dim: int) -> Llama3:
+    _check_there(section, "factor", "low_freq_factor", "high_freq_factor")
     low, high = _number(section, "low_freq_factor"), _number(section, "high_freq_factor")
     if low >= high:
-        raise section.error(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+        raise section.invalid(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}")
     return Llama3(_number(section, "factor"), low, high, section.count(ORIGINAL))
 
 
@@ -254,6 +269,7 @@ def _yarn(section: Config, dim: int) -> Yarn:
 def _longrope(section: Config, dim: int) -> LongRope:
     if section.raw("short_mscale") or section.raw("long_mscale"):  # Phi-3.5-MoE
         raise section.error("rope_type longrope has an mscale, which tpplan does not support")
+    _check_there(section, "short_factor", "long_factor")
     return LongRope(
         _factors(section, "short_factor", dim),
         _factors(section, "long_factor", dim),
