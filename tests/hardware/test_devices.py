@@ -526,6 +526,7 @@ def _edited(path: tuple[str | int, ...], value: object) -> str:
         (("links", 0, "kind"), "rope", 'expected nvlink, xgmi, pcie or unknown, got "rope"'),
         (("host",), "me", 'top level: has the unknown key "host"; known are format_version, devices, '),
         (("devices", 0, "budget_byte"), 1, 'devices[0]: has the unknown key "budget_byte"; did you mean budget_bytes?'),
+        (("devices", 0, "bandwidth"), 1, '"bandwidth"; did you mean bandwidth_bytes_per_second?'),
         (("devices", 0, "budgetBytes"), 1, "did you mean budget_bytes?"),
         (("links", 0, "peer-access"), "no", 'links[0]: has the unknown key "peer-access"; did you mean peer_access?'),
     ],

@@ -346,7 +346,10 @@ def test_each_key_is_told_of_once_and_all_are() -> None:
         ("rms_norm_eps", "rms_norm_epss", 1e-5),
         *(
             ("rms_norm_eps", name, 1e-5)
-            for name in ("norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+            for name in (
+                *("norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+                *("layernorm_epsilon", "rms_norm_epsilon"),
+            )
         ),
         ("n_group", "n_groups", 2),
         ("swiglu_limit", "swiglu_limits", 7.0),
@@ -362,6 +365,31 @@ def test_slips_of_keys_that_only_decoders_read_are_told(key: str, slip: str, val
     assert spec_from_config(Config(LLAMA | {slip: value}, "config.json"), "m").notes == (told,)
     for more in ({key: value}, {key: value, slip: value}):
         assert spec_from_config(Config(LLAMA | more, "config.json"), "m").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "meant"), [("lama3", "llama3"), ("liner", "linear"), ("yran", "yarn"), ("llama4", ""), ("yarn2", "")]
+)
+def test_kinds_of_rope_that_are_misspelt_are_told(kind: str, meant: str) -> None:
+    """The context would be as long as without scaling; a kind with another number is another kind."""
+    config = Config(LLAMA | {"rope_scaling": {"rope_type": kind, "factor": 4.0}}, "config.json")
+    told = f"config.json: rope_scaling: rope_type is '{kind}', which is not known: is {meant} meant?"
+    assert spec_from_config(config, "m").notes == ((told,) if meant else ())
+
+
+@pytest.mark.parametrize(
+    ("architectures", "hint"),
+    [
+        (["LlamaForCausalLM"], "the model_type of a LlamaForCausalLM is llama"),
+        (["OtherForCausalLM"], "compare it with the config.json that the model came with"),
+    ],
+)
+def test_a_missing_type_is_told_by_the_class(architectures: list[str], hint: str) -> None:
+    """If that is a class of one that is known."""
+    data = {key: value for key, value in LLAMA.items() if key != "model_type"} | {"architectures": architectures}
+    with pytest.raises(ModelError, match="model_type is missing") as caught:
+        spec_from_config(Config(data, "config.json"), "m")
+    assert caught.value.hint == hint
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])

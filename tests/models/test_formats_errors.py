@@ -135,7 +135,8 @@ def test_bad_quantization_config_is_refused(tmp_path: Path, quantization: Any, m
 
 
 @pytest.mark.parametrize(
-    ("key", "slip"), [("quant_method", "quant_methd"), ("bits", "bit"), ("bits", "bist"), ("bits", "bitss")]
+    ("key", "slip"),
+    [("quant_method", "quant_methd"), ("bits", "bit"), ("bits", "bist"), ("bits", "bitss"), ("bits", "w_bit")],
 )
 def test_a_missing_key_of_a_quantization_config_that_is_nearly_there_is_named(
     tmp_path: Path, key: str, slip: str
@@ -212,6 +213,31 @@ def test_a_slip_that_leaves_nothing_of_a_quantisation_is_the_hint(tmp_path: Path
     with pytest.raises(ModelError, match="config_groups tells nothing of weights") as caught:
         read_model(tmp_path)
     assert caught.value.hint == "is weight meant as weights?"
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "meant"),
+    [
+        ("quant_method", "compressed_tensors", "compressed-tensors"),
+        ("quant_method", "gptqq", "gptq"),
+        ("format", "pack-quantised", "pack-quantized"),
+        ("format", "mxfp6-pack-quantized", ""),
+    ],
+)
+def test_words_that_are_nearly_known_are_hinted_at(tmp_path: Path, key: str, word: str, meant: str) -> None:
+    """The method, and the format of compressed-tensors; one with another number of bits is another one."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": _groups() | {key: word}}))
+    with pytest.raises(ModelError, match="do not follow from the config alone") as caught:
+        read_model(tmp_path)
+    start = f"is {word} meant as {meant}? if not, point to" if meant else "point to"
+    assert caught.value.hint.startswith(f"{start} the directory")
+
+
+def test_a_quantisation_under_another_name_is_told(tmp_path: Path) -> None:
+    """The weights would be counted as those of a model that is not quantised."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quant_config": gptq_config()}))
+    (note,) = read_model(tmp_path).notes
+    assert note.endswith(": is quant_config meant as quantization_config?")
 
 
 @pytest.mark.parametrize("slip", ["formt", "formats", "fromat"])

@@ -89,7 +89,9 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches  # noqa: PLC0415 - only for messages
 
     names = {name.replace("_", "-"): name for name in known}
-    near = get_close_matches(key[:_LONGEST_KEY].replace("_", "-").casefold(), names, n=1, cutoff=_NEAR)
+    asked = key[:_LONGEST_KEY].replace("_", "-").casefold()
+    near = get_close_matches(asked, names, n=1, cutoff=_NEAR)
+    near = near or [name for name in names if name.startswith(f"{asked}-")]
     hint = f"did you mean {names[near[0]]}?" if near else f"known are {', '.join(names.values())}"
     return f"has the unknown key {shown(key)}; {hint}"
 

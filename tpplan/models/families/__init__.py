@@ -223,15 +223,17 @@ def _family(config: Config) -> tuple[str, Family]:
             FAMILIES[inner] = LANGUAGE_MODELS[inner] = other
     if family := families.get(inner):
         return model_type, wrapper.around(family) if wrapper else family
+    architecture = next(iter(config.texts("architectures")), "")
     if not model_type:
         if config.meant_as("model_type") or "architectures" in config:
-            raise config.missing("model_type")
+            error = config.missing("model_type")
+            error.hint = error.hint if error.hint != COMPARE else _types_of(architecture) or COMPARE
+            raise error
         problem = "model_type is missing, so this is probably no config.json of a language model"
         raise config.error(problem, ELSEWHERE)
     known = _known(inner, sorted(families) if wrapper else supported())
     if wrapper:
         raise text_part(config)[1].error(f"model_type {inner[:60]!r} is not supported", known)
-    architecture = next(iter(config.texts("architectures")), "")
     of = f" ({architecture[:60]!r})" if architecture else ""
     hint = _types_of(architecture) or _text_part(config) or known
     raise config.error(f"model_type {model_type[:60]!r}{of} is not supported", hint)

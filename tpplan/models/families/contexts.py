@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve, frozen
 
-from tpplan.models.config import MAX_COUNT, Config
+from tpplan.models.config import MAX_COUNT, Config, word_meant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +45,8 @@ SCALED: Final[dict[str, dict[str, object]]] = {
 
 #: Kinds that multiply ``max_position_embeddings``.
 _MULTIPLYING: Final = ("linear", "dynamic")
+#: Kinds that are known, to tell slips of.
+_KINDS: Final = (*_MULTIPLYING, "yarn", "llama3", "longrope", "su", "default", "mrope", "proportional")
 
 
 @frozen
@@ -83,7 +85,7 @@ def longest_context(config: Config, model_type: str, maximum: int) -> Context:
     longest = max(filter(None, contexts), key=lambda context: context.tokens, default=Context(maximum))
     for section, _ in sections:
         section.expect(_KEYS)
-    slips = [slip for section, _ in sections for slip in section.slips()]
+    slips = [slip for section, _ in sections for slip in (*section.slips(), *_misspelt_kinds(section))]
     return evolve(longest, notes=(*longest.notes, *dict.fromkeys(slips)))
 
 
@@ -97,6 +99,13 @@ def _sections(config: Config) -> Iterator[tuple[Config, int | None]]:
     yield from ((section.section(key), None) for key in layers)
     if not layers:
         yield section, config.optional_count(ORIGINAL)
+
+
+def _misspelt_kinds(section: Config) -> Iterator[str]:
+    """Yield a note on a kind of scaling that is misspelt, so that the context is not extended."""
+    kind = section.text("rope_type") or section.text("type")
+    if meant := word_meant(kind, _KINDS):
+        yield f"{section.source}: rope_type is {reprlib.repr(kind)}, which is not known: is {meant} meant?"
 
 
 def _extended(section: Config, original: int | None, maximum: int) -> Context | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from tpplan.errors import ModelError
-from tpplan.models.config import COMPARE, Config, are_meant, read_config
+from tpplan.models.config import COMPARE, Config, are_meant, read_config, word_meant
 from tpplan.models.families.wrappers import text_part
 from tpplan.models.formats.names import EXPRESSION
 from tpplan.models.formats.scheme import (
@@ -25,7 +25,7 @@ from tpplan.models.formats.scheme import (
 from tpplan.models.formats.table import FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
 #: The most entries for single modules that are followed.
@@ -60,13 +60,20 @@ def read_scheme(config: Config, directory: Path | None = None) -> Scheme:
         source = section.source
         if read := _METHODS.get(method):
             scheme = read(section)
-            return evolve(scheme, slips=section.slips_within())
+            return evolve(scheme, slips=section.slips_within() | _misspelt(section, "format", _STORED))
     except ModelError as error:
         slips = section.slips_within() if section else {}
         hint = error.hint if error.hint != COMPARE else are_meant(*slips) if slips else HINT
         problem = ModelError(f"{error.message} (the method is {method!r:.60})" if method else error.message, hint)
         return Scheme(method=method or "unknown", is_known=bool(method), source=source, problem=problem)
-    return Scheme(method=method or "unknown", is_known=method in _HEADERS_ONLY, source=source)
+    slips = _misspelt(section, "quant_method", (*_METHODS, *_HEADERS_ONLY))
+    return Scheme(method=method or "unknown", is_known=method in _HEADERS_ONLY, source=source, slips=slips)
+
+
+def _misspelt(section: Config, key: str, known: Collection[str]) -> dict[tuple[str, str], str]:
+    """Return a question for a word that is none of those that are known, by it and the one that was probably meant."""
+    word, meant = section.data.get(key), word_meant(section.data.get(key), known)
+    return {(str(word), meant): are_meant((str(word), meant))} if meant else {}
 
 
 def _described(config: Config, directory: Path | None) -> tuple[str, Config | None]:
@@ -283,6 +290,8 @@ _COMPRESSED: Final = {
     ("mxfp4-pack-quantized", "float", 4): "mxfp4-packed",
     ("mxfp8-quantized", "float", 8): "mxfp8",
 }
+
+_STORED: Final = {stored for stored, _, _ in _COMPRESSED}
 
 
 def _compressed_extra(group: Config, weights: Config, strategy: str) -> Iterator[str]:
