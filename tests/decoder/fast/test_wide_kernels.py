@@ -23,7 +23,7 @@ KERNELS = [
     ("wide_bf16_4_32", (9, 0)),
     ("wide_f16_4_64", CAPABILITIES[-1]),
     ("wgmma_bf16_4_64", (9, 0)),
-    ("wgmma_bf16_e4m3_16", (9, 0)),
+    ("wgmma_f16_4_32", (9, 0)),
 ]
 
 
@@ -53,7 +53,10 @@ def test_codes_are_made_floats_once(name: str, capability: tuple[int, int]) -> N
         waits = steps.index("griddepcontrol.wait")
         assert steps.index("cp.async.cg.shared.global.L2::128B") < waits < min(map(steps.index, later))
     warps = (GROUP_WARPS if way == "wgmma" else WARPS)[rows]
-    assert registers(check_code(text, capability)) * 32 * warps <= 2**16
+    taken = registers(check_code(text, capability)) * 32 * warps
+    assert taken <= 2**16
+    if way == "wgmma" and warps == 8:  # so that every multiprocessor has one block
+        assert 2 * taken > 2**16
 
 
 #: Kernel, rows, columns of the result, columns, those that share a scale, scales, plus, warps, blocks, mode, what is
@@ -74,8 +77,7 @@ _Case = tuple[str, int, int, int, int, torch.dtype, int | None, int, int, int, b
         ("bf16_e4m3_32", 24, 72, 192, 192, torch.float16, 1, 1, 1, 0, True),  # all tiles of a block
         ("f16_8_32", 17, 30, 320, 64, torch.float16, 3, 1, 5, 0, True),  # parts of five blocks
         ("bf16_e4m3_32", 18, 80, 64, 64, torch.bfloat16, 16, 1, 3, 0, False),  # the last scale is half a word
-        ("wgmma_bf16_4_32", 17, 34, 384, 128, torch.bfloat16, None, 8, 2, 0, True),
-        ("wgmma_f16_4_48", 41, 280, 256, 128, torch.float16, 1, 8, 3, 2, False),  # gates, of two tiles
+        ("wgmma_f16_4_48", 41, 140, 128, 128, torch.float16, 1, 8, 2, 2, False),  # gates, of two tiles
         ("wgmma_bf16_8_16", 15, 300, 192, 64, torch.bfloat16, 0, 8, 4, 0, True),  # parts of several blocks
         ("wgmma_f16_e4m3_64", 50, 14, 192, 64, torch.float32, 16, 8, 2, 3, False),
     ],

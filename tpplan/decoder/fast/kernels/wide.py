@@ -522,7 +522,9 @@ def __getattr__(name: str) -> Kernel:
     if not found:
         raise AttributeError(name)
     rows = int(found["rows"])
-    warps, fewest = (WARPS, FEWEST) if found["way"] == "WIDE" else (GROUP_WARPS, GROUP_FEWEST)
-    if rows not in warps:
+    in_groups = found["way"] == "WGMMA"
+    warps = (GROUP_WARPS if in_groups else WARPS).get(rows)
+    if warps is None:
         raise AttributeError(name)
-    return _wide(name.lower(), getattr(packed_codes, found["kind"]), rows // _EIGHT, warps[rows], fewest[rows])
+    fewest = GROUP_FEWEST if in_groups else FEWEST[rows]
+    return _wide(name.lower(), getattr(packed_codes, found["kind"]), rows // _EIGHT, warps, fewest)
