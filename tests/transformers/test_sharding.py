@@ -320,6 +320,11 @@ def test_the_command_takes_what_knows_the_model(tmp_path: Path) -> None:
     assert "computed by transformers, as" in done.err
     refused = command(*arguments, "--engine", "tpplan")
     assert (refused.code, "the decoder does not compute models of type" in refused.err) == (2, True)
+    directory = copytree(model.directory, tmp_path / "other")
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | {"hidden_act": "sillu"}), encoding="utf-8")
+    neither = command(*(directory if each is model.directory else each for each in arguments))
+    assert neither.err.endswith("(KeyError: 'sillu')\nhint: docs/run-a-model.md lists what runs\n"), neither.err
 
 
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])

@@ -301,6 +301,7 @@ def _loader_of_transformers(lacks: TpplanError | None) -> Loader:
     from tpplan.decoder.generation.command import Engine  # noqa: PLC0415
 
     with needing("running a plan by transformers", "transformers"):
+        from tpplan.decoder.model.settings import FAMILIES  # noqa: PLC0415
         from tpplan.transformers.generate import loaded  # noqa: PLC0415
         from tpplan.transformers.trial import ELSEWHERE  # noqa: PLC0415
 
@@ -311,8 +312,9 @@ def _loader_of_transformers(lacks: TpplanError | None) -> Loader:
                 startup.mark("model")
                 yield Engine(context, tokens)
         except RequestError as error:
-            if lacks and error.hint == ELSEWHERE:  # which the decoder does not compute
-                error.hint = lacks.hint
+            if lacks and error.hint == ELSEWHERE:  # the decoder does not compute it
+                knows = task.source.model.model_type in FAMILIES
+                error.hint = lacks.hint if knows else "docs/run-a-model.md lists what runs"
             raise
 
     return load
