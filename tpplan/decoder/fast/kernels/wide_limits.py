@@ -1,4 +1,4 @@
-"""Numbers that the kernels for 17 to 64 rows by codes are made for, and those who launch them know."""
+"""Numbers that the kernels for 17 (on sm_90: 9) to 64 rows by codes are made for, and those who launch them know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LANES: Final = 4
 #: Of each kernel: rows, and warps that a multiprocessor has registers for; and the fewest of a block.
 WARPS: Final = {32: 16, 48: 12, 64: 8}
 FEWEST: Final = {32: 6, 48: 6, 64: 8}
-#: The same where four warps multiply together; that of 16 rows in two blocks at a time.
+#: The same where four warps multiply together; there are registers for two blocks of the kernel of 16 rows.
 GROUP_WARPS: Final = {16: 16, 32: 8, 48: 8, 64: 8}
 GROUP_FEWEST: Final = dict.fromkeys(GROUP_WARPS, 8)
 #: Bytes of a vector, and those that the lanes of a warp read together.
