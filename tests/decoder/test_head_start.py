@@ -38,17 +38,20 @@ class FakeDriver:
         count: number of its GPUs.
         failing: name of the call that fails.
         is_ready: whether it was initialised.
+        loading: when the environment lets it load kernels.
         retained: ordinals of the GPUs that have a primary context.
     """
 
     count: int = DEVICES
     failing: str = ""
     is_ready: bool = False
+    loading: str = ""
     retained: list[int] = field(factory=list)
 
     def cuInit(self, flags: int) -> int:  # noqa: N802 (names of the driver)
         """Initialise the driver."""
         assert flags == 0
+        self.loading = os.environ["CUDA_MODULE_LOADING"]
         self.is_ready = self.failing != "cuInit"
         return SUCCESS if self.is_ready else 100
 
@@ -118,6 +121,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "torch")])
     monkeypatch.setattr(module, "find_spec", {"torch": spec}.get)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in os.environ if name != "CUDA_MODULE_LOADING"})
     sent: dict[str, int] = {}
 
     def send(target: int, source: int, offset: int, count: int) -> int:
@@ -138,6 +142,16 @@ def test_contexts_are_made_on_the_gpus_of_the_plan(machine: Machine) -> None:
     done = machine.generate()
     assert done.code == 0
     assert driver.retained == [1]
+
+
+@pytest.mark.parametrize("given", ["EAGER", None])
+def test_the_driver_loads_kernels_when_they_are_needed(given: str | None, machine: Machine) -> None:
+    """Older drivers load all at once by default; what the environment says stays."""
+    if given:
+        machine.patch.setitem(os.environ, "CUDA_MODULE_LOADING", given)
+    driver = machine.use(FakeDriver())
+    assert machine.generate().code == 0
+    assert driver.loading == (given or "LAZY")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ def head_start(task: Task) -> Iterator[None]:
         return
     done, plan, source = Event(), task.plan, task.source
     if _is_for_cuda():
+        # Drivers before CUDA 12.2 load all kernels at once otherwise, and to ask them for this later is too late.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
         for ordinal, memory in enumerate(plan.memory):
             if memory.used_bytes:  # not a daemon: the process must not end, and the driver with it, in the middle
                 _start(partial(_retain, ordinal, len(plan.devices)), daemon=False)
