@@ -93,6 +93,8 @@ def generate(
     startup = Startup()
     talks = chat and not (prompt or prompts or token_ids) and sys.stdin.isatty()
     _check_source(prompt, prompts, token_ids, talks=talks, json=json)
+    if talks:
+        _check_talk(by_transformers=engine == "transformers")
     for option, value in (("--system", system), ("--chat-template-kwargs", chat_template_kwargs)):
         if value and not chat:
             raise UsageError(f"{option} is a part of a chat", f"add --chat, or leave out {option}")
@@ -146,10 +148,8 @@ def generate(
     with head_start(task), needing("running a plan", "generate"):
         import tpplan.decoder.generation.command  # noqa: F401, PLC0415 (torch, too, which takes seconds)
     by_transformers = _is_for_transformers(task, engine)
-    if talks and by_transformers:
-        hint = 'add --prompt "…", or --engine tpplan if the decoder knows the model'
-        raise UsageError("a conversation is by tpplan's decoder, not by transformers", hint)
     if talks:
+        _check_talk(by_transformers=by_transformers)
         _talk(task, startup)
     else:
         _continue(task, startup, json=json, lines=bool(prompts), by_transformers=by_transformers)
@@ -206,6 +206,17 @@ def _check_source(prompt: str, prompts: str, token_ids: str, *, talks: bool, jso
         raise UsageError(f"generate continues one thing, {listed(given)} are given", "leave out all but one of them")
     if talks and json:
         raise UsageError("a conversation is no JSON document", 'add --prompt "…", or leave out --json')
+
+
+def _check_talk(*, by_transformers: bool) -> None:
+    """Refuse a conversation by transformers.
+
+    Raises:
+        UsageError: it would be by transformers.
+    """
+    if by_transformers:
+        hint = 'add --prompt "…", or --engine tpplan if the decoder knows the model'
+        raise UsageError("a conversation is by tpplan's decoder, not by transformers", hint)
 
 
 def _tokens(text: str) -> tuple[int, ...]:
