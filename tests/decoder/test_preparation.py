@@ -19,7 +19,9 @@ from tpplan.decoder.generation import warmup
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
 __all__ = ["cudnn_calls", "fine_units", "flash_calls"]  # fixtures
 
@@ -42,10 +44,18 @@ def test_passes_of_one_sequence_are_captured_too(batch: int, length: int, monkey
     request = evolve(request_of(batch=batch), cache=Cache("fp16", batch * length))
     with decoding(plan_of(model_of("llama").directory, 3, request, {}, seed=8), "llama", "fp32") as decoder:
         decoder.prompt_graphs = decoder.new_prompt_graphs([3, 6])
+        read, before = decoder.read, list[int]()
         with patch.object(decoder, "captured", side_effect=_captured) as captured:
+
+            def recording(each: Sequence[Prompt]) -> tuple[Tensor, ...]:
+                before.append(captured.call_count)
+                return read(each)
+
+            monkeypatch.setattr(decoder, "read", recording)
             prepare(decoder)
             count = captured.call_count
             assert count == 2 + batch  # of 3 rows, and of one sequence and of several with 6
+            assert before == [0] * count + [*range(count)]  # all run as they are written before one is captured
             for each in prompts:
                 decoder.read(each)
             assert captured.call_count == count
@@ -102,7 +112,7 @@ def test_sequences_that_a_plan_has_no_room_for(sequences: int) -> None:
         (True, [], [MAX_ROWS, MAX_ROWS, 1]),
         # a pass as it is written and as it is captured, and what a text begins with
         (True, [3], [MAX_ROWS, MAX_ROWS, 3, 3, 3]),
-        (True, [3, MAX_ROWS], [MAX_ROWS, MAX_ROWS, 3, 3, 3]),
+        (True, [3, MAX_ROWS], [MAX_ROWS, 3, MAX_ROWS, 3, 3]),
         (False, [], [1]),
     ],
 )

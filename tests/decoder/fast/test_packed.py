@@ -225,9 +225,8 @@ def test_biases_behind_sums(kernels: QuantisedSkinnyGemm, monkeypatch: pytest.Mo
     """A layer adds them, whatever its codes are; then no kernel adds up what several GPUs have."""
     dtype, names = kernels._dtype, list[str]()
     monkeypatch.setattr(dense, "Launcher", lambda *_: None)
-    monkeypatch.setattr(
-        fused, "QuantisedGemm", lambda *_: SimpleNamespace(adds_up=lambda *_: False)
-    )  # which is for more rows
+    many = SimpleNamespace(takes=lambda *_, **__: False)
+    monkeypatch.setattr(fused, "QuantisedGemm", lambda *_: many)  # which is for more rows
     monkeypatch.setattr(kernel_cache, "prepare", lambda asked: names.extend([name for name, _ in asked]))
     settings: Any = SimpleNamespace(family=FAMILIES["llama"], norm_eps=1e-5, activation="silu", attention_cap=None)
     layer = Fused(torch.device("cuda", 0), dtype, settings, (), "fp16", joint=True, codes=[*STEPS])

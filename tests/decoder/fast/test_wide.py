@@ -34,7 +34,7 @@ FEWER = {16: 8, 32: 16, 48: 32, 64: 48}
 #: Of all kernels: rows, the warps that a multiprocessor has registers for, and the fewest of a block.
 KERNELS = [
     *((most, warps, FEWEST[most]) for most, warps in WARPS.items()),
-    *((most, warps, GROUP_FEWEST[most]) for most, warps in GROUP_WARPS.items()),
+    *((most, warps, GROUP_FEWEST) for most, warps in GROUP_WARPS.items()),
 ]
 
 
@@ -104,7 +104,7 @@ class FakeLauncher:
         """Take any device."""
         self._most_shared = most_shared
         family, dtype, self._kind, count = name.split("_")
-        self._most, self._warps = int(count), {"wide": FEWEST, "wgmma": GROUP_FEWEST}[family]
+        self._most, self._fewest = int(count), GROUP_FEWEST if family == "wgmma" else FEWEST[int(count)]
         self._few = {most: FewLauncher(f"packed_{dtype}_{self._kind}_{most}", place) for most in (8, 16)}
 
     def __call__(self, blocks: int, threads: int, *words: int, shared: int) -> None:
@@ -114,7 +114,7 @@ class FakeLauncher:
         assert FEWER[self._most] < rows <= self._most
         assert 0 < blocks <= tiles * width // STEPS[self._kind]
         assert not threads % 32
-        assert threads // 32 >= self._warps[self._most]
+        assert threads // 32 >= self._fewest
         assert stages in {2, 3}
         assert shared == stages * stage_bytes(self._most, STEPS[self._kind], threads // 32) <= self._most_shared
         assert not parts % 16
@@ -151,7 +151,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("rows", [9, 16, 17, 32, 33, 48, 64])
 def test_words(kernels: QuantisedGemm, rows: int) -> None:
     """Products, with a bias, a sum or a gate, are told to a kernel of so many rows."""
-    if rows < kernels._fewest_rows:
+    if rows < kernels.fewest_rows:
         assert not kernels.takes(torch.randn(rows, 512).to(kernels._dtype), int_matrix(24, 512, 128, torch.float16, 1))
         return
     torch.manual_seed(rows)
@@ -188,7 +188,7 @@ def test_who_takes_rows(kernels: QuantisedGemm, rows: int, who: str, monkeypatch
     few = packed.QuantisedSkinnyGemm(torch.device("cuda", 0), kernels._dtype, [*STEPS])
     x_RK, matrix = torch.randn(rows, 512).to(kernels._dtype), int_matrix(24, 512, 128, torch.float16, 1)
     assert few.takes(x_RK, matrix) == (who == "few")
-    assert kernels.takes(x_RK, matrix) == (who == "many" or kernels._fewest_rows <= rows <= 16)
+    assert kernels.takes(x_RK, matrix) == (who == "many" or kernels.fewest_rows <= rows <= 16)
 
 
 def test_elements_are_in_pairs(kernels: QuantisedGemm) -> None:
@@ -208,7 +208,7 @@ def test_what_is_not_taken(kernels: QuantisedGemm) -> None:
     x_RK, matrix = torch.randn(64, 512).to(dtype), int_matrix(24, 512, 128, torch.float16, 1)
     assert kernels.takes(x_RK, matrix)
     assert kernels.takes(x_RK[:17], matrix, gated=True)
-    assert not kernels.takes(x_RK[: kernels._fewest_rows - 1], matrix)
+    assert not kernels.takes(x_RK[: kernels.fewest_rows - 1], matrix)
     assert not kernels.takes(torch.randn(65, 512).to(dtype), matrix)
     assert not kernels.takes(x_RK.float(), matrix)
     assert not kernels.takes(x_RK, torch.randn(24, 512).to(dtype))
@@ -223,10 +223,15 @@ def test_what_is_not_taken(kernels: QuantisedGemm) -> None:
     rounded = dtype is torch.float16  # to which scales of other dtypes may be too small
     assert kernels.takes(x_RK, float_matrix(24, 512, (16, 128), torch.float32)) != rounded
     assert not kernels.takes(x_RK, float_matrix(24, 512, (12, 128), torch.float32))
-    names = {
-        (8, 0): ["wide_f16_e4m3_32", "wide_f16_e4m3_48", "wide_f16_e4m3_64"],
-        (9, 0): ["wgmma_f16_e4m3_16", "wgmma_f16_e4m3_32", "wgmma_f16_e4m3_48", "wgmma_f16_e4m3_64"],
-    }
+
+
+def test_names_by_generation() -> None:
+    """Only 9.0 has instructions of four warps, which for 17 to 32 rows pay with codes of 4 bits."""
+    by_warp = [f"wide_f16_{{}}_{rows}" for rows in (32, 48, 64)]
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
-        expected = names.get(capability, names[8, 0])
-        assert names_of(torch.float16, ["e4m3", "e5m2"], capability) == expected
+        for kind in STEPS:
+            in_groups = [f"wgmma_f16_{{}}_{rows}" for rows in (16, 32, 48, 64)]
+            if kind != "4":
+                in_groups[1] = by_warp[0]
+            expected = in_groups if capability == (9, 0) else by_warp
+            assert names_of(torch.float16, [kind, "e5m2"], capability) == [name.format(kind) for name in expected]

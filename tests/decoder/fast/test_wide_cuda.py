@@ -8,7 +8,7 @@ import torch
 from tests.decoder.fast.test_gemv_cuda import check
 from tests.packed_cases import gates_of, matrix_of
 from tpplan.decoder.fast.launches.launcher import DTYPES
-from tpplan.decoder.fast.launches.wide import FEWEST_ROWS, QuantisedGemm, in_groups
+from tpplan.decoder.fast.launches.wide import QuantisedGemm
 
 pytestmark = pytest.mark.gpu
 #: As those of few rows, and how many rows.
@@ -38,7 +38,7 @@ def test_products(case: tuple[str, int, int, int, torch.dtype, int | None], rows
     x_RK = torch.randn(rows, width + 8, device="cuda").to(dtype)[:, :width]
     bias_N = torch.randn(size, device="cuda").to(dtype)
     run = QuantisedGemm(torch.device("cuda", 0), dtype, [kind])
-    is_few = rows < FEWEST_ROWS and not in_groups(torch.cuda.get_device_capability(0))
+    is_few = rows < run.fewest_rows
     assert run.takes(x_RK, matrix) == ((case[4] is torch.float16 or dtype is not torch.float16) and not is_few)
     if is_few:
         return

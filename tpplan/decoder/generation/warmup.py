@@ -45,9 +45,10 @@ def prepare(decoder: Decoder, sequences: int = 1, *, sampling: Sampling = GREEDY
     shapes = [graphs.shapes_of(size) for size in graphs.sizes] if graphs else []
     if (not graphs or most not in graphs.sizes) and on_gpus(decoder):
         decoder.read(_prompts(decoder, 2 * most))  # the second pass attends to tokens of the first
-    for alike in reversed(shapes):  # the largest first: others fit in its memory
-        for prompts in _prompts_of(decoder, alike):
-            for _ in range(2):  # once without a graph, once captured
+    # First without graphs, then captured: what passes take outside of graphs is given back before these take as much.
+    for _ in range(2):
+        for alike in reversed(shapes):  # the largest first: others fit in its memory
+            for prompts in _prompts_of(decoder, alike):
                 decoder.read(prompts)
     decoder.steps(sequences).prepare(sampling)
 

@@ -13,8 +13,8 @@ what it has found, and of those with the same strip the last warp adds that up, 
 A stage of shared memory has what a block needs for a step:
 
 - of every row, the columns of the step; vector 4 i + t of these is the one that lane t needs i-th, and of odd rows the
-  other four of each eight come first, so that eight lanes read all banks (on sm_90 they lie as :mod:`warpgroup
-  <tpplan.decoder.fast.kernels.warpgroup>` says);
+  other four of each eight come first, so that eight lanes read all banks; where four warps multiply together, they
+  lie as that module says;
 - of every warp, 512 bytes for each of the four matrix rows of its lanes: 16 bytes of codes for each lane, which alone
   copies and reads them;
 - then scales and zeros: lane 4 g + t copies those of one of the four matrix rows that lanes 4 g to 4 g + 3 have; all
@@ -523,7 +523,9 @@ def __getattr__(name: str) -> Kernel:
     if not found:
         raise AttributeError(name)
     rows = int(found["rows"])
-    warps, fewest = (WARPS, FEWEST) if found["way"] == "WIDE" else (GROUP_WARPS, GROUP_FEWEST)
-    if rows not in warps:
+    in_groups = found["way"] == "WGMMA"
+    warps = (GROUP_WARPS if in_groups else WARPS).get(rows)
+    if warps is None:
         raise AttributeError(name)
-    return _wide(name.lower(), getattr(packed_codes, found["kind"]), rows // _EIGHT, warps[rows], fewest[rows])
+    fewest = GROUP_FEWEST if in_groups else FEWEST[rows]
+    return _wide(name.lower(), getattr(packed_codes, found["kind"]), rows // _EIGHT, warps, fewest)

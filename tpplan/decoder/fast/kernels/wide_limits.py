@@ -10,9 +10,10 @@ LANES: Final = 4
 #: Of each kernel: rows, and warps that a multiprocessor has registers for; and the fewest of a block.
 WARPS: Final = {32: 16, 48: 12, 64: 8}
 FEWEST: Final = {32: 6, 48: 6, 64: 8}
-#: The same where four warps multiply together; there are registers for two blocks of the kernel of 16 rows.
+#: The same where four warps multiply together. With more than 16 rows they take so many registers that no second block
+#: of eight warps finds room, which some multiprocessors would get and others not.
 GROUP_WARPS: Final = {16: 16, 32: 8, 48: 8, 64: 8}
-GROUP_FEWEST: Final = dict.fromkeys(GROUP_WARPS, 8)
+GROUP_FEWEST: Final = 8
 #: Bytes of a vector, and those that the lanes of a warp read together.
 VECTOR: Final = 16
 OF_LANES: Final = 32 * VECTOR

@@ -11,9 +11,11 @@ Shapes are suffixes of names: R rows, K columns of the matrix, N rows of the mat
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from tpplan.decoder.fast.kernels.wide_limits import FEWEST, GROUP_FEWEST, GROUP_WARPS, STRIP, WARPS, stage_bytes
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 FEWEST_ROWS: Final = 17
 FEWEST_GROUP_ROWS: Final = 9
 MOST_ROWS: Final = 64
+#: The compute capability that has instructions of four warps.
+GROUPS: Final = (9, 0)
 
 #: Bytes of the partial sums of a warp for each row, and the maximum tiles of which a block leaves partial sums.
 _ROW_BYTES, _MOST_PARTS = 128, 2
@@ -68,9 +72,33 @@ def shape_of(strips: int, steps: int, processors: int, warps: int, fewest: int, 
     return even if even * longest >= tiles * steps else blocks, size
 
 
-def in_groups(capability: tuple[int, int]) -> bool:
-    """Return whether GPUs of a compute capability have instructions by which four warps multiply (wgmma)."""
-    return capability == (9, 0)
+@frozen
+class Form:
+    """A kernel for up to some number of rows.
+
+    Attributes:
+        name: of it, for a dtype and a kind of codes in place of the braces.
+        warps: that a multiprocessor has registers for.
+        fewest: minimum warps of a block.
+    """
+
+    name: str
+    warps: int
+    fewest: int
+
+
+def forms_of(kind: str, capability: tuple[int, int]) -> dict[int, Form]:
+    """Return the kernels for a kind of codes, by their maximum rows.
+
+    Args:
+        kind: of codes.
+        capability: compute capability of the GPU; 9.0 has instructions by which four warps multiply (wgmma).
+    """
+    by_warp = {rows: Form(f"wide_{{}}_{kind}_{rows}", WARPS[rows], FEWEST[rows]) for rows in WARPS}
+    if capability != GROUPS:
+        return by_warp
+    forms = {rows: Form(f"wgmma_{{}}_{kind}_{rows}", warps, GROUP_FEWEST) for rows, warps in GROUP_WARPS.items()}
+    return forms if STEPS[kind] == STEPS["4"] else {**forms, 32: by_warp[32]}  # where it is no slower
 
 
 def names_of(dtype: torch.dtype, kinds: Collection[str], capability: tuple[int, int]) -> list[str]:
@@ -81,8 +109,8 @@ def names_of(dtype: torch.dtype, kinds: Collection[str], capability: tuple[int, 
         kinds: kinds of codes; those without kernels are left out.
         capability: compute capability of the GPU.
     """
-    way, sizes = ("wgmma", GROUP_WARPS) if in_groups(capability) else ("wide", WARPS)
-    return [f"{way}_{DTYPES[dtype]}_{kind}_{rows}" for kind in kinds if kind in STEPS for rows in sizes]
+    found = (forms_of(kind, capability).values() for kind in kinds if kind in STEPS)
+    return [form.name.format(DTYPES[dtype]) for form in chain.from_iterable(found)]
 
 
 def bytes_of(blocks: int, warps: int, rows: int) -> int:
@@ -121,6 +149,9 @@ class QuantisedGemm(RowKernels[Quantised]):
 
     NaN codes of e4m3 count as 480. Elements of the matrix are rounded to 16 bits, and so are scales. Launches of one
     object must not overlap, because their blocks find the last one of a tile by the same counters.
+
+    Attributes:
+        fewest_rows: minimum rows that they take.
     """
 
     def __init__(self, place: torch.device, dtype: torch.dtype, kinds: Collection[str]) -> None:
@@ -132,20 +163,18 @@ class QuantisedGemm(RowKernels[Quantised]):
             kinds: kinds of codes; those without kernels are ignored.
         """
         self._limits, capability = shared_memory_of(place), torch.cuda.get_device_capability(place)
-        groups = in_groups(capability)
-        self._warps, self._fewest = (GROUP_WARPS, GROUP_FEWEST) if groups else (WARPS, FEWEST)
-        self._fewest_rows = FEWEST_GROUP_ROWS if groups else FEWEST_ROWS
         self._kernels = {
             kind: {
-                rows: Launcher(name, place, most_shared=self._limits[0])
-                for rows, name in zip(self._warps, names_of(dtype, [kind], capability), strict=True)
+                rows: (form, Launcher(form.name.format(DTYPES[dtype]), place, most_shared=self._limits[0]))
+                for rows, form in forms_of(kind, capability).items()
             }
             for kind in kinds
             if kind in STEPS
         }
+        self.fewest_rows = FEWEST_GROUP_ROWS if capability == GROUPS else FEWEST_ROWS
         self._dtype = dtype
         self._processors = torch.cuda.get_device_properties(place).multi_processor_count
-        self._turns = torch.zeros(self._processors * max(self._warps.values()), dtype=torch.int32, device=place)
+        self._turns = torch.zeros(self._processors * max(WARPS.values()), dtype=torch.int32, device=place)
 
     def takes(self, x_RK: Tensor, matrix_NK: Matrix, *, gated: bool = False) -> bool:
         """Return whether there is a kernel for rows and a matrix that is not slower than dequantising for torch.
@@ -161,7 +190,7 @@ class QuantisedGemm(RowKernels[Quantised]):
             return False
         if self._dtype is torch.float16 and matrix_NK.scales.dtype is not torch.float16:
             return False
-        if not self._fewest_rows <= len(x_RK) <= MOST_ROWS or len(matrix_NK) % (4 if gated else 2):
+        if not self.fewest_rows <= len(x_RK) <= MOST_ROWS or len(matrix_NK) % (4 if gated else 2):
             return False
         scaling = matrix_NK.scales, matrix_NK.zeros if isinstance(matrix_NK, IntMatrix) else None
         if any(each is not None and each.data_ptr() % _WORD for each in scaling):
@@ -173,16 +202,15 @@ class QuantisedGemm(RowKernels[Quantised]):
             msg = "biases and rows of results begin at multiples of 4 bytes"
             raise ValueError(msg)
         (size, width), kind = matrix.shape, kind_of(matrix)
-        rows = next(each for each in self._warps if len(x) <= each)
+        rows, (form, kernel) = next(each for each in self._kernels[kind].items() if len(x) <= each[0])
         # A strip has as many matrix rows with a gate as without.
         step = STEPS[kind]
-        most, fewest = self._warps[rows], self._fewest[rows]
-        paired = paired_of(rows, step, fewest, self._limits)
-        blocks, warps = shape_of(-(-size // STRIP), width // step, self._processors, most, fewest, paired)
+        paired = paired_of(rows, step, form.fewest, self._limits)
+        blocks, warps = shape_of(-(-size // STRIP), width // step, self._processors, form.warps, form.fewest, paired)
         parts = torch.empty(bytes_of(blocks, warps, rows), dtype=torch.uint8, device=x.device)
         stage = stage_bytes(rows, step, warps)
         stages = stages_of(stage, -(-blocks // self._processors), self._limits)
-        self._kernels[kind][rows](
+        kernel(
             blocks, 32 * warps,
             y.data_ptr(), 2 * y.stride(0), x.data_ptr(), 2 * x.stride(0), *words_of(matrix),
             parts.data_ptr(), self._turns.data_ptr(), y.shape[1], width, len(x), stages, *plus, mode,
