@@ -86,7 +86,7 @@ def generate(
     """
     from tpplan.decoder.generation.arguments import Order, checked  # noqa: PLC0415
     from tpplan.decoder.generation.defaults import Defaults  # noqa: PLC0415
-    from tpplan.decoder.generation.head_start import head_start  # noqa: PLC0415
+    from tpplan.decoder.generation.read_ahead import reading_ahead  # noqa: PLC0415
     from tpplan.decoder.generation.timing import Startup  # noqa: PLC0415
     from tpplan.models.hub import local  # noqa: PLC0415
 
@@ -145,7 +145,7 @@ def generate(
     if text := str(defaults):
         plans.note(text)
     startup.mark("plan")
-    with head_start(task), needing("running a plan", "generate"):
+    with reading_ahead(task.source), needing("running a plan", "generate"):
         import tpplan.decoder.generation.command  # noqa: F401, PLC0415 (torch, too, which takes seconds)
     by_transformers = _is_for_transformers(task, engine)
     if talks:
