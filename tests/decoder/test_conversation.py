@@ -18,6 +18,7 @@ from tests.later import transformers
 from tests.weight_plans import fine_units  # noqa: F401 (for every test here)
 from tpplan.__main__ import main
 from tpplan.cli import console
+from tpplan.decoder.generation import read_ahead
 from tpplan.decoder.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -124,3 +125,13 @@ def test_no_document_of_a_conversation(checkpoint: Path, capfd: pytest.CaptureFi
     done = talk(capfd, checkpoint, "Why?\n", "--json")
     assert done.code == 2
     assert "a conversation is no JSON document" in done.err
+
+
+def test_no_conversation_by_transformers(
+    checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before torch is imported, which takes seconds."""
+    monkeypatch.setattr(read_ahead, "reading_ahead", None)
+    done = talk(capfd, checkpoint, "Why?\n", "--engine", "transformers")
+    assert (done.code, done.out) == (2, "")
+    assert "a conversation is by tpplan's decoder, not by transformers" in done.err

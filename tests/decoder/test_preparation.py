@@ -19,7 +19,9 @@ from tpplan.decoder.generation import warmup
 from tpplan.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
 __all__ = ["cudnn_calls", "fine_units", "flash_calls"]  # fixtures
 
@@ -44,7 +46,12 @@ def test_passes_of_one_sequence_are_captured_too(batch: int, length: int, monkey
         decoder.prompt_graphs = decoder.new_prompt_graphs([3, 6])
         read, before = decoder.read, list[int]()
         with patch.object(decoder, "captured", side_effect=_captured) as captured:
-            monkeypatch.setattr(decoder, "read", lambda each: (before.append(captured.call_count), read(each))[1])
+
+            def recording(each: Sequence[Prompt]) -> tuple[Tensor, ...]:
+                before.append(captured.call_count)
+                return read(each)
+
+            monkeypatch.setattr(decoder, "read", recording)
             prepare(decoder)
             count = captured.call_count
             assert count == 2 + batch  # of 3 rows, and of one sequence and of several with 6

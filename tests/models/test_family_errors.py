@@ -320,11 +320,13 @@ def test_slips_in_the_parameters_of_rope_are_told(key: str, slip: str) -> None:
     assert spec_from_config(Config(LLAMA | {"rope_scaling": scaling}, "config.json"), "m").notes == ()
 
 
-@pytest.mark.parametrize("key", ["", "_", " ", "é"])
+@pytest.mark.parametrize("key", ["", "_", "-", " ", "é"])
 def test_odd_keys_are_no_slips(key: str) -> None:
-    """JSON allows them, at the top and in objects."""
+    """JSON allows them, at the top and in objects; also in models whose norms have no epsilon."""
     data = LLAMA | {key: 1, "rope_scaling": {"rope_type": "linear", "factor": 2.0, key: 1}}
     assert spec_from_config(Config(data, "config.json"), "m").notes == ()
+    other = {**LLAMA, key: 1, "model_type": "olmo", "architectures": ["OlmoForCausalLM"]}
+    assert spec_from_config(Config(other, "config.json"), "m").notes == ()
 
 
 def test_each_key_is_told_of_once_and_all_are() -> None:

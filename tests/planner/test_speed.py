@@ -420,6 +420,15 @@ def test_other_devices_are_checked_with_what_was_asked(asked: str, links: tuple[
         assert check({"a.json": made}, model, old).current
 
 
+def test_links_that_were_measured_again_are_checked() -> None:
+    """With the same devices, too; a devices file without links says nothing against those of the plan."""
+    model = spec(num_hidden_layers=4)
+    made = plan(model, [H100] * 2, cache=Cache(tokens=2048), strategy="auto", links=[NVLINK])
+    for links, reasons in (((), ()), ((NVLINK,), ()), ((HOST,), ("devices",))):
+        (found,) = check({"a.json": made}, model, made.devices, links=links).plans
+        assert found.reasons == reasons
+
+
 def test_auto_without_bandwidths_is_balanced_byte_for_byte() -> None:
     """Where one is unknown, nothing is predicted, and the plan has no key more."""
     model, cache = spec(num_hidden_layers=4), Cache(tokens=1024)

@@ -88,13 +88,15 @@ def generate(
     """
     from tpplan.decoder.generation.arguments import Order, checked  # noqa: PLC0415
     from tpplan.decoder.generation.defaults import Defaults  # noqa: PLC0415
-    from tpplan.decoder.generation.head_start import head_start  # noqa: PLC0415
+    from tpplan.decoder.generation.read_ahead import reading_ahead  # noqa: PLC0415
     from tpplan.decoder.generation.timing import Startup  # noqa: PLC0415
     from tpplan.models.hub import local  # noqa: PLC0415
 
     startup = Startup()
     talks = chat and not (prompt or prompts or token_ids) and sys.stdin.isatty()
     _check_source(prompt, prompts, token_ids, talks=talks, json=json)
+    if talks:
+        _check_talk(by_transformers=engine == "transformers")
     for option, value in (("--system", system), ("--chat-template-kwargs", chat_template_kwargs)):
         if value and not chat:
             raise UsageError(f"{option} is a part of a chat", f"add --chat, or leave out {option}")
@@ -145,14 +147,12 @@ def generate(
     if text := str(defaults):
         plans.note(text)
     startup.mark("plan")
-    with head_start(task), needing("running a plan", "generate"):
+    with reading_ahead(task.source), needing("running a plan", "generate"):
         from tpplan.decoder.generation.command import by_decoder  # noqa: PLC0415 (torch, too, which takes seconds)
     lacks = _lacked_by_decoder(task) if engine == "auto" else None
     by_transformers = engine == "transformers" or bool(lacks)
-    if talks and by_transformers:
-        hint = 'add --prompt "…", or --engine tpplan if the decoder knows the model'
-        raise UsageError("a conversation is by tpplan's decoder, not by transformers", hint)
     if talks:
+        _check_talk(by_transformers=by_transformers)
         _talk(task, startup)
     else:
         load = _loader_of_transformers(lacks) if by_transformers else by_decoder
@@ -212,6 +212,17 @@ def _check_source(prompt: str, prompts: str, token_ids: str, *, talks: bool, jso
         raise UsageError(f"generate continues one thing, {listed(given)} are given", "leave out all but one of them")
     if talks and json:
         raise UsageError("a conversation is no JSON document", 'add --prompt "…", or leave out --json')
+
+
+def _check_talk(*, by_transformers: bool) -> None:
+    """Refuse a conversation by transformers.
+
+    Raises:
+        UsageError: it would be by transformers.
+    """
+    if by_transformers:
+        hint = 'add --prompt "…", or --engine tpplan if the decoder knows the model'
+        raise UsageError("a conversation is by tpplan's decoder, not by transformers", hint)
 
 
 def _tokens(text: str) -> tuple[int, ...]:

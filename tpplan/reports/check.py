@@ -96,7 +96,7 @@ def check(
 ) -> CheckReport:
     """Plan each plan's request again, for ``model``, and compare the results.
 
-    For other devices than a plan's, a strategy that ``auto`` chose is chosen again.
+    For other devices than a plan's, or links that were measured again, a strategy that ``auto`` chose is chosen again.
 
     Args:
         plans: for the path of each file its plan, or the error that kept it from being read.
@@ -104,7 +104,7 @@ def check(
         devices: the devices to plan for; by default those of each plan.
         predicting: function that reads the model's prediction layers; without it their room is that of the plan, as
             that of a draft model always is.
-        links: measured links between ``devices``.
+        links: measured links between ``devices``; by default those that a plan for the same devices rests on.
     """
     checks = tuple(_check(path, plan, model, devices, predicting, links=links) for path, plan in plans.items())
     return CheckReport(all(c.current for c in checks), checks)
@@ -154,7 +154,7 @@ def _again(old: SplitPlan, now: Inputs) -> SplitPlan:
     """Return the plan that an old plan's request gives today."""
     strategy = asked_strategy(old)
     room = now.room(strategy)
-    if now.devices == old.devices:
+    if now.devices == old.devices and not now.links:
         return replan(now.model, old, room)
     asked = attrs.evolve(old.request, strategy=strategy, draft=None if room else old.request.draft)
     return plan_request(now.model, now.devices, asked, now.links, room)

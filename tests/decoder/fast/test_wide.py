@@ -138,6 +138,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     dtype, capability = request.param
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(wide, "Launcher", FakeLauncher)
+    monkeypatch.setattr(wide, "_SMALL", 0)
     told = dict(zip(("shared_memory_per_block_optin", "shared_memory_per_multiprocessor"), LIMITS, strict=True))
     found = SimpleNamespace(
         multi_processor_count=PROCESSORS, **(told if dtype is torch.float16 or capability == (9, 0) else {})
@@ -223,6 +224,16 @@ def test_what_is_not_taken(kernels: QuantisedGemm) -> None:
     rounded = dtype is torch.float16  # to which scales of other dtypes may be too small
     assert kernels.takes(x_RK, float_matrix(24, 512, (16, 128), torch.float32)) != rounded
     assert not kernels.takes(x_RK, float_matrix(24, 512, (12, 128), torch.float32))
+
+
+def test_few_rows_of_small_matrices_are_left_to_others(kernels: QuantisedGemm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose kernels are as fast by them."""
+    monkeypatch.setattr(wide, "_SMALL", 24 * 512)
+    x_RK = torch.randn(17, 512).to(kernels._dtype)
+    small, large = (int_matrix(size, 512, 128, torch.float16, 1) for size in (24, 26))
+    assert not kernels.takes(x_RK[:16], small)
+    assert kernels.takes(x_RK[:16], large) == (kernels.fewest_rows <= 16)
+    assert kernels.takes(x_RK, small)
 
 
 def test_names_by_generation() -> None:

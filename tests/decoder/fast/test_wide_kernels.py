@@ -41,8 +41,12 @@ def test_codes_are_made_floats_once(name: str, capability: tuple[int, int]) -> N
     if way == "wgmma":  # four warps at once, of rows in shared memory: all of them are settled before sums are used
         assert f".target sm_{capability[0]}{capability[1]}a" in text
         assert text.count(f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{dtype}.{dtype}") == pairs // 4
-        last = text.rindex("wgmma.mma_async")
-        assert text.index("wgmma.wait_group.sync.aligned 0;") > last
+        last, settled = text.rindex("wgmma.fence"), text.index("wgmma.wait_group.sync.aligned 0;")
+        assert last < settled
+        sums = {*re.findall(r"%f\d+", text[last:settled])}
+        assert len(sums) == rows
+        beside = re.sub("wgmma.fence.*", "", text[text.index("wgmma.fence") : settled])
+        assert sums.isdisjoint(re.findall(r"%f\d+", beside))
         assert text.index("fence.proxy.async.shared::cta;") < text.index("bar.sync") < text.index("wgmma.mma_async")
     else:
         assert text.count(f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32") == pairs // 4 * rows // 8

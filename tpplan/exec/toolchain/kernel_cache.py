@@ -108,7 +108,7 @@ _ENOUGH = 2
 
 _LOG = logging.getLogger(__name__)
 #: Instructions that only one generation has: kernels with them are for its very architecture (sm_90a).
-WGMMA = "wgmma."
+_WGMMA = "wgmma."
 #: Modules of kernels, by the prefix of the kernels' names.
 _MODULES = {
     "attention": "tpplan.decoder.fast.kernels.attention",
@@ -271,8 +271,7 @@ def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
     """Assemble PTX; return the cubin, and the assembler's log of registers and spills."""
     from cuda.core import Linker, LinkerOptions, ObjectCode  # noqa: PLC0415 (not needed for kernels on disk)
 
-    arch = text.partition(".target ")[2].split()[0] if WGMMA in text else _arch(capability)
-    options = LinkerOptions(arch=arch, ptxas_options=["-v"])
+    options = LinkerOptions(arch=_target(text, capability), ptxas_options=["-v"])
     linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
     code = linker.link("cubin").code
     return bytes(code), str(linker.get_info_log())
@@ -289,8 +288,7 @@ def ptx(name: str, capability: tuple[int, int]) -> str:
     text = str(text.replace(mangled, name))
     if capability < OVERLAPS:
         text = re.sub(rf"({GRID_DEPENDENCY}\.\w+|{re.escape(PREFETCH)}[^;]*);", "", text)
-    if WGMMA in text:
-        text = text.replace(f".target {_arch(capability)}", f".target {_arch(capability)}a")
+    text = text.replace(f".target {_arch(capability)}", f".target {_target(text, capability)}")
     if kernel.arguments > 1:
         return text
     declared = f".param .u64 {name}_param_0"  # one word, instead of an array for which numba has no type
@@ -334,6 +332,11 @@ def _module(name: str) -> str:
 
 def _arch(capability: tuple[int, int]) -> str:
     return f"sm_{capability[0]}{capability[1]}"
+
+
+def _target(text: str, capability: tuple[int, int]) -> str:
+    """Return what a kernel's PTX is assembled for: a compute capability, or its very architecture."""
+    return f"{_arch(capability)}{'a' * (_WGMMA in text)}"
 
 
 @cache

@@ -201,7 +201,7 @@ def spec_from_config(config: Config, name: str, *, stacked: bool = False, stored
 
 def _of_keys(config: Config, model_type: str, text: Config) -> Iterator[str]:
     """Yield a note on each key that seems to be another's: one that is missing, or one of other families."""
-    text.expect({*OF_DECODERS, epsilon_of(model_type)})
+    text.expect({*OF_DECODERS, *filter(None, [epsilon_of(model_type)])})
     for part in dict.fromkeys((config, text)):
         yield from part.slips()
     for key, meant in text.borrowed_keys(model_type) if model_type in IN_TRANSFORMERS else ():

@@ -1,4 +1,4 @@
-"""Kernels that multiply 17 to 64 rows by a matrix of codes, which are read and made floats once.
+"""Kernels that multiply 17 (on sm_90: 9) to 64 rows by a matrix of codes, which are read and made floats once.
 
 Tensor cores multiply, as in :mod:`tpplan.decoder.fast.kernels.packed`; on sm_90 by instructions of four warps, see
 :mod:`tpplan.decoder.fast.kernels.warpgroup`, which pays from 9 rows on. A warp has 32 matrix rows, which are a strip,
@@ -13,7 +13,8 @@ what it has found, and of those with the same strip the last warp adds that up, 
 A stage of shared memory has what a block needs for a step:
 
 - of every row, the columns of the step; vector 4 i + t of these is the one that lane t needs i-th, and of odd rows the
-  other four of each eight come first, so that eight lanes read all banks;
+  other four of each eight come first, so that eight lanes read all banks; where four warps multiply together, they
+  lie as that module says;
 - of every warp, 512 bytes for each of the four matrix rows of its lanes: 16 bytes of codes for each lane, which alone
   copies and reads them;
 - then scales and zeros: lane 4 g + t copies those of one of the four matrix rows that lanes 4 g to 4 g + 3 have; all

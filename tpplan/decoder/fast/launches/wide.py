@@ -1,5 +1,7 @@
 """GEMM of 17 to 64 rows with quantised weights, whose codes are read once, with a gate or a sum as epilogue.
 
+On sm_90 it takes 9 to 64 rows, see :mod:`tpplan.decoder.fast.kernels.warpgroup`.
+
 Blocks share the steps of all tiles evenly (stream-K, arXiv:2301.03598): the last block of a tile adds up the partial
 sums of the others.
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -41,6 +44,8 @@ _MOST_WARPS, _MOST_SPLITS = 8, 16
 _WORD = 4
 #: Minimum and maximum stages (steps in shared memory) of a block; bytes of shared memory that CUDA reserves per block.
 _FEWEST_STAGES, _MOST_STAGES, _RESERVED = 2, 3, 1024
+#: Maximum elements of a matrix that kernels for few rows multiply as fast by 9 to 16.
+_SMALL: Final = 2**25
 #: Minimum steps of each warp for two blocks on a multiprocessor, and minimum strips per multiprocessor for full ones.
 _MANY_STEPS, _MANY_STRIPS = 5, 2
 
@@ -189,6 +194,8 @@ class QuantisedGemm(RowKernels[Quantised]):
         if self._dtype is torch.float16 and matrix_NK.scales.dtype is not torch.float16:
             return False
         if not self.fewest_rows <= len(x_RK) <= MOST_ROWS or len(matrix_NK) % (4 if gated else 2):
+            return False
+        if len(x_RK) < FEWEST_ROWS and prod(matrix_NK.shape) <= _SMALL:
             return False
         scaling = matrix_NK.scales, matrix_NK.zeros if isinstance(matrix_NK, IntMatrix) else None
         if any(each is not None and each.data_ptr() % _WORD for each in scaling):
