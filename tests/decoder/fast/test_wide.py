@@ -132,7 +132,7 @@ def _without_place(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return lambda size, **told: make(size, dtype=told["dtype"])
 
 
-@pytest.fixture(params=[*product(DTYPES, [(8, 0), (9, 0)])], ids=str)
+@pytest.fixture(params=zip(DTYPES, [(8, 0), (9, 0)], strict=True), ids=str)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> QuantisedGemm:
     """Return kernels of a device that is not there."""
     dtype, capability = request.param
