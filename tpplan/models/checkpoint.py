@@ -83,6 +83,11 @@ class Headers:
     tensors: Mapping[str, Tensor]
     file_bytes: int
 
+    @property
+    def files(self) -> frozenset[str]:
+        """The names of the files that have the tensors."""
+        return frozenset(tensor.file for tensor in self.tensors.values())
+
     def renamed(self, starts: Mapping[str, str]) -> Headers:
         """Return the same tensors with prefixes of their names replaced.
 

@@ -209,7 +209,7 @@ def read_checkpoint(path: Path) -> tuple[ModelSpec, Headers | None]:
             spec = evolve(spec, notes=(*spec.notes, "taken for an EAGLE head by its name"))
         return evolve(spec, assumed=what or instead_of_headers(path, spec.weight_format) or spec.assumed), None
     known = tolerated(spec_from_config(config, name).model_type, text_part(config)[0])
-    parts, notes = beside(path, {tensor.file for tensor in headers.tensors.values()})
+    parts, notes = beside(path, headers.files)
     headers = headers.renamed(known.renamed)
     logical = _in_form(config, headers, name)
     with _hinting_at_slips(config, scheme):

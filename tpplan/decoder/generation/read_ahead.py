@@ -23,8 +23,7 @@ def reading_ahead(source: Source) -> Iterator[None]:
 
     Nothing here raises or reports an error: who needs what failed here tries it again.
     """
-    done, names = Event(), sorted({tensor.file for tensor in source.headers.tensors.values()})
-    files = [source.directory / name for name in names]
+    done, files = Event(), [source.directory / name for name in sorted(source.headers.files)]
     with suppress(RuntimeError):  # no further thread
         Thread(target=_read, args=(files, done), daemon=True).start()
     try:
